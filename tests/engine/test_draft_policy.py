@@ -339,14 +339,22 @@ def test_a_head_that_is_always_wrong_costs_less_than_a_hundredth(model: str, num
     assert simulation.run(num_rows, 1000) > 0.99
 
 
-@pytest.mark.parametrize(
-    ("model", "share", "least", "even"), [("8B, EAGLE-3", 0.5, 1.2, 1.07), ("35B-A3B, MTP", 0.3, 1.12, 1.09)]
-)
-def test_drafts_go_to_the_rows_whose_head_is_surest(model: str, share: float, least: float, even: float) -> None:
-    """Once steps have shown that it knows."""
-    sharing: dict[str, Any] = {"has_head": True, "share": share, "noise": 0.02, **UNEVEN, "most_of_uneven": 6}
-    assert Simulation(model, 0.95, **sharing).run(256, 1000) > least
-    assert Simulation(model, 0.95, **{**sharing, "uneven_widths": ()}).run(256, 1000) < even
+def test_drafts_go_to_the_rows_whose_head_is_surest() -> None:
+    """In a run that is long enough for the head to show what it knows; until then all rows have as many."""
+    sharing: dict[str, Any] = {"has_head": True, "share": 0.5, "noise": 0.02, **UNEVEN, "most_of_uneven": 6}
+    uneven = Simulation("8B, EAGLE-3", 0.95, **sharing)
+    even = Simulation("8B, EAGLE-3", 0.95, **{**sharing, "uneven_widths": ()})
+    assert uneven.run(64, 300) == even.run(64, 300) < 1.6
+    uneven.run(64, 1600)
+    assert uneven.run(64, 500) > 1.75
+    assert 400 < uneven.num_uneven < 1800
+
+
+def test_a_head_that_is_sure_at_random_costs_nothing() -> None:
+    """In a run of seconds; graphs that only it needs would cost more than a hundredth."""
+    sharing: dict[str, Any] = {"has_head": True, "noise": 0.02, **UNEVEN, "most_of_uneven": 6}
+    uneven, even = (Simulation("35B-A3B, MTP", 0.7, **{**sharing, **own}) for own in ({}, {"uneven_widths": ()}))
+    assert uneven.run(16, 400) > 0.995 * even.run(16, 400)
 
 
 def test_a_head_is_found_useful_again() -> None:

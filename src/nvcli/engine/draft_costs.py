@@ -86,6 +86,11 @@ class DraftCosts:
         """Whether a step of this size and form has run."""
         return (size, form) in self._begun
 
+    @property
+    def num_uneven(self) -> int:
+        """The number of shapes that have run whose rows have different numbers of tokens."""
+        return sum(not form.is_even for _, form in self._begun)
+
     def knows_from(self, size: int) -> bool:
         """Whether a step with drafts of at least this size was measured."""
         return any(rows >= size for rows, _ in self._extras)

@@ -3,7 +3,9 @@
 An accepted draft saves its row a step, but every draft makes the step longer, and the first step of a shape captures
 its graph. The policy takes the number of tokens with the most tokens per second, or no drafts if none is faster. With
 few rows each gets as many; with more, the drafts may also go to the rows where they are likeliest to be right: those
-whose latest drafts were, or with a head those of whose drafts it is surest, which the ranks know. It relies on
+whose latest drafts were, or with a head those of whose drafts it is surest, which the ranks know. Whether the head is
+rightly sure shows only in such steps, so they begin once a graph for them is a small share of the run, and between them
+are steps with as many drafts for all rows, which show how often these are right. The policy relies on
 
 - how often the first, second, … draft of a row is right (`DraftRates`), and how often each row's own are (`RowRates`):
   measured on the drafts that ran, and estimated from the answers, which show without any draft what would have been
@@ -23,6 +25,7 @@ All of this is arithmetic on the host, on numbers that come with the outputs of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -41,19 +44,21 @@ _HEAD = DRAFT_SOURCES.index("head")
 
 _ROWS_SEEN = 64
 """Each look weighs at least 1 / `_ROWS_SEEN` in the mean rate of all requests."""
-_PRIOR_ROWS, _PRIOR_ROWS_OF_HEAD = 16, 5
+_PRIOR_ROWS, _PRIOR_ROWS_OF_HEAD = 16, 3
 """Number of rows with drafts that the estimate before the first drafts counts as: from the evidence, and for a head."""
 _UNSEEN = 4
 """Number of looks with only wrong drafts that are assumed before the first real one."""
 _LOOKS = 32
 """Number of looks at the start, one per step; afterwards there is one every fourth step, or every 16th with drafts."""
-_LEAST_GAIN, _LEAST_TO_STAY, _LEAST_TO_TRY, _LEAST_TO_TRY_OF_HEAD, _LEAST_TO_SHARE = 1.03, 1.01, 1.1, 1.02, 1.05
+_LEAST_GAIN, _LEAST_TO_STAY, _LEAST_TO_TRY = 1.03, 1.01, 1.1
 """Minimum gain for a step with drafts if the previous step had none, and if it had some; and the additional factor by
-which a shape that was never measured must be better: with drafts that are looked up, with a head, whose passes are
-equally long, and with a head whose surest drafts are kept."""
-_TRY_SECONDS = 0.03
-"""The assumed cost of the first step of a shape, until some have run (15 to 35 ms for Qwen3-0.6B and 8B on an H200, 70
-to 125 ms for Qwen3.5-35B-A3B)."""
+which a shape that was never measured must be better with drafts that are looked up."""
+_EVEN_EVERY = 32
+"""Steps that keep the surest drafts before one with as many for all rows, which shows how often drafts are right."""
+_TRY_SECONDS, _TRY_STEPS = 0.03, 10
+"""The assumed cost of the first step of a shape, until one has run: seconds, and with a head, whose passes are captured
+too, at least so many steps without drafts, but no more than `_MOST_SAVED` (15 to 35 ms for Qwen3-0.6B and 8B on an
+H200, 50 to 125 ms for Qwen3.5-35B-A3B with its head, 200 ms for Qwen3-32B with a draft model)."""
 _HORIZON = 1.0
 """Steps of a size are expected to take as long again as they have so far, and at least this many seconds; with a head,
 whose first drafts have graphs from the start, only as long."""
@@ -66,16 +71,16 @@ _MOST_DEBT, _MOST_DEBT_OF_KNOWN = 0.2, 0.5
 _MOST_SAVED = 0.2
 """Maximum seconds that are saved up for later tries."""
 _TRIED_SHARE = 0.005
-"""Share of the elapsed time that is written off the debt."""
+"""Share of the elapsed time that is written off the debt, and that first steps which keep a head's surest drafts take
+at most: nothing else shows whether the head knows which of its drafts are right."""
 _STEPS_IN_FLIGHT = 4
 """Upper bound on the steps whose outputs are still awaited when a step is scheduled."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 4096
 """Steps without drafts before the next try when the estimates speak against drafts: at first, and at most."""
 _RATE_OF_HEADS = 0.7
 """The assumed acceptance rate of the drafts of a head, until some have run."""
-_ROWS_TO_TRUST, _ROWS_TO_CAPTURE = 16, 256
-"""Number of rows with drafts of a head before it has more of them than at first, and before graphs are captured
-although its first drafts have not paid."""
+_ROWS_TO_TRUST = 16
+"""Number of rows with drafts of a head before it has more of them than at first."""
 _NEWS = 0.1
 """The acceptance rate must exceed its estimate by this much for the pause to be short again."""
 _PLAIN_EVERY, _PLAIN_OFTEN = 128, 32
@@ -133,8 +138,8 @@ class DraftPolicy:
         self._num_looks = 0
         self._elapsed = 0.0
         """Seconds of all steps."""
-        self._try_seconds = _TRY_SECONDS
-        """The cost of the first step of a shape."""
+        self._try_seconds: float | None = None
+        """The cost of the first step of a shape; None: none has run."""
         self._debt = 0.0
         """Seconds that drafts have cost, less what they have gained and what was written off. Below 0: the seconds that
         tries may cost."""
@@ -147,6 +152,8 @@ class DraftPolicy:
             self._forms = [Form(mean, False) for mean in drafting.uneven_widths] + [Form(w) for w in drafting.widths]
             self._forms.sort(key=lambda form: (form.mean, not form.is_even))
         self._form = _PLAIN
+        self._uneven_left = 0
+        """Steps that may keep the surest drafts of a head before one with as many for all rows."""
         self._steps_without_drafts = 0
         self._steps_with_drafts = 0
         """Steps since the last one without drafts."""
@@ -232,7 +239,7 @@ class DraftPolicy:
                 spent = output.seconds + min(output.idle_seconds, _MOST_IDLE)
                 debt += spent - plain * sum(counts) / num_rows
                 if not self._has_graph(size, form):
-                    self._try_seconds = max(self._try_seconds, min(output.idle_seconds, _MOST_IDLE))
+                    self._try_seconds = max(self._try_seconds or 0.0, min(output.idle_seconds, _MOST_IDLE))
             self._costs.learn(size, form, output.seconds, output.idle_seconds)
         self._debt = max(-_MOST_SAVED, debt)
         every = 1 if self._num_looks < _LOOKS else 4 if form == _PLAIN else 16
@@ -276,6 +283,8 @@ class DraftPolicy:
         if sum(count > 1 for count in counts) / num_rows > self._accepted.shares()[0] + _NEWS:
             self._pause = _FIRST_PAUSE
             self._steps_to_try = min(self._steps_to_try, self._pause)
+        else:
+            self._uneven_left = _EVEN_EVERY
         self._accepted.learn(counts, widths, rates)
 
     def _look(self, state: RequestState) -> None:
@@ -295,7 +304,6 @@ class DraftPolicy:
         self._steps_to_wait = max(0, self._steps_to_wait - 1)
         if costs.plain(size) is None:
             return _PLAIN  # nothing to compare with
-        is_new = self._has_head and self._accepted.num_rows < _ROWS_TO_CAPTURE
         shares = self._accepted.shares()
         seconds = max(self._seconds_of.get(size, 0.0), 0.0 if self._has_head else _HORIZON)
         with_graphs = [form for form in forms if self._has_graph(size, form)]
@@ -303,22 +311,22 @@ class DraftPolicy:
         if not costs.knows_from(size) or (is_guess and with_graphs):
             forms = with_graphs[:1] if is_guess and with_graphs else with_graphs or forms[: 1 + self._has_head]
         gains = {form: self._tokens_of(form, shares, levels) / costs.ratio(size, form) for form in forms}
-        is_ready = [costs.is_known(size, form) or form in with_graphs for form in forms]
-        most_known = max([1.0, *(gains[form] for form in compress(forms, is_ready))])
-        if is_new and with_graphs and most_known < _LEAST_GAIN:
-            forms = [form for form in forms if form in with_graphs]
-        best, best_gain = _PLAIN, _LEAST_GAIN if self._form == _PLAIN and not is_new else _LEAST_TO_STAY
+        ready = [form for form in forms if costs.is_known(size, form) or form in with_graphs]
+        most_ready = max([1.0, *(gains[form] for form in ready)])
+        best, best_gain = _PLAIN, _LEAST_GAIN if self._form == _PLAIN else _LEAST_TO_STAY
         for form in forms:
             gain = gains[form]
             if not costs.is_known(size, form):
-                saved = (gain / most_known - 1) * seconds
-                least = _LEAST_TO_TRY_OF_HEAD if form.is_even else _LEAST_TO_SHARE
-                gain /= least if self._has_head else _LEAST_TO_TRY
-                is_dear = form not in with_graphs and saved < self._price(size, form) + max(0.0, self._debt)
-                if self._steps_to_wait > 0 or is_dear:
+                saved = (gain / most_ready - 1) * seconds
+                gain /= 1.0 if self._has_head else _LEAST_TO_TRY
+                if self._steps_to_wait > 0 or (form not in with_graphs and saved < self._worth_of_try(size, form)):
                     continue
             if gain > best_gain:
                 best, best_gain = form, gain
+        if self._has_head and not best.is_even:
+            if self._uneven_left <= 0:
+                best = max((form for form in ready if form.is_even), key=gains.__getitem__, default=best)
+            self._uneven_left -= 1
         if best != _PLAIN and self._debt <= (_MOST_DEBT_OF_KNOWN if costs.is_known(size, best) else _MOST_DEBT):
             is_rare = self._has_head or best_gain > _LARGE_GAIN
             if self._steps_with_drafts >= (_PLAIN_EVERY if is_rare else _PLAIN_OFTEN):
@@ -354,8 +362,17 @@ class DraftPolicy:
         """Return the seconds that a step with drafts wastes if all of them are wrong."""
         plain = self._costs.plain(size)
         assert plain is not None
-        capture = 0.0 if self._has_graph(size, form) else self._try_seconds
-        return (self._costs.ratio(size, form) - 1) * plain + capture
+        capture = self._try_seconds or min(_MOST_SAVED, max(_TRY_SECONDS, _TRY_STEPS * plain * self._has_head))
+        return (self._costs.ratio(size, form) - 1) * plain + (0.0 if self._has_graph(size, form) else capture)
+
+    def _worth_of_try(self, size: int, form: Form) -> float:
+        """Return the seconds that a form must be expected to save before a step of it is worth its graph. With a head,
+        graphs are captured for a small share of the time, and of what drafts have gained."""
+        price, share = self._price(size, form), _TRIED_SHARE * self._elapsed
+        of_uneven = 0.0 if form.is_even else (1 + self._costs.num_uneven) * price
+        if self._has_head and (price + self._debt > 2 * share or of_uneven > share):
+            return math.inf
+        return price + max(0.0, self._debt)
 
     def _has_graph(self, size: int, form: Form) -> bool:
         """Whether the graph of a shape is likely to have been captured."""
