@@ -112,5 +112,12 @@ def _tokens(columns: int, rows: int) -> list[int]:
     return ([IMAGE_ID] * columns + [IMAGE_ID - 1]) * (rows - 1) + [IMAGE_ID] * columns + [IMAGE_ID + 1]
 
 
+def image_settings(path: Path) -> dict[str, Any]:
+    """The settings of an engine that reads these images."""
+    vision = load_model_config(path).vision
+    assert vision is not None
+    return {"max_image_tokens": 16 if vision.attends_both_ways else 64, "keeps_images_whole": vision.attends_both_ways}
+
+
 def answers_in_order(found: dict[int, list[int]]) -> Sequence[list[int]]:
     return [found[number] for number in range(len(PROMPTS))]

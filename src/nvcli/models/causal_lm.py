@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.spec import AttentionSpec, CacheSpec, attention_kinds
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.config import ModelConfig
@@ -19,7 +20,7 @@ from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.geometry import EMBEDDING, HEAD
 from nvcli.models.kv_groups import layer_specs
 from nvcli.models.layer_inputs import LayerInputs
-from nvcli.models.layers import InputNorm, RotaryTables, TokenMixer
+from nvcli.models.layers import Angles, InputNorm, RotaryTables, TokenMixer
 from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
 from nvcli.models.vision.tower import VisionTower
 from nvcli.models.weights import WeightModule
@@ -67,13 +68,20 @@ class Decoder(nn.Module):
         self.is_summed = layers[numbers[-1]].norms.after_mlp is not None
         self.norm = InputNorm(build, "model.norm", decoder.norm, is_summed=self.is_summed) if stage.is_last else None
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens, as layers read them: [T] → [T, H]."""
+    def embed(self, ids: Tensor, images: ImageTokens | None = None) -> Tensor:
+        """Return the embeddings of tokens and images, as layers read them: [T] → [T, H]."""
         assert self.embed_tokens is not None
         embeddings: Tensor = self.embed_tokens(ids)
         if self.embedding_scale != 1.0:
             embeddings.mul_(self.embedding_scale)
+        if images is not None and images.embeddings is not None:
+            embeddings.index_copy_(0, images.rows, images.embeddings)
         return embeddings
+
+    def angles(self, batch: ForwardBatch) -> Angles:
+        """Return the angles by which the tokens of a batch are rotated."""
+        angles: Angles = self.rotary(batch.positions if batch.angle_positions is None else batch.angle_positions)
+        return angles
 
     def forward(
         self, batch: ForwardBatch, received: StageState | None, streams: Mapping[str, Tensor] | None = None
@@ -84,13 +92,11 @@ class Decoder(nn.Module):
         delta: Tensor | None = None
         residual: Tensor
         if self.embed_tokens is not None:
-            residual = self.embed(batch.input_ids)
-            if images is not None and images.embeddings is not None:
-                residual.index_copy_(0, images.rows, images.embeddings)
+            residual = self.embed(batch.input_ids, images)
         else:
             assert received is not None
             delta, residual = self.group.recv_stage(received)
-        angles = self.rotary(batch.positions if batch.angle_positions is None else batch.angle_positions)
+        angles = self.angles(batch)
         inputs: list[Tensor | None] = [None] * len(self.layers)
         if self.inputs is not None:
             inputs = list(self.inputs(batch.input_ids, residual).unbind(1))
@@ -155,7 +161,7 @@ class CausalLM(nn.Module):
             shared = SharedParts(
                 embed=self.model.embed,
                 compute_logits=self.compute_logits,
-                angles=self.model.rotary,
+                angles=self.model.angles,
                 vocab_size=config.vocab_size,
             )
             num_layers = config.num_layers

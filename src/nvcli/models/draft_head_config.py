@@ -28,6 +28,10 @@ class DraftHeadConfig(ABC):
     """Whether it reads states of the target, and so the token behind each position. A model of its own reads the tokens
     at the positions themselves."""
 
+    reads_images: ClassVar[bool] = False
+    """Whether it reads the embeddings of images in place of those of their tokens, as its target does. Others learn of
+    images from the target's states, or not at all."""
+
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """The target's layers before which the head reads the residual stream, ascending; empty: it reads the hidden

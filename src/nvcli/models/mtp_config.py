@@ -42,6 +42,7 @@ class MTPConfig(DraftHeadConfig):
     """A head with one layer, which is applied again for each further token."""
 
     module: ClassVar[str] = "nvcli.models.draft_heads.mtp:MTPHead"
+    reads_images: ClassVar[bool] = True
     layer: LayerConfig
     norm: NormConfig
     stored_names: Names = ()

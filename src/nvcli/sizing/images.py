@@ -21,8 +21,11 @@ def kept_image_bytes(config: EngineConfig, vision: VisionConfig, total: int) -> 
 
 
 def image_buffer_bytes(config: EngineConfig, vision: VisionConfig, total: int) -> int:
-    """Return the most bytes of embeddings on a device of `total` bytes: those that are kept, and those of a step."""
-    return kept_image_bytes(config, vision, total) + config.max_num_batched_tokens * _token_bytes(config, vision)
+    """Return the most bytes of embeddings on a device of `total` bytes: those that are kept, and those of a step,
+    which a head that drafts may read, too."""
+    of_head = vision.out_size * DTYPE_BYTES[config.dtype] if config.draft_head is not None else 0
+    of_step = config.max_num_batched_tokens * (_token_bytes(config, vision) + of_head)
+    return kept_image_bytes(config, vision, total) + of_step
 
 
 def _token_bytes(config: EngineConfig, vision: VisionConfig) -> int:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from generation import generate
 
-from image_answers import ImageRequests, answers_in_order, reference_answers
+from image_answers import ImageRequests, answers_in_order, image_settings, reference_answers
 from nvcli.core.messages import unpack
-from nvcli.models.config import load_model_config
 from nvcli.worker.runner.model_runner import ModelRunner
 from one_rank import make_runner, make_scheduler, run_requests
 from vision_model import write_vision_model
@@ -51,12 +50,6 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], C
 def runner_of(path: Path, device: str = "cpu", **settings: Any) -> ModelRunner:
     own = {"max_model_len": 256, "block_size": 16, "dtype": "float32"}
     return make_runner(path, device, **{**own, **image_settings(path), **settings})
-
-
-def image_settings(path: Path) -> dict[str, Any]:
-    vision = load_model_config(path).vision
-    assert vision is not None
-    return {"max_image_tokens": 16 if vision.attends_both_ways else 64, "keeps_images_whole": vision.attends_both_ways}
 
 
 IN_CHUNKS = {"max_num_batched_tokens": 17, "max_num_seqs": 4}

@@ -86,13 +86,13 @@ class Eagle3Head(DraftHead):
         self, token_ids: Tensor, states: Tensor, batch: ForwardBatch, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if self.embed_tokens is None:
-            embeddings = self._shared.embed(token_ids)
+            embeddings = self._shared.embed(token_ids, batch.images)
         else:
             embeddings = F.embedding(token_ids, self.embed_tokens.weight)
         normed = self.hidden_norm(None, states)
         x = torch.cat([self.input_norm(None, embeddings), normed], dim=1)
         residual = normed if self.config.norms_residual else states
-        mixed = self.mixer(x, self._shared.angles(batch.positions), batch)
+        mixed = self.mixer(x, self._shared.angles(batch), batch)
         if rows is not None:
             mixed, residual = mixed[rows], residual[rows]
         delta = self.mixer.o_proj(mixed, residual)

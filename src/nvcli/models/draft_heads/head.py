@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.image_tokens import ImageTokens
 from nvcli.models.layers import Angles
 
 
@@ -21,12 +22,12 @@ from nvcli.models.layers import Angles
 class SharedParts:
     """The parts of the target that heads use. A head keeps them outside its own submodules."""
 
-    embed: Callable[[Tensor], Tensor]
-    """[T] ids → [T, H], the target's embeddings."""
+    embed: Callable[[Tensor, ImageTokens | None], Tensor]
+    """[T] ids → [T, H], the target's embeddings, with those of images in their places."""
     compute_logits: Callable[[Tensor], Tensor]
     """[N, H] → [N, M], the target's LM head."""
-    angles: Callable[[Tensor], Angles]
-    """[T] positions → the angles of the target's and the head's rotations."""
+    angles: Callable[[ForwardBatch], Angles]
+    """The angles of the target's and the head's rotations for the tokens of a batch."""
     vocab_size: int
 
 
@@ -44,9 +45,10 @@ class DraftHead(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Run a pass over the tokens of a batch, and store their keys.
 
-        token_ids: [T], the token after each position, or with a model of its own the one at the position; states: [T,
-        H], which may be overwritten; rows: [N] int64, the tokens that are computed to the end; None: all. Returns what
-        `compute_logits` takes, [N, H], and the states for the next pass, [N, H].
+        token_ids: [T], the token after each position, or with a model of its own the one at the position, among which
+        `batch.images` stand for images; states: [T, H], which may be overwritten; rows: [N] int64, the tokens that are
+        computed to the end; None: all. Returns what `compute_logits` takes, [N, H], and the states for the next pass,
+        [N, H].
         """
 
     @abstractmethod

@@ -45,9 +45,10 @@ class MTPHead(DraftHead):
     def forward(
         self, token_ids: Tensor, states: Tensor, batch: ForwardBatch, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        parts = self.norm_of_embedding(None, self._shared.embed(token_ids)), self.norm_of_hidden(None, states)
+        embeddings = self._shared.embed(token_ids, batch.images)
+        parts = self.norm_of_embedding(None, embeddings), self.norm_of_hidden(None, states)
         residual = self.product(torch.cat(parts, dim=1), self.fc.weight)
-        delta, residual, _ = self.layer(None, residual, None, self._shared.angles(batch.positions), batch, rows)
+        delta, residual, _ = self.layer(None, residual, None, self._shared.angles(batch), batch, rows)
         hidden: Tensor = self.norm(delta, residual)
         if self.group.size > 1:
             hidden = hidden.clone()  # it holds until the next sum

@@ -33,6 +33,7 @@ from nvcli.models.draft_heads.head import DraftHead
 from nvcli.worker.runner.input_buffers import StepBatch
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
+from nvcli.worker.runner.step_images import StepImages
 
 
 class ModelDrafter:
@@ -49,9 +50,12 @@ class ModelDrafter:
         max_positions: int,
         reads_states: bool = True,
         has_uneven_rows: bool = False,
+        images: StepImages | None = None,
     ) -> None:
         """`max_positions`: the positions that the head knows; `reads_states`: see `DraftHeadConfig`; `has_uneven_rows`:
-        whether steps may give the rows different numbers of drafts."""
+        whether steps may give the rows different numbers of drafts; `images`: those that the head reads, or is rotated
+        behind."""
+        self._images = images
         self._has_uneven_rows = has_uneven_rows
         self._reads_states = reads_states
         self._head, self._slots, self._sampler = head, slots, sampler
@@ -61,8 +65,11 @@ class ModelDrafter:
         self._row_starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
 
     @classmethod
-    def of(cls, model: CausalLM, slots: SlotTable, sampler: Sampler, config: EngineConfig) -> ModelDrafter | None:
-        """Make the drafter of a model; None: it has no head."""
+    def of(
+        cls, model: CausalLM, slots: SlotTable, sampler: Sampler, config: EngineConfig, images: StepImages | None
+    ) -> ModelDrafter | None:
+        """Make the drafter of a model; None: it has no head. `images`: those of steps, which a model of its own, that
+        reads no states, does not see."""
         if model.draft_head is None or model.config.draft_head is None:
             return None
         return cls(
@@ -74,6 +81,7 @@ class ModelDrafter:
             max_positions=config.max_model_len,
             reads_states=model.config.draft_head.reads_states,
             has_uneven_rows=bool(config.uneven_draft_widths),
+            images=images if model.config.draft_head.reads_states else None,
         )
 
     def propose(self, batch: StepBatch, *, for_all: bool) -> None:
@@ -115,6 +123,8 @@ class ModelDrafter:
             keep_guesses(self._kept, last, None, None)
             return
         tokens = following_tokens(batch.rows, state, forward.positions)
+        if self._images is not None:
+            forward = self._images.prepare_head(batch.rows, forward)
         hidden, states = self._head(tokens, self._head.read(states), forward, last.places)
         guesses, odds = self._choose(hidden, last.slots, last.following, with_odds=self._has_uneven_rows)
         keep_guesses(self._kept, last, guesses, states, odds)
@@ -148,4 +158,5 @@ class ModelDrafter:
             seq_lens_host=forward.seq_lens_host[:num_rows],
             kv_cache=forward.kv_cache,
             backend=forward.backend,
+            angle_positions=None if self._images is None else self._images.positions_behind(slots, here.positions),
         )

@@ -96,7 +96,6 @@ class ModelRunner:
             self._choose_graphs()
             self._make_slots()
             self._make_adapters()
-            self._make_images()
             self._compile_kernels()
             self._finish_weights()
             self._keep_base_weights()
@@ -276,10 +275,13 @@ class ModelRunner:
         self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
         vocab_size = self.model_config.vocab_size
         self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
+        self._images = StepImages.of(config, self.model, self.slots, self.device)
         follows = self._context.rank == config.output_rank
         has_states = self._may_draft and bool(self._kv_spec.state_groups)
         self.kept_states = KeptStates(self._kv_spec, config.max_draft_step_tokens, self.device) if has_states else None
-        self._model_drafter = ModelDrafter.of(self.model, self.slots, self.sampler, config) if self._may_draft else None
+        self._model_drafter = None
+        if self._may_draft:
+            self._model_drafter = ModelDrafter.of(self.model, self.slots, self.sampler, config, self._images)
         self.constraints = Constraints(
             config.model_path,
             vocab_size,
@@ -305,9 +307,6 @@ class ModelRunner:
             self._adapters = RankAdapters(
                 self.config, self.model, self._row_adapters, self.slots, self.device, self._groups.world, self.dtype
             )
-
-    def _make_images(self) -> None:
-        self._images = StepImages.of(self.config, self.model, self.slots, self.device)
 
     def _keep_base_weights(self) -> None:
         if self.config.merged_adapters:

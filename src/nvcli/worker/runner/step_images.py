@@ -2,7 +2,8 @@
 
 A request arrives with its images, and its slot keeps where they are. A step whose chunks begin before the end of their
 request's last image runs outside of graphs: the images in it are computed by the tower, unless they are kept from an
-earlier step, and take the place of their tokens' embeddings. All other steps only shift the positions of requests that
+earlier step, and take the place of their tokens' embeddings; a head that drafts reads the embedding of the token behind
+each, and gets them likewise. All other steps only shift the positions of requests that
 have images, on the device at fixed addresses, so that a graph holds it.
 
 Embeddings are kept by the digest of the image, the least recently used are dropped. The pixels stay in the parent's
@@ -15,8 +16,8 @@ and only need to know where images are: for positions, and for attention both wa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -47,6 +48,33 @@ _MOST_FILES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Rows of a batch that read parts of images in place of their tokens."""
+
+    rows: list[np.ndarray] = field(default_factory=list)
+    parts: list[tuple[PromptImage, int, int]] = field(default_factory=list)
+    """The part of an image that each of `rows` reads, in order: (image, first token of it, end)."""
+
+    def add(self, images: Sequence[PromptImage], first: int, end: int, row: int) -> list[tuple[int, int]]:
+        """Add the tokens of images from place `first` of their prompt, which `row` reads, to `end`. Return the first
+        place of each image's, and their end."""
+        spans = []
+        for image in images:
+            begin, stop = max(first, image.first), min(end, image.end)
+            if begin < stop:
+                places = np.arange(begin, stop)
+                is_text = (places - image.first) % (image.columns + image.gap) >= image.columns
+                self.rows.append(places[~is_text] - first + row)
+                self.parts.append((image, image.num_before(begin), image.num_before(stop)))
+                spans.append((begin, stop))
+        return spans
+
+    def vectors(self, found: Mapping[bytes, Tensor]) -> Tensor:
+        """Return what they read, from the embeddings of images by digest: [N, H]."""
+        return torch.cat([found[image.key][first:end] for image, first, end in self.parts])
+
+
+@dataclass(frozen=True, slots=True)
 class ImagePlan:
     """The chunks of a step that begin before the end of their request's last image."""
 
@@ -54,10 +82,10 @@ class ImagePlan:
     """The rows of their tokens in the batch."""
     positions: np.ndarray
     """[3, rows] int32, the time, height and width of each of these tokens."""
-    image_rows: np.ndarray
-    """The rows of the tokens that stand for parts of images."""
-    parts: tuple[tuple[PromptImage, int, int], ...]
-    """The parts of images that they stand for, in order: (image, first token of it, end)."""
+    own: ImageRows
+    """The tokens that stand for parts of images."""
+    ahead: ImageRows
+    """The tokens before those, at which a head reads them; empty if no head does."""
     whole: tuple[WholeImage, ...]
     """The images whose tokens attend to all of them; empty where none do."""
 
@@ -78,9 +106,11 @@ class StepImages:
         most_kept_bytes: int,
         num_bytes: int,
         batch_tokens: int,
+        feeds_head: bool,
     ) -> None:
         """`tower`: None in a stage that has none. `kinds`: those of the stage's layers. `batch_tokens`: the most tokens
-        of the images that the tower computes together, and of one image."""
+        of the images that the tower computes together, and of one image. `feeds_head`: whether a head reads
+        embeddings of images."""
         self._vision, self._kinds = vision, kinds
         self._tower, self._scale, self._upload, self._device = tower, scale, slots.upload, device
         num_slots = len(slots.state.lengths)
@@ -91,6 +121,9 @@ class StepImages:
         self._batch_tokens = batch_tokens
         self._plan: ImagePlan | None = None
         """The plan of the step that is about to run; None: its chunks have no images."""
+        self._feeds_head = feeds_head
+        self._ahead: ImageTokens | None = None
+        """The images that the head reads in that step; None: none, or it has not begun."""
         self._images: dict[int, Sequence[PromptImage]] = {}
         """The images of the slots that have any."""
         self._offsets = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -110,7 +143,7 @@ class StepImages:
         if not model.config.has_tower or vision is None:
             return None
         processor, total = read_processor(config.model_path, vision), device_bytes(device)
-        has_tower = model.vision is not None
+        has_tower, head = model.vision is not None, model.config.draft_head
         return cls(
             vision,
             model.vision,
@@ -122,12 +155,13 @@ class StepImages:
             most_kept_bytes=kept_image_bytes(config, vision, total) if has_tower else 0,
             num_bytes=image_buffer_bytes(config, vision, total) if has_tower else 0,
             batch_tokens=tower_batch_tokens(config),
+            feeds_head=head is not None and head.reads_images,
         )
 
     def plan(self, step: StepInput) -> bool:
         """Take in the images of new slots, and plan the chunks that begin before the end of their request's last
         image. Return whether there are any."""
-        self._plan = self._planned(step)
+        self._plan, self._ahead = self._planned(step), None
         return self._plan is not None
 
     def _planned(self, step: StepInput) -> ImagePlan | None:
@@ -142,8 +176,7 @@ class StepImages:
         starts = np.cumsum(counts) - counts
         rows: list[np.ndarray] = []
         positions: list[np.ndarray] = []
-        image_rows: list[np.ndarray] = []
-        parts: list[tuple[PromptImage, int, int]] = []
+        own, ahead = ImageRows(), ImageRows()
         whole: list[WholeImage] = []
         vision = self._vision
         slots, ends = unpack_ids(step.slots).tolist(), unpack_ids(step.seq_lens).tolist()
@@ -155,25 +188,21 @@ class StepImages:
             if vision.axes:
                 rows.append(np.arange(starts[row], starts[row] + counts[row]))
                 positions.append(angle_positions(_spans(images), first, end))
-            for image in images:
-                begin, stop = max(first, image.first), min(end, image.end)
-                if begin >= stop:
-                    continue
-                places = np.arange(begin, stop)
-                is_text = (places - image.first) % (image.columns + image.gap) >= image.columns
-                image_rows.append(places[~is_text] - first + starts[row])
-                parts.append((image, image.num_before(begin), image.num_before(stop)))
+            start = int(starts[row])
+            for begin, stop in own.add(images, first, end, start):
                 if vision.attends_both_ways:
-                    assert stop == image.end, "a chunk ends inside an image"
-                    whole.append(WholeImage(int(starts[row]) + begin - first, stop - begin, row, begin))
-        if not parts and not rows:
+                    assert any(stop == image.end for image in images), "a chunk ends inside an image"
+                    whole.append(WholeImage(start + begin - first, stop - begin, row, begin))
+            if self._feeds_head:
+                ahead.add(images, first + 1, end + 1, start)
+        if not own.parts and not ahead.parts and not rows:
             return None
         nothing = np.empty(0, dtype=np.int64)
         return ImagePlan(
             np.concatenate([nothing, *rows]),
             np.concatenate(positions, axis=1) if positions else nothing.reshape(3, 0),
-            np.concatenate([nothing, *image_rows]),
-            tuple(parts),
+            own,
+            ahead,
             tuple(whole),
         )
 
@@ -198,17 +227,37 @@ class StepImages:
         if self._vision.axes:
             batch = replace(batch, angle_positions=self._positions(rows, batch))
         plan = self._plan
-        if plan is None or not plan.parts:
+        if plan is None or not (plan.own.parts or plan.ahead.parts):
             return batch
-        own: Tensor | None = None
-        deep: list[Tensor] = []
+        found: Mapping[bytes, Tensor] | None = None
         if self._tower is not None:
-            found = self._embeddings(self._tower, [image for image, _, _ in plan.parts])
-            vectors = torch.cat([found[image.key][first:end] for image, first, end in plan.parts])
-            own, *deep = torch.split(vectors, self._vision.out_size, dim=1)
+            found = self._embeddings(self._tower, [image for image, _, _ in (*plan.own.parts, *plan.ahead.parts)])
+        if plan.ahead.parts:
+            self._ahead = self._image_tokens(plan.ahead, found)
+        if not plan.own.parts:
+            return batch
         whole = plan_both_ways(plan.whole, self._kinds, batch) if plan.whole else {}
-        images = ImageTokens(to_device(plan.image_rows, self._device), own, tuple(deep), whole)
-        return replace(batch, images=images)
+        return replace(batch, images=replace(self._image_tokens(plan.own, found), whole=whole))
+
+    def prepare_head(self, rows: StepRows, batch: ForwardBatch) -> ForwardBatch:
+        """Return the batch with what a head reads of it besides tokens, in a step that `prepare` has seen."""
+        if self._vision.axes:
+            batch = replace(batch, angle_positions=self._positions(rows, batch))
+        return batch if self._ahead is None else replace(batch, images=self._ahead)
+
+    def positions_behind(self, slots: Tensor, positions: Tensor) -> Tensor | None:
+        """Return the positions by which tokens of slots are rotated that are behind all images: [R] each; None: as they
+        are."""
+        return (positions + self._offsets[slots]).clamp_(min=0) if self._vision.axes else None
+
+    def _image_tokens(self, of: ImageRows, found: Mapping[bytes, Tensor] | None) -> ImageTokens:
+        """Make the tokens of a batch that read these parts of images, with their embeddings by digest; None: the stage
+        has no embeddings."""
+        rows = to_device(np.concatenate(of.rows), self._device)
+        if found is None:
+            return ImageTokens(rows, None)
+        own, *deep = torch.split(of.vectors(found), self._vision.out_size, dim=1)
+        return ImageTokens(rows, own, tuple(deep))
 
     def _positions(self, rows: StepRows, batch: ForwardBatch) -> Tensor:
         """Return the positions by which tokens are rotated: [T], or [3, T] where chunks begin before the end of their
