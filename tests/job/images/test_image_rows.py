@@ -17,10 +17,12 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from adapters import low_rank, write_adapter
 from checkpoints import write_tiny_config
 from image_answers import put_pixels
 from model_engine import ModelEngine
 from nvcli.core.config import JobConfig, RunConfig
+from nvcli.core.lora_config import LoraConfig
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.errors import ConfigError, RowError
 from nvcli.job.images import row_images
@@ -358,6 +360,14 @@ def test_images_that_cannot_be_read_are_refused_where_they_are_asked_for(tmp_pat
     assert resolve_settings(run).config.max_image_tokens > 0
     with pytest.raises(ConfigError, match=r"`images` is always, and `pipeline_parallel_size` .* first 2 layers"):
         resolve_settings(msgspec.structs.replace(run, pipeline_parallel_size=3))
+
+
+def test_adapters_that_rows_choose_leave_the_tower_alone(rows: Rows, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank(rows.model, ["qkv", "q_proj"]), target_modules="all-linear")
+    run = RunConfig(model=str(rows.model), device="cpu", lora=LoraConfig(adapters={"a": str(adapter)}))
+    with pytest.raises(ConfigError, match=r"adapter a \(`lora.adapters`\) changes visual.blocks.0"):
+        resolve_settings(run)
+    assert resolve_settings(msgspec.structs.replace(run, images="never")).row_adapters
 
 
 def test_equal_images_share_a_prefix_and_others_do_not(rows: Rows) -> None:

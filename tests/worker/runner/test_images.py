@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from generation import generate
 
+from adapters import LINEAR, low_rank, merge, write_adapter
 from image_answers import ImageRequests, answers_in_order, image_settings, reference_answers
 from nvcli.core.messages import unpack
 from nvcli.worker.runner.model_runner import ModelRunner
@@ -86,6 +88,30 @@ def test_preempted_requests_are_computed_again(name: str, checkpoint_of: Callabl
     scheduler = make_scheduler(runner, num_blocks=36 * len(runner.ready.kv_groups))
     assert answers_in_order(run_requests(runner, requests.requests(), scheduler)) == expected
     assert scheduler.stats.num_preemptions > 0
+
+
+def test_an_adapter_changes_tower_and_text(checkpoint_of: Callable[[str], Checkpoint], tmp_path: Path) -> None:
+    """One for all rows; and one that rows choose changes the text part alone, in batches and merged in its turn."""
+    path, requests, plain = checkpoint_of("qwen 2.5-vl")
+    modules = [*LINEAR, "qkv"]
+    tensors = low_rank(path, modules)
+    of_text = {name: tensor for name, tensor in tensors.items() if "visual" not in name}
+    adapters = [write_adapter(tmp_path / f"{len(own)}", own, target_modules=modules) for own in (tensors, of_text)]
+    merged = [merge(path, own, tmp_path / f"merged {len(own)}") for own in (tensors, of_text)]
+
+    def answers(runner: ModelRunner) -> list[list[int]]:
+        return list(answers_in_order(run_requests(runner, requests.requests())))
+
+    with_all, with_text = (answers(runner_of(one)) for one in merged)
+    assert plain != with_all != with_text
+    assert answers(runner_of(path, lora_path=adapters[0])) == with_all
+    chosen = [msgspec.structs.replace(request, adapter=1) for request in requests.requests()]
+    others = [msgspec.structs.replace(each, request_id=100 + each.request_id) for each in requests.requests()]
+    for in_turn in ((), (1,)):
+        runner = runner_of(path, lora_paths=(adapters[1],), merged_adapters=in_turn, **IN_CHUNKS)
+        found = run_requests(runner, [*others, *chosen] if in_turn else [*chosen, *others])
+        assert answers_in_order(found) == with_text
+        assert answers_in_order({number - 100: answer for number, answer in found.items()}) == plain
 
 
 def test_a_later_memory_of_pixels_may_have_the_path_of_an_earlier_one(

@@ -20,7 +20,7 @@ from nvcli.errors import ConfigError, LoadError
 from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.run.adapter_ways import find_ways
 from nvcli.job.run.device import detect_device
-from nvcli.job.run.image_settings import keeps_images_whole, most_image_tokens, with_tower
+from nvcli.job.run.image_settings import check_of_text, keeps_images_whole, most_image_tokens, with_tower
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
@@ -76,16 +76,18 @@ def load_with_adapters(
     `reads_images` false: with `images: auto` the vision tower is left out. Raises LoadError and ConfigError, also if an
     adapter does not fit the model.
     """
+    if run.images == "always" or (run.images == "auto" and reads_images):
+        model = with_tower(run, model_path, model)
     adapter, choice = None, adapter_choice(run.lora)
     base = model.headless() if run.task == "embed" else model
     named = {name: read_adapter(find_adapter(path), base) for name, path in choice.named.items()}
+    for name, each in named.items():
+        check_of_text(name, each)
     for number in find_ways(choice, list(named.values()), base).merged:
         model = list(named.values())[number - 1].adapt(model)
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
-    if run.images == "always" or (run.images == "auto" and reads_images):
-        model = with_tower(run, model_path, model)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
     model = with_run_head(run, model_path, model, device)
     return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter, named

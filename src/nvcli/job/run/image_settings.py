@@ -8,10 +8,11 @@ from pathlib import Path
 from nvcli.core.config import RunConfig
 from nvcli.errors import ConfigError, RowError
 from nvcli.job.images.row_images import limited
+from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
 from nvcli.models.families.catalogue import find_family
 from nvcli.models.vision.image_processor import PROCESSOR_FILES, ImageProcessor, has_processor, read_processor
-from nvcli.models.vision.vision_config import VisionConfig
+from nvcli.models.vision.vision_config import TOWER, VisionConfig
 from nvcli.worker.distributed.stage import Stage
 
 
@@ -56,6 +57,16 @@ def image_processor(run: RunConfig, model_path: Path, vision: VisionConfig) -> I
         return limited(read_processor(model_path, vision), limits)
     except RowError as error:
         raise ConfigError(f"{', '.join(f'`job.{key}`' for key in limits)}: {error.message}") from None
+
+
+def check_of_text(name: str, adapter: Adapter) -> None:
+    """Raise ConfigError if an adapter that rows choose changes the tower, whose results all rows share."""
+    changed = next((tensor for tensor in (*adapter.changes, *adapter.replaced) if tensor.startswith(f"{TOWER}.")), None)
+    if changed is not None:
+        raise ConfigError(
+            f"the adapter {name} (`lora.adapters`) changes {changed} of the vision tower, which rows of all adapters "
+            "share: merge it for all rows with --lora PATH, or set `images` to never"
+        )
 
 
 def most_image_tokens(run: RunConfig, model_path: Path, model: ModelConfig, max_model_len: int) -> int:
