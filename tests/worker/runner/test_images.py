@@ -133,19 +133,24 @@ def test_a_later_memory_of_pixels_may_have_the_path_of_an_earlier_one(
 
 
 @pytest.mark.parametrize(
-    ("name", "num_kv_tokens"), [("qwen 2.5-vl", 104), ("qwen 3-vl", None), ("gemma 3 with vision", None)]
+    ("name", "settings"),
+    [
+        ("qwen 2.5-vl", {"num_kv_tokens": 104}),
+        ("qwen 3-vl", {"tensor_parallel_size": 2}),
+        ("gemma 3 with vision", {}),
+    ],
 )
 @pytest.mark.usefixtures("warm_engines")
 def test_stages_do_not_change_the_answers(
-    name: str, num_kv_tokens: int | None, checkpoint_of: Callable[[str], Checkpoint]
+    name: str, settings: dict[str, Any], checkpoint_of: Callable[[str], Checkpoint]
 ) -> None:
-    """With the tower in the first stage alone, in chunks, and preempted."""
+    """With the tower in the first stage alone, in chunks, preempted, and on several ranks a stage."""
     path, requests, expected = checkpoint_of(name)
-    settings = image_settings(path) | {"pipeline_parallel_size": 2, "num_kv_tokens": num_kv_tokens}
-    done, stats = generate(path, requests.requests(), **settings, **IN_CHUNKS)
+    own = image_settings(path) | IN_CHUNKS | {"pipeline_parallel_size": 2}
+    done, stats = generate(path, requests.requests(), **own, **settings)
     found = {number: unpack(output.token_ids).tolist() for number, output in done.items()}
     assert answers_in_order(found) == expected
-    assert num_kv_tokens is None or stats.num_preemptions > 0
+    assert "num_kv_tokens" not in settings or stats.num_preemptions > 0
 
 
 @pytest.mark.gpu
