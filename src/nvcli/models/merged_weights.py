@@ -114,6 +114,7 @@ class MergedWeights:
         )
         self.place = self._choose_place(num_ranks)
         self._copies = self._copy_base(is_made_up=path is None)
+        self._compile_quantising()
         self._current: int | None = NO_ADAPTER
         """The adapter that is merged; None: a change was interrupted."""
         sizes = {number: _product_bytes(adapter) for number, adapter in adapters.items()}
@@ -213,6 +214,17 @@ class MergedWeights:
                 unread.append(replace(weight, source=replace(weight.source, scales=None), target=copy, scales=None))
         read_weights(unread, self._base)
         return copies
+
+    def _compile_quantising(self) -> None:
+        """Quantise a row of zeros of each width, without and with a product, so that the first change waits for no
+        kernels to be compiled."""
+        kept = zip(self._weights, self._copies, strict=True)
+        scaled = ((one.scales, base) for one, base in kept if one.scales is not None and base is not None)
+        for width, dtype in {(base.shape[1], base.dtype) for scales, base in scaled if scales.dim() == 1}:
+            row = torch.zeros(1, width, device=self._device)
+            codes, scales = torch.empty_like(row, dtype=FP8), torch.empty(1, device=self._device)
+            for low_rank in (None, LowRankSum(row[:, :1], row, 0.0)):
+                quantise_weight_to(row.to(dtype), "channel", codes, scales, low_rank)
 
     def _set(self, index: int, info: TensorInfo | None, product: _Product | None, values: Tensor) -> bool:
         """Set a weight to its base with an adapter's changes, from what is kept; return whether that is possible.
