@@ -25,8 +25,8 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_a_kernel_has_the_parameters_of_its_reference(function: Callable[..., Any]) -> None:
-    module = inspect.getclosurevars(function).nonlocals["module"]
-    kernel = getattr(importlib.import_module(f"nvcli.kernels.triton.{module}"), function.__name__)
+    module = inspect.getclosurevars(function).nonlocals["name"]
+    kernel = getattr(importlib.import_module(module), function.__name__)
     wanted, found = (inspect.signature(one).parameters.values() for one in (function, kernel))
     assert [(one.name, one.kind, one.default) for one in found] == [(one.name, one.kind, one.default) for one in wanted]
 

@@ -12,6 +12,9 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_import = functools.cache(importlib.import_module)
+"""A step without a graph comes here for each layer, where `import_module` alone takes as long as a launch."""
+
 
 def with_kernel(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let calls with CUDA tensors go to the function of the same name and parameters in `nvcli.kernels.triton`.
@@ -19,16 +22,19 @@ def with_kernel(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     `module` is its module there, which is imported with the first such call. The first tensor among the positional
     arguments, or the first field of a tuple among them, says where the tensors are.
     """
+    name = f"nvcli.kernels.triton.{module}"
 
     def decorate(reference: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(reference)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            values = (value[0] if isinstance(value, tuple) else value for value in args)
-            if not next(value for value in values if isinstance(value, Tensor)).is_cuda:
-                return reference(*args, **kwargs)
-            kernels = importlib.import_module(f"nvcli.kernels.triton.{module}")
-            kernel: Callable[P, R] = getattr(kernels, reference.__name__)
-            return kernel(*args, **kwargs)
+            function = reference
+            for value in args:
+                first = value[0] if isinstance(value, tuple) else value
+                if isinstance(first, Tensor):
+                    if first.is_cuda:
+                        function = getattr(_import(name), reference.__name__)
+                    break
+            return function(*args, **kwargs)
 
         return run
 
