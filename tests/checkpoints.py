@@ -15,8 +15,8 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """The families that `write_tiny_model` writes, by the names of transformers' classes."""
 
 
-IMAGE_TOKEN = 90
-"""The id that stands for a token of an image in tiny checkpoints."""
+IMAGE_TOKEN = 96
+"""The id that stands for a token of an image in tiny checkpoints; no prompt of text has it."""
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -63,7 +63,32 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3VLVision",
         {**_QWEN_OR_GLM, "depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
     ),
-    "Gemma4": ("Gemma4Text", "Gemma4Vision", {**_VISION, "num_key_value_heads": 2, "head_dim": 8}),
+    "Gemma4": (
+        "Gemma4Text",
+        "Gemma4Vision",
+        {
+            **_VISION,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 160,
+            "use_clipped_linears": True,
+            "standardize": True,
+        },
+    ),
+    "Gemma4Unified": (
+        "Gemma4UnifiedText",
+        "Gemma4UnifiedVision",
+        {
+            "mm_embed_dim": 24,
+            "output_proj_dims": 24,
+            "mm_posemb_size": 70,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+        },
+    ),
     "Mistral3": ("Ministral3", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
     "Glm4v": ("Glm4vText", "Glm4vVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "Glm4vMoe": ("Glm4vMoeText", "Glm4vMoeVision", {**_QWEN_OR_GLM, "image_size": 24}),
@@ -82,7 +107,10 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
 _WHOLE: dict[str, dict[str, Any]] = {
     "Gemma3": {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 16},
     "Mistral3": {"image_token_index": IMAGE_TOKEN},
-    "Gemma4": {},
+    "Gemma4": {
+        "image_token_id": IMAGE_TOKEN,
+        "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16},
+    },
 }
 """What the configuration of the whole model says besides."""
 
@@ -144,6 +172,10 @@ def write_tiny_model(
                 buffer.copy_(0.7 + 0.1 * torch.randn(1, generator=generator))
             elif name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith(("_min", "_max")) and "vision" in name:
+                buffer.copy_((1 if name.endswith("_max") else -1) * (1 + torch.rand((), generator=generator)))
+            elif name.endswith(("std_bias", "std_scale")):
+                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
         model.get_input_embeddings().weight.mul_(3.0 if embedding_scale is None else embedding_scale)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     if dtype == "float32" and family not in WITH_VISION:

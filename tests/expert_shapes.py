@@ -72,6 +72,7 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "global_head_dim": 32,
             "num_global_key_value_heads": 1,
             "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
             "tie_word_embeddings": True,
             "num_hidden_layers": 3,
             "layer_types": [SLIDING, SLIDING, FULL],

@@ -70,6 +70,17 @@ QWEN3_VL = {
     "rope_parameters": {**DEFAULT, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
     "num_hidden_layers": 3,
 }
+LAYER_INPUTS = {
+    "sliding_window": 20,
+    "rope_parameters": None,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+}
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3, layers without rope": ("SmolLM3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
@@ -119,22 +130,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
         },
     ),
-    "gemma 4, values of their own": (
-        "Gemma4Text",
-        {"sliding_window": 20, "rope_parameters": None, "global_head_dim": 64, "hidden_size_per_layer_input": 0},
-    ),
-    "gemma 4, inputs of each layer and shared keys": (
-        "Gemma4Text",
+    "gemma 4, inputs of each layer and shared keys": ("Gemma4Text", LAYER_INPUTS),
+    "gemma 4 with vision, layer inputs and shared keys": ("Gemma4", LAYER_INPUTS),
+    "gemma 4 12b": (
+        "Gemma4Unified",
         {
-            "sliding_window": 20,
+            "sliding_window": 16,
             "rope_parameters": None,
             "global_head_dim": 32,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 97,
-            "num_kv_shared_layers": 3,
-            "use_double_wide_mlp": True,
-            "num_hidden_layers": 6,
-            "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+            "tie_word_embeddings": True,
+            **FOUR_LAYERS,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
         },
     ),
     "phi 3": ("Phi3", {"sliding_window": 20, "rope_parameters": HALF}),

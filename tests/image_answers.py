@@ -19,7 +19,7 @@ from nvcli.models.vision.image_processor import ImageProcessor, read_processor
 from nvcli.models.vision.tower import PixelScale
 from requests_factory import make_request
 from vision_model import IMAGE_ID
-from vision_reference import allowed_size, make_image, model_inputs
+from vision_reference import allowed_size, load_reference, make_image, model_inputs
 
 MAX_TOKENS = 12
 END_ID = 1
@@ -82,11 +82,9 @@ class ImageRequests:
 
 def reference_answers(model: Path, processor: ImageProcessor) -> list[list[int]]:
     """The greedy answers of transformers to `PROMPTS`."""
-    import transformers
-
     vision = load_model_config(model).vision
     assert vision is not None
-    reference = transformers.AutoModelForImageTextToText.from_pretrained(model).eval()
+    reference = load_reference(model)
     scale = PixelScale(processor.factor, processor.mean, processor.std)
     answers = []
     for prompt in PROMPTS:
@@ -116,7 +114,9 @@ def image_settings(path: Path) -> dict[str, Any]:
     """The settings of an engine that reads these images."""
     vision = load_model_config(path).vision
     assert vision is not None
-    return {"max_image_tokens": 16 if vision.attends_both_ways else 64, "keeps_images_whole": vision.attends_both_ways}
+    is_whole = vision.attends_both_ways != ""
+    most = (vision.tile_tokens**2 or 20) if is_whole else 64
+    return {"max_image_tokens": most, "keeps_images_whole": is_whole}
 
 
 def answers_in_order(found: dict[int, list[int]]) -> Sequence[list[int]]:

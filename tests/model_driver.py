@@ -130,7 +130,10 @@ class ModelDriver:
             rows = group_rows(torch.tensor(adapters, dtype=torch.int32).repeat_interleave(lens), max(adapters))
             batch = replace(batch, adapters=BatchAdapters(rows, rows))
         if images is not None and whole_images:
-            kinds = [(spec.window, spec.kv_group) for spec in self.model.attention_kinds]
+            vision = self.model.config.vision
+            assert vision is not None
+            specs = (spec for spec in self.model.attention_kinds if vision.is_whole_in(spec.window))
+            kinds = [(spec.window, spec.kv_group) for spec in specs]
             images = replace(images, whole=plan_both_ways(whole_images, kinds, batch))
         hidden = self.model(replace(batch, images=images, angle_positions=angle_positions))
         shard = self.model.compute_logits(hidden)

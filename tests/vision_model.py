@@ -58,6 +58,20 @@ MARKS = {
         "<start_of_image>",
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}},
     ),
+    **dict.fromkeys(
+        ("gemma 4 12b", "gemma 4 with vision, layer inputs and shared keys"),
+        Marks(
+            ("<|image>", "<|image|>", "<image|>"),
+            "<|image|>",
+            {
+                "image_processor_type": "Gemma4ImageProcessor",
+                "patch_size": SIDE // 2,
+                "pooling_kernel_size": 2,
+                "max_soft_tokens": 70,
+                "do_normalize": True,
+            },
+        ),
+    ),
     "mistral 3 with vision": Marks(("[IMG_BREAK]", "[IMG]", "[IMG_END]"), "[IMG]", _PIXTRAL),
     "internvl": Marks(
         ("<img>", "<IMG_CONTEXT>", "</img>"),
@@ -84,7 +98,8 @@ def write_vision_model(folder: Path, name: str = "qwen 2.5-vl", **settings: Any)
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", marks.written))
     (folder / "preprocessor_config.json").write_text(json.dumps(marks.processor | SCALE))
     family, overrides = (SHAPES | EXPERT_SHAPES)[name]
-    write_tiny_model(folder, family, vocab_size=VOCAB_SIZE, **{**overrides, **settings})
+    vocabulary = dict.fromkeys(("vocab_size", *(key for key in overrides if key.startswith("vocab_size"))), VOCAB_SIZE)
+    write_tiny_model(folder, family, **{**overrides, **settings, **vocabulary})
     key = "image_token_index" if family in ("Gemma3", "Mistral3") else "image_token_id"
     edit_json(folder / "config.json", **{key: IMAGE_ID})
     return folder

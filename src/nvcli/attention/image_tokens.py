@@ -35,4 +35,4 @@ class ImageTokens:
     """[N, H] for each of the decoder's first layers: what is added to the residual stream behind it."""
     whole: Mapping[tuple[int | None, int], Sequence[ImageGroup]] = field(default_factory=dict)
     """The images whose tokens attend to all of the image's, each of which ends in this batch, by the window and the KV
-    group of a layer (`whole_images.plan_both_ways`)."""
+    group of the layers in which they do (`whole_images.plan_both_ways`)."""

@@ -99,7 +99,8 @@ class Decoder(nn.Module):
         angles = self.angles(batch)
         inputs: list[Tensor | None] = [None] * len(self.layers)
         if self.inputs is not None:
-            inputs = list(self.inputs(batch.input_ids, residual).unbind(1))
+            places = None if images is None else images.rows
+            inputs = list(self.inputs(batch.input_ids, residual, places).unbind(1))
         *layers, (last, last_layer) = self.layers.items()
         passed: Tensor | None = None
         deep = () if images is None else images.deep

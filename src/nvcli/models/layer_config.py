@@ -104,6 +104,8 @@ class LayerInputsConfig:
 
     vocab_size: int
     size: int
+    padding_id: int = 0
+    """The id by which the tokens of images are looked up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

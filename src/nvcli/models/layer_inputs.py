@@ -30,11 +30,12 @@ class ReplicatedLinear(TensorShard):
 
 
 class LayerInputs(nn.Module):
-    """The inputs of all layers: ids [T] and their embeddings [T, H] → [T, L, P]."""
+    """The inputs of all layers: ids [T] and their embeddings [T, H] → [T, L, P]. The tokens of images
+    (`images`, their rows) are looked up as padding."""
 
     def __init__(self, build: BuildContext, config: LayerInputsConfig, norm: NormConfig, hidden_size: int) -> None:
         super().__init__()
-        self.size = config.size
+        self.size, self.padding_id = config.size, config.padding_id
         self.embedding_scale = torch.tensor(
             config.size**0.5, dtype=getattr(torch, build.dtype), device="cpu"
         ).item()  # rounded as the embedding's own scale is
@@ -43,7 +44,8 @@ class LayerInputs(nn.Module):
         self.projection = ReplicatedLinear(build, "model.per_layer_model_projection")
         self.norm = Norm(build, "model.per_layer_projection_norm", norm)
 
-    def forward(self, ids: Tensor, embeddings: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, embeddings: Tensor, images: Tensor | None = None) -> Tensor:
+        ids = ids if images is None else ids.index_fill(0, images, self.padding_id)
         of_tokens = (self.embed(ids) * self.embedding_scale).view(len(ids), -1, self.size)
         projected = (self.projection(embeddings) * self.projection_scale).view(of_tokens.shape)
         inputs: Tensor = (rms_norm(projected, self.norm.weight, self.norm.eps) + of_tokens) * 2.0**-0.5

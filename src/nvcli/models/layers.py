@@ -294,7 +294,7 @@ class Attention(TokenMixer):
         sinks = None if self.sinks is None else self.sinks.weight
         attended = batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch, sinks)
         if batch.images is not None and batch.images.whole:
-            groups = batch.images.whole[self.spec.window, self.spec.kv_group]
+            groups = batch.images.whole.get((self.spec.window, self.spec.kv_group), ())
             attend_both_ways(self.spec, self.cache_layer, q, groups, batch, sinks, attended)
         return attended.flatten(1)
 

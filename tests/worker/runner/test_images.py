@@ -24,6 +24,8 @@ FAMILIES = [
     "qwen 2.5-vl",
     "qwen 3-vl",
     "gemma 3 with vision",
+    "gemma 4 with vision, layer inputs and shared keys",
+    "gemma 4 12b",
     "mistral 3 with vision",
     "lighton-ocr",
     "glm 4.6v-flash",
@@ -54,7 +56,7 @@ def runner_of(path: Path, device: str = "cpu", **settings: Any) -> ModelRunner:
     return make_runner(path, device, **{**own, **image_settings(path), **settings})
 
 
-IN_CHUNKS = {"max_num_batched_tokens": 17, "max_num_seqs": 4}
+IN_CHUNKS = {"max_num_batched_tokens": 21, "max_num_seqs": 4}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from nvcli.errors import ConfigError, RowError
 from nvcli.job.images.row_images import limited
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
-from nvcli.models.families.catalogue import find_family
 from nvcli.models.vision.image_processor import PROCESSOR_FILES, ImageProcessor, has_processor, read_processor
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
 from nvcli.worker.distributed.stage import Stage
@@ -29,9 +28,7 @@ def with_tower(run: RunConfig, model_path: Path, model: ModelConfig) -> ModelCon
 def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str | None:
     """Return why a run reads no images, as the second half of a sentence; None: it reads them."""
     if model.vision is None:
-        family = find_family(model.architecture)
-        lacking = "" if family is None or not family.lacking_vision else f": {family.lacking_vision}"
-        return f"this model ({model.architecture}) is read as one of text alone{lacking}"
+        return f"this model ({model.architecture}) is read as one of text alone"
     if run.images == "never":
         return "`images` is never"
     deep, stages = len(model.vision.deepstack_layers), run.pipeline_parallel_size

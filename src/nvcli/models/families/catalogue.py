@@ -12,7 +12,7 @@ from nvcli.models.families.exaone import EXAONE4
 from nvcli.models.families.falcon_h1 import FALCON_H1
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
-from nvcli.models.families.gemma4 import GEMMA4
+from nvcli.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_OCR
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
@@ -68,6 +68,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA2,
     GEMMA3,
     GEMMA4,
+    GEMMA4_UNIFIED,
     PHI3,
     OLMO2,
     OLMO3,

@@ -28,8 +28,6 @@ class Family:
     read_vision: Callable[[JsonFile, JsonFile], VisionConfig] | None = None
     """Reads the vision tower from config.json and its settings of the decoder; None: the family has none that is
     computed."""
-    lacking_vision: str = ""
-    """Why the vision tower of its files is not computed, as a sentence; empty: they have none, or it is."""
     ties_embeddings: bool = False
     """The default of `tie_word_embeddings`."""
     quantisations: tuple[str, ...] = ()

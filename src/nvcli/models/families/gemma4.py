@@ -1,4 +1,4 @@
-"""Gemma 4 (https://ai.google.dev/gemma/docs/core/model_card_4), the text part of its models.
+"""Gemma 4 (https://ai.google.dev/gemma/docs/core/model_card_4).
 
 Full-attention layers have a different head size from layers with a window, and may use their keys as values, normed
 differently. Scores are not scaled, as queries and keys are normed, and each layer ends by multiplying the residual
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from nvcli.core.validation import show
 from nvcli.kernels.expert_settings import ExpertActivation
-from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
+from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA3, NORMS_ON_BOTH_SIDES
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
@@ -21,12 +21,15 @@ from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
+from nvcli.models.vision.gemma4 import read_gemma4_unified_vision, read_gemma4_vision
 
 _MOST_KINDS = 8
 """More kinds of layers than any model has; KV groups are chosen by trying sizes for all of them."""
 
 _HAS_EXPERTS = "enable_moe_block"
-_WITH_EXPERTS = CheckpointLayout(
+_LAYOUT = CheckpointLayout(left=("model.audio_tower.", "model.embed_audio."))
+_WITH_EXPERTS = replace(
+    _LAYOUT,
     renamed=(
         (".mlp.", ".mlp.shared_expert."),
         (".post_feedforward_layernorm_1.", ".mlp.shared_expert_norm."),
@@ -36,7 +39,7 @@ _WITH_EXPERTS = CheckpointLayout(
         (".pre_feedforward_layernorm_2.", ".mlp.experts_input_norm."),
         (".experts.", ".mlp.experts."),
         (".post_feedforward_layernorm_2.", ".mlp.experts_norm."),
-    )
+    ),
 )
 """The MLP is the shared expert, and the routed experts run beside it."""
 
@@ -53,7 +56,7 @@ def read(config: ModelFile) -> DecoderConfig:
         rounds_embedding_scale=True,
         layer_inputs=_layer_inputs(config),
         logit_soft_cap=config.optional_number("final_logit_softcapping", None),
-        layout=_WITH_EXPERTS if config.get(_HAS_EXPERTS, bool, False) else PLAIN_LAYOUT,
+        layout=_WITH_EXPERTS if config.get(_HAS_EXPERTS, bool, False) else _LAYOUT,
     )
 
 
@@ -104,7 +107,11 @@ def _layer_inputs(config: ModelFile) -> LayerInputsConfig | None:
     vocab_size = config.positive(key)
     if vocab_size < config.positive("vocab_size"):
         raise config.error(key, f"{vocab_size} is below `vocab_size`: some tokens would have no embedding")
-    return LayerInputsConfig(vocab_size=vocab_size, size=config.positive("hidden_size_per_layer_input"))
+    return LayerInputsConfig(
+        vocab_size=vocab_size,
+        size=config.positive("hidden_size_per_layer_input"),
+        padding_id=config.get("pad_token_id", int, 0),
+    )
 
 
 def _of_layer(config: ModelFile, number: int, kind: str) -> ModelFile:
@@ -129,7 +136,7 @@ def _attention(config: ModelFile, kind: str) -> AttentionConfig:
         default_theta=None,
         rope=lambda head_dim: _rope(config, kind, head_dim),
         scale=1.0,
-        window=config.bounded(config.window(512)) if kind == SLIDING else None,
+        window=_window(config) if kind == SLIDING else None,
         qk_norm="head",
         norms_values=True,
         keys_are_values=kind == FULL and config.get("attention_k_eq_v", bool, False),
@@ -141,6 +148,12 @@ def _attention(config: ModelFile, kind: str) -> AttentionConfig:
         # Ranks would keep the values' dimensions in the keys' order, which o_proj does not expect.
         raise config.error("rope_parameters", "a part of each head cannot be rotated where keys are values")
     return attention
+
+
+def _window(config: ModelFile) -> int | None:
+    """Read the window. Where only layers with one attend to images both ways, it stays, however large it is."""
+    window = config.window(512)
+    return window if config.values.get("use_bidirectional_attention") is not None else config.bounded(window)
 
 
 def _rope(config: ModelFile, kind: str, head_dim: int) -> RopeConfig:
@@ -156,15 +169,31 @@ def _rope(config: ModelFile, kind: str, head_dim: int) -> RopeConfig:
 GEMMA4 = Family(
     name="Gemma 4",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    features="heads of two sizes, keys as values, inputs of each layer, experts beside an MLP (26B-A4B); the text part",
+    features="heads of two sizes, keys as values, inputs of each layer, experts beside an MLP; a vision tower",
     examples=("google/gemma-4-31B-it", "google/gemma-4-26B-A4B-it", "google/gemma-4-E4B-it", "google/gemma-4-E2B-it"),
     read=read,
-    lacking_vision="its tower clamps what each projection reads and gives, and sums tables of positions",
+    read_vision=read_gemma4_vision,
     ties_embeddings=True,
     defaults={
         **GEMMA3.defaults,
         "vocab_size": 262_144,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262_144,
+    },
+)
+GEMMA4_UNIFIED = Family(
+    name="Gemma 4 12B",
+    architectures=("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+    features="as Gemma 4, and images without a tower",
+    examples=("google/gemma-4-12B-it",),
+    read=read,
+    read_vision=read_gemma4_unified_vision,
+    ties_embeddings=True,
+    defaults={
+        **GEMMA3.defaults,
+        "vocab_size": 262_144,
+        "max_position_embeddings": 262_144,
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
     },
 )

@@ -14,12 +14,14 @@ from typing import Any, Literal
 
 from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
-from nvcli.models.vision.image_size import AreaRule, EdgeRule, Fit, SizeRule, TileRule
+from nvcli.models.vision.image_size import AreaRule, CountRule, EdgeRule, Fit, SizeRule, TileRule
 from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
+from nvcli.models.vision.vision_file import or_default
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _NESTED = "image_processor"
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_NO_MEAN, _NO_STD = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 _HALF = (0.5, 0.5, 0.5)
 
 Channels = tuple[float, float, float]
@@ -71,6 +73,7 @@ class _Kind:
     resample: int
     mean: Channels
     std: Channels
+    normalises: bool = True
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -86,9 +89,10 @@ def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
     name = file.get("image_processor_type", str, kind.classes[0])
     if name not in kind.classes:
         raise file.error("image_processor_type", f"{show(name)} is not supported; supported: {', '.join(kind.classes)}")
-    for key in ("do_resize", "do_rescale", "do_normalize"):
+    for key in ("do_resize", "do_rescale"):
         if file.values.get(key) not in (None, True):
             raise file.error(key, f"{show(file.values[key])} is not supported; supported: true")
+    normalises = kind.normalises if file.values.get("do_normalize") is None else file.get("do_normalize", bool)
     number = file.get("resample", int, kind.resample)
     if number not in _RESAMPLING:
         raise file.error("resample", f"{number} is not supported; supported: {', '.join(map(str, _RESAMPLING))}")
@@ -96,8 +100,8 @@ def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
         rule=kind.read_rule(file, vision),
         resampling=_RESAMPLING[number],
         factor=file.get("rescale_factor", float, 1 / 255),
-        mean=_channels(file, "image_mean", kind.mean),
-        std=_channels(file, "image_std", kind.std),
+        mean=_channels(file, "image_mean", kind.mean) if normalises else _NO_MEAN,
+        std=_channels(file, "image_std", kind.std) if normalises else _NO_STD,
     )
 
 
@@ -132,6 +136,23 @@ def _edge_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     size = _object(file, "size")
     longest = size.positive("longest_edge") if size.values else 1024
     return EdgeRule(side=vision.token_pixels, longest=longest)
+
+
+def _count_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    patch, kernel = or_default(file, "patch_size", 16), or_default(file, "pooling_kernel_size", 3)
+    if patch * kernel != vision.token_pixels:
+        raise file.error("patch_size", f"{patch} × {kernel} is not {vision.token_pixels}, the pixels of a token")
+    count = or_default(file, "max_soft_tokens", 280)
+    if count not in _TOKEN_COUNTS or count * vision.merge_size > vision.num_positions:
+        raise file.error(
+            "max_soft_tokens",
+            f"{count} is not supported; supported: {', '.join(map(str, _TOKEN_COUNTS))}, "
+            f"if the tower has positions for as many in a row ({vision.num_positions // vision.merge_size})",
+        )
+    return CountRule(side=vision.token_pixels, max_tokens=count)
+
+
+_TOKEN_COUNTS = (70, 140, 280, 560, 1120)
 
 
 def _square_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
@@ -170,6 +191,7 @@ def _object(file: JsonFile, key: str) -> JsonFile:
 _KINDS: dict[ProcessorKind, _Kind] = {
     "qwen2_vl": _Kind(("Qwen2VL",), _area_rule(56 * 56, 28 * 28 * 1280), 3, _CLIP_MEAN, _CLIP_STD),
     "gemma3": _Kind(("Gemma3",), _square_rule, 2, _HALF, _HALF),
+    "gemma4": _Kind(("Gemma4", "Gemma4Unified"), _count_rule, 3, _NO_MEAN, _NO_STD, normalises=False),
     "pixtral": _Kind(("Pixtral",), _edge_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "glm46v": _Kind(("Glm46V", "Glm4v"), _area_rule(112 * 112, 28 * 28 * 15000, 2, "floor"), 3, _CLIP_MEAN, _CLIP_STD),
     "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),

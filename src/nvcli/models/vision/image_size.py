@@ -1,4 +1,4 @@
-"""The sizes to which image processors bring images: four rules, and what of each says how many tokens an image has.
+"""The sizes to which image processors bring images: five rules, and what of each says how many tokens an image has.
 
 Each is held to transformers' own. Torch-free: the parent, its image processes and the ranks read them.
 """
@@ -100,6 +100,30 @@ class EdgeRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CountRule:
+    """Images have their shape, and as many tokens as fit into a number of them (Gemma 4)."""
+
+    side: int
+    """Pixels of the side of a token's square."""
+    max_tokens: int
+
+    @property
+    def most_pixels(self) -> int:
+        """The most pixels of an image."""
+        return self.max_tokens * self.side**2
+
+    def fit(self, height: int, width: int) -> Fit:
+        """Return the size of an image of this height and width."""
+        scale = math.sqrt(self.most_pixels / (height * width))
+        rows, columns = (math.floor(scale * length / self.side) for length in (height, width))
+        if not rows:
+            rows, columns = 1, min(math.floor(width / height), self.max_tokens)
+        elif not columns:
+            rows, columns = min(math.floor(height / width), self.max_tokens), 1
+        return Fit(height=rows * self.side, width=columns * self.side)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TileRule:
     """Images are cut into equal squares, in the arrangement whose shape is nearest to the image's
     (`get_optimal_tiled_canvas` of InternVL); or all are brought to one square."""
@@ -142,4 +166,4 @@ class TileRule:
         return best[1], best[0]
 
 
-SizeRule = AreaRule | EdgeRule | TileRule
+SizeRule = AreaRule | EdgeRule | CountRule | TileRule

@@ -43,6 +43,25 @@ class PooledMerger(nn.Module):
         return out
 
 
+class ProjectingMerger(nn.Module):
+    """The mean of the patches, scaled, normed without weights and projected (Gemma 4): [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.count, self.config = config.merge_size**2, config.merger
+        self.projection = Linear(build, f"{path}.projection")
+        self.shift, self.scale = (
+            Weights(build, f"{path}.{name}") if self.config.is_standardised else None for name in ("shift", "scale")
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.view(-1, self.count, x.shape[-1]).float().mean(1) * self.config.scale
+        if self.shift is not None and self.scale is not None:
+            mean = (mean - self.shift.weight) * self.scale.weight
+        out: Tensor = self.projection(F.rms_norm(mean.to(x.dtype), mean.shape[-1:], eps=self.config.eps))
+        return out
+
+
 class PatchMerger(nn.Module):
     """Normed patches merged to one, and an MLP of it (Mistral 3): [P, H] → [N, O]."""
 
@@ -81,4 +100,5 @@ def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Modu
     kind = config.merger.kind
     if kind == "squares":
         return SquareMerger(build, path, config, norms_squares=config.merger.norms_squares)
-    return {"pool": PooledMerger, "patches": PatchMerger, "gated": GatedMerger}[kind](build, path, config)
+    kinds = {"pool": PooledMerger, "project": ProjectingMerger, "patches": PatchMerger, "gated": GatedMerger}
+    return kinds[kind](build, path, config)

@@ -34,9 +34,10 @@ class PatchGrid:
     windows: Runs
     images: Runs
     taps: Ints | None
-    """[P, 4], the learned positions from which each patch's own is interpolated; None: there are none."""
+    """[P, 4], the learned positions from which each patch's own is interpolated, or [P, 2], those of its column and
+    row; None: there are none."""
     tap_weights: Floats | None
-    """[P, 4], their weights."""
+    """Their weights, of the same shape."""
     middles: Floats
     """[P, 2], the row and column of each patch's middle, from -1 to 1 across its image."""
 
@@ -137,6 +138,10 @@ def _interpolation(places: Ints, rows: int, columns: int, vision: VisionConfig) 
     (`get_vision_interpolation_indices_and_weights` in transformers)."""
     if not vision.num_positions or vision.interpolation == "bicubic":
         return None, None
+    if vision.interpolation in ("axes", "turns"):
+        step, second = (1, vision.num_positions) if vision.interpolation == "axes" else (2, 1)
+        taps = places[:, ::-1] * step + np.array([0, second])
+        return taps, np.ones(taps.shape, dtype=np.float32)
     side = round(vision.num_positions**0.5)
     axes = []
     for axis, size in enumerate((rows, columns)):

@@ -88,7 +88,7 @@ def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         has_last_norm=True,
         tile_tokens=tokens,
         num_positions=side**2,
-        attends_both_ways=True,
+        attends_both_ways="all",
         image_token_id=config.get("image_token_index", int, 262_144)
         if token_id is None
         else config.get("image_token_id", int),

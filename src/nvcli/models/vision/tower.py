@@ -1,8 +1,8 @@
 """VisionTower: images to the embeddings of their tokens (`VisionConfig`).
 
 It is held to transformers' towers (`modeling_qwen2_5_vl.py`, `modeling_qwen3_vl.py`, `modeling_siglip.py`,
-`modeling_pixtral.py`, `modeling_glm4v.py`, `modeling_internvl.py`). Shapes: P patches, H hidden size, N tokens, O the
-decoder's hidden size.
+`modeling_pixtral.py`, `modeling_glm4v.py`, `modeling_internvl.py`, `modeling_gemma4.py`). Shapes: P patches, H hidden
+size, N tokens, O the decoder's hidden size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nvcli.kernels.patch_types import Runs
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.merger import SquareMerger, make_merger
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
-from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate, activate_and_multiply
+from nvcli.models.vision.tower_parts import Linear, Norm, Scale, Weights, activate, activate_and_multiply
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
 
 
@@ -43,9 +43,13 @@ class VisionTower(nn.Module):
         self.patch_embed = Linear(build, f"{TOWER}.patch_embed.proj")
         self.class_token = Weights(build, f"{TOWER}.cls_token") if config.has_class_token else None
         self.positions = Weights(build, f"{TOWER}.pos_embed") if config.num_positions else None
-        self.first_norm, self.last_norm = (
-            Norm(build, f"{TOWER}.{name}", config.eps) if is_there else None
-            for name, is_there in (("first_norm", config.has_first_norm), ("last_norm", config.has_last_norm))
+        self.patch_norm, self.first_norm, self.last_norm = (
+            Norm(build, f"{TOWER}.{name}_norm", config.eps) if is_there else None
+            for name, is_there in (
+                ("patch", config.has_patch_norm),
+                ("first", config.has_first_norm),
+                ("last", config.has_last_norm),
+            )
         )
         self.blocks = nn.ModuleList(_Block(build, f"{TOWER}.blocks.{n}", config) for n in range(config.depth))
         self.merger = make_merger(build, f"{TOWER}.merger", config)
@@ -75,11 +79,15 @@ class VisionTower(nn.Module):
         values = image.float().mul_(scale.factor)
         for channel, mean, std in zip(values.unbind(-1), scale.mean, scale.std, strict=True):
             channel.sub_(mean).div_(std)  # by numbers: copies of a tensor would wait for the GPU
+        if config.centres_pixels:
+            values.sub_(0.5).mul_(2)
         height, width, channels = values.shape
         rows, columns = height // (side * merge), width // (side * merge)
         squares = values.to(self.patch_embed.weight.dtype).view(rows, merge, side, columns, merge, side, channels)
         patches = squares.permute(0, 3, 1, 4, 6, 2, 5)  # rows and columns of tokens, then of patches, channel, pixels
         num_frames = max(1, config.temporal_patch_size)
+        if config.has_last_channels:
+            return patches.permute(0, 1, 2, 3, 5, 6, 4).reshape(-1, config.patch_values)
         frames = patches.unsqueeze(5).expand(*patches.shape[:5], num_frames, side, side)
         return frames.reshape(-1, config.patch_values)
 
@@ -117,7 +125,7 @@ class VisionTower(nn.Module):
 
     def _embed(self, patches: Tensor, grid: PatchGrid) -> Tensor:
         """Return what the first layer reads of patches: [P, values of a patch] → [P, H]."""
-        x: Tensor = self.patch_embed(patches)
+        x: Tensor = self.patch_embed(patches if self.patch_norm is None else self.patch_norm(patches))
         device, positions = patches.device, self.positions
         if self.first_norm is not None:
             x = self.first_norm(x)
@@ -134,7 +142,7 @@ class VisionTower(nn.Module):
         taps, weights = _on_device(grid.taps, device), _on_device(grid.tap_weights, device)
         assert taps is not None
         assert weights is not None
-        table = positions.weight[int(self.config.has_class_token) :]
+        table = positions.weight.view(-1, x.shape[-1])[int(self.config.has_class_token) :]
         return x + F.embedding_bag(taps, table.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
 
     def _with_class_token(self, x: Tensor, images: Runs) -> tuple[Tensor, Runs]:
@@ -178,8 +186,11 @@ class _Block(nn.Module):
         self.head_norms = nn.ModuleList(
             Norm(build, f"{path}.attn.{name}", config.eps) for name in ("q_norm", "k_norm") if config.qk_norm
         )
-        self.scales = nn.ModuleList(
-            Weights(build, f"{path}.{name}") for name in ("scale1", "scale2") if config.has_layer_scales
+        self.results = nn.ModuleList(
+            Scale(build, f"{path}.scale{number}")
+            if config.has_layer_scales
+            else Norm(build, f"{path}.result_norm{number}", config.eps)
+            for number in ((1, 2) if config.has_layer_scales or config.has_result_norms else ())
         )
         up, down = config.mlp_names
         self.up = Linear(build, *(f"{path}.mlp.{name}" for name in up), pads_rows=True)
@@ -188,18 +199,22 @@ class _Block(nn.Module):
     def forward(self, x: Tensor, delta: Tensor | None, angles: Tensor | None, segments: Segments) -> Tensor:
         """Return what is to be added to `x`, [P, H], after `delta` and what attention gives were, in place."""
         attended = self._attend(self.norm1(x, delta), angles, segments)
-        inner, kind = self.up(self.norm2(x, self._scaled(self.proj(attended), 0))), self.config.activation
+        inner, kind = self.up(self.norm2(x, self._result(self.proj(attended), 0))), self.config.activation
         inner = activate_and_multiply(inner, kind) if self.config.is_gated else activate(inner, kind)
-        return self._scaled(self.down(inner), 1)
+        return self._result(self.down(inner), 1)
 
-    def _scaled(self, x: Tensor, number: int) -> Tensor:
-        return self.scales[number].weight * x if self.config.has_layer_scales else x  # type: ignore[operator]
+    def _result(self, x: Tensor, number: int) -> Tensor:
+        """Scale or norm what attention (number 0) or the MLP (1) gives, where the tower does."""
+        result: Tensor = self.results[number](x) if self.results else x
+        return result
 
     def _attend(self, x: Tensor, angles: Tensor | None, segments: Segments) -> Tensor:
         """Attend within each segment: [P, H] → [P, H]."""
         qkv = self.qkv(x).view(len(x), 3, self.config.num_heads, -1)
         for part, norm in zip((qkv[:, 0], qkv[:, 1]), self.head_norms, strict=False):
             part.copy_(norm(part if self.config.qk_norm == "head" else part.flatten(1)).view(part.shape))
+        if self.config.norms_values:
+            qkv[:, 2].copy_(F.rms_norm(qkv[:, 2], qkv.shape[3:], eps=self.config.eps))
         if angles is not None:
             rotate_patches(qkv, angles)
         return attend_segments(qkv, segments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from nvcli.kernels import plain_activation
 from nvcli.kernels.activation import ACTIVATE_AND_MUL
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.models.parallel import BuildContext, TensorShards
+from nvcli.models.vision.vision_config import BOUNDS
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
 
 TowerActivation = Literal["silu", "gelu", "gelu_tanh"]
@@ -29,10 +31,18 @@ class Weights(TensorShards):
         super().__init__(build, {"weight": f"{name}.weight", "bias": f"{name}.bias"})
 
 
+class Scale(Weights):
+    """Learned factors: [P, H] → [P, H]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
 class Linear(WeightModule):
-    """Projections of one input, multiplied as one: [P, in] → [P, all their outputs]."""
+    """Projections of one input, multiplied as one unless each has bounds: [P, in] → [P, all their outputs]."""
 
     bias: nn.Parameter | None
+    input_min: nn.Parameter | None
 
     def __init__(self, build: BuildContext, *names: str, pads_rows: bool = False, pads_columns: bool = False) -> None:
         """`pads_rows`: the outputs of each are padded to what products are fast for; `pads_columns`: the inputs are."""
@@ -44,18 +54,34 @@ class Linear(WeightModule):
         columns = (_padded(first.shape[1]),) if pads_columns else first.shape[1:]
         self.weight = empty_parameter(first, sum(self._sizes), *columns)
         self.register_parameter("bias", empty_parameter(first, sum(self._sizes)) if self.biases else None)
+        self.bounds = {
+            bound: [build.tensors[f"{name}.{bound}"] for name in names if f"{name}.{bound}" in build.tensors]
+            for bound in BOUNDS
+        }
+        for bound, tensors in self.bounds.items():
+            self.register_parameter(bound, empty_parameter(first, len(tensors)) if tensors else None)
 
     def weight_sources(self) -> Iterator[WeightSource]:
-        for parameter, tensors in (("weight", self.weights), ("bias", self.biases)):
+        ones = [1] * len(self.weights)
+        of_bounds = ((name, tensors, ones) for name, tensors in self.bounds.items())
+        own = ("weight", self.weights, self._sizes), ("bias", self.biases, self._sizes)
+        for parameter, tensors, sizes in (*own, *of_bounds):
             start = 0
-            for tensor, size in zip(tensors, self._sizes, strict=False):
+            for tensor, size in zip(tensors, sizes, strict=False):
                 read = tensor.shard(0, 1)
                 write = slice(start, start + tensor.shape[0]), *read[1:]
                 yield WeightSource(tensor=tensor, read=read, parameter=parameter, write=write)
                 start += size
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.flatten(1), self.bias)
+        if self.input_min is None:
+            return F.linear(x, self.weight.flatten(1), self.bias)
+        bounds = zip(*(getattr(self, bound) for bound in BOUNDS), strict=True)
+        parts = [
+            F.linear(x.clamp(low, high), weight).clamp_(least, most)
+            for weight, (low, high, least, most) in zip(torch.split(self.weight, self._sizes), bounds, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _padded(size: int) -> int:

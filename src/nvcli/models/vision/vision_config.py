@@ -8,7 +8,7 @@ from config.json.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nvcli.models.checkpoint_layout import TowerNames
@@ -17,8 +17,10 @@ from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec
 TOWER = "visual"
 """The first part of the names of a tower's tensors."""
 CHANNELS = 3
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+"""The last parts of the names of a projection's bounds."""
 
-ProcessorKind = Literal["qwen2_vl", "gemma3", "pixtral", "glm46v", "got_ocr2", "paddleocr_vl"]
+ProcessorKind = Literal["qwen2_vl", "gemma3", "gemma4", "pixtral", "glm46v", "got_ocr2", "paddleocr_vl"]
 """The image processors of transformers, by the first part of their names."""
 
 
@@ -50,11 +52,12 @@ class ImageText:
 class MergerConfig:
     """The way from the square of patches that make up a token to its embedding."""
 
-    kind: Literal["squares", "pool", "patches", "gated"]
-    """squares: their vectors side by side go through an MLP; pool: their mean is normed and projected; patches: they
-    are normed and merged before an MLP; gated: they are merged and normed before a gated MLP."""
+    kind: Literal["squares", "pool", "project", "patches", "gated"]
+    """squares: their vectors side by side go through an MLP; pool: their mean is normed and projected; project:
+    likewise, with a norm that has no weights; patches: they are normed and merged before an MLP; gated: they are merged
+    and normed before a gated MLP."""
     size: int
-    """The size between the two projections of its MLP; pool: 0."""
+    """The size between the two projections of its MLP; pool, project: 0."""
     norms_squares: bool = False
     """Whether the norm of `squares` is over all patches of a token together."""
     has_bias: bool = True
@@ -62,6 +65,10 @@ class MergerConfig:
     norm: Literal["rms", "layer", "rms from 1"] = "layer"
     """`rms from 1`: an RMS norm whose weights are stored as differences from 1."""
     eps: float = 1e-6
+    scale: float = 1.0
+    """The factor of the mean of `project`."""
+    is_standardised: bool = False
+    """Whether a learned shift is subtracted from the scaled mean, and the difference multiplied by learned factors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +86,8 @@ class VisionConfig:
     """Pixels of a patch's side."""
     temporal_patch_size: int = 0
     """Frames of a patch, in all of which an image is repeated; 0: weights have no axis of frames."""
+    has_last_channels: bool = False
+    """Whether the numbers of a patch are pixel by pixel, and not channel by channel."""
     merge_size: int
     """Patches of the side of the square that becomes one token."""
     merger: MergerConfig
@@ -89,6 +98,8 @@ class VisionConfig:
     activation: Literal["silu", "gelu", "gelu_tanh"]
     is_gated: bool
     """Whether the MLP multiplies an activated gate with a second projection."""
+    centres_pixels: bool = False
+    """Whether the values of pixels, from 0 to 1, become those from -1 to 1."""
     has_patch_bias: bool
     qkv_bias: bool = True
     out_bias: bool = True
@@ -98,16 +109,25 @@ class VisionConfig:
     """Whether files hold the projections to queries, keys and values as one."""
     qk_norm: Literal["head", "all"] | None = None
     """An RMS norm of queries and keys, by head or of all heads together."""
+    norms_values: bool = False
+    """Whether values are normed by head, too, without weights, and scores are not scaled."""
+    has_bounds: bool = False
+    """Whether learned bounds clamp what each projection of a layer reads, and what it gives."""
+    has_result_norms: bool = False
+    """Whether the results of attention and MLP are normed."""
     has_layer_scales: bool = False
     """Whether the results of attention and MLP are multiplied by learned factors."""
+    has_patch_norm: bool = False
+    """Whether the numbers of patches are normed before anything else."""
     has_first_norm: bool = False
     """Whether patches are normed before the first layer."""
     has_last_norm: bool = False
     """Whether patches are normed behind the last layer."""
     has_class_token: bool = False
     """Whether a token of its own is attended to with the patches, and dropped behind the last layer."""
-    rope: Literal["same", "staggered"] | None = None
-    """Rotary positions of rows and columns: with the same frequencies, or taking turns in one list of them."""
+    rope: Literal["same", "halves", "staggered"] | None = None
+    """Rotary positions of rows and columns: with the same frequencies (halves: files have columns in the first half of
+    a head, and rows in the second), or taking turns in one list of them."""
     rope_theta: float = 10_000.0
     window_tokens: int = 0
     """Tokens of the side of the windows to which attention is limited; 0: there are none."""
@@ -117,18 +137,20 @@ class VisionConfig:
     """Tokens of the side of the squares, one below the other, of which an image consists, and to which attention is
     limited; 0: images are of any size."""
     num_positions: int = 0
-    """Entries of the table of learned positions, a square that is interpolated to the image's grid; 0: there is
-    none."""
-    interpolation: Literal["corners", "borders", "bicubic"] = "corners"
+    """Entries of the table of learned positions, a square that is interpolated to the image's grid, or a table for each
+    axis; 0: there is none."""
+    interpolation: Literal["corners", "borders", "bicubic", "axes", "turns"] = "corners"
     """corners: bilinear, with the corners of the grid on those of the table; borders: bilinear, with their borders on
-    each other; bicubic: likewise."""
+    each other; bicubic: likewise; axes: none, the entries of a column and a row are added; turns: likewise, columns and
+    rows taking turns in one table."""
     deepstack_layers: tuple[int, ...] = ()
     """The layers whose results are merged, too, and added to the residual stream after the decoder's first layers."""
     axes: tuple[int, ...] = ()
     """For each of the decoder's rotary frequencies, which of a token's positions turns it: 0 (time), 1 (height) or 2
     (width). Frequencies behind the last entry are turned by time. Empty: tokens have one position, images or not."""
-    attends_both_ways: bool = False
-    """Whether the tokens of an image attend to all of them in the decoder, those behind them included."""
+    attends_both_ways: Literal["", "windows", "all"] = ""
+    """The decoder's layers in which the tokens of an image attend to all of it, also behind them: none, those with a
+    window, or all."""
     image_token_id: int
     """The id that stands in the prompt for each token of an image."""
     text: ImageText | None = None
@@ -155,6 +177,17 @@ class VisionConfig:
         return 1 + len(self.deepstack_layers)
 
     @property
+    def position_shape(self) -> tuple[int, ...]:
+        """The shape of the table of learned positions, without its last dimension."""
+        count = self.num_positions
+        by_axis = {"axes": (2, count), "turns": (count, 2)}
+        return by_axis.get(self.interpolation, (count + self.has_class_token,))
+
+    def is_whole_in(self, window: int | None) -> bool:
+        """Whether images are attended both ways in the decoder's layers with this window."""
+        return self.attends_both_ways == "all" or (self.attends_both_ways == "windows" and window is not None)
+
+    @property
     def qkv_names(self) -> tuple[str, ...]:
         """The names of the projections before attention."""
         return ("qkv",) if self.has_fused_qkv else ("q_proj", "k_proj", "v_proj")
@@ -168,31 +201,44 @@ class VisionConfig:
         """Yield the tensors, which every rank holds whole."""
         hidden, inner = self.hidden_size, self.intermediate_size
         frames = (self.temporal_patch_size,) if self.temporal_patch_size else ()
-        yield _tensor(dtype, "patch_embed.proj.weight", hidden, CHANNELS, *frames, self.patch_size, self.patch_size)
+        of_patch = (CHANNELS, *frames, self.patch_size, self.patch_size)
+        of_patch = (self.patch_values,) if self.has_last_channels else of_patch
+        yield _tensor(dtype, "patch_embed.proj.weight", hidden, *of_patch)
         if self.has_patch_bias:
             yield _tensor(dtype, "patch_embed.proj.bias", hidden)
         if self.has_class_token:
             yield _tensor(dtype, "cls_token.weight", 1, hidden)
         if self.num_positions:
-            yield _tensor(dtype, "pos_embed.weight", self.num_positions + self.has_class_token, hidden)
+            yield _tensor(dtype, "pos_embed.weight", *self.position_shape, hidden)
+        if self.has_patch_norm:
+            yield from _norm(dtype, "patch_norm", self.patch_values, self.norm)
         for name, is_there in (("first_norm", self.has_first_norm), ("last_norm", self.has_last_norm)):
             if is_there:
                 yield from _norm(dtype, name, hidden, self.norm)
         up, down = self.mlp_names
-        head = hidden // self.num_heads if self.qk_norm == "head" else hidden
+        head = hidden // self.num_heads
+        order = _halves_in_turn(head) if self.rope == "halves" else None
         for number in range(self.depth):
             block = f"blocks.{number}"
-            yield from _norm(dtype, f"{block}.norm1", hidden, self.norm)
-            yield from _norm(dtype, f"{block}.norm2", hidden, self.norm)
+            for name in ("norm1", "norm2", "result_norm1", "result_norm2")[: 4 if self.has_result_norms else 2]:
+                yield from _norm(dtype, f"{block}.{name}", hidden, self.norm)
             for name in self.qkv_names:
                 rows = 3 * hidden // len(self.qkv_names)
-                yield from _linear(dtype, f"{block}.attn.{name}", rows, hidden, has_bias=self.qkv_bias)
+                linear = _linear(dtype, f"{block}.attn.{name}", rows, hidden, has_bias=self.qkv_bias)
+                yield from (replace(part, row_order=None if name == "v_proj" else order) for part in linear)
             yield from _linear(dtype, f"{block}.attn.proj", hidden, hidden, has_bias=self.out_bias)
             for name in ("q_norm", "k_norm") if self.qk_norm else ():
-                yield from _norm(dtype, f"{block}.attn.{name}", head, "rms")
+                size, factor = (head if self.qk_norm == "head" else hidden), 1.0
+                if self.norms_values and name == "q_norm":
+                    factor = head**0.5  # attention divides by it
+                (norm,) = _norm(dtype, f"{block}.attn.{name}", size, "rms")
+                yield replace(norm, row_order=order, factor=factor)
             for name in up:
                 yield from _linear(dtype, f"{block}.mlp.{name}", inner, hidden, has_bias=self.mlp_bias)
             yield from _linear(dtype, f"{block}.mlp.{down}", hidden, inner, has_bias=self.mlp_bias)
+            linears = *(f"attn.{name}" for name in (*self.qkv_names, "proj")), *(f"mlp.{name}" for name in (*up, down))
+            for name in linears if self.has_bounds else ():
+                yield from (_tensor(dtype, f"{block}.{name}.{bound}", 1) for bound in BOUNDS)
             for name in ("scale1", "scale2") if self.has_layer_scales else ():
                 yield _tensor(dtype, f"{block}.{name}.weight", hidden)
         yield from self._merger(dtype, "merger", norms_squares=self.merger.norms_squares)
@@ -202,6 +248,11 @@ class VisionConfig:
     def _merger(self, dtype: StoredDtype, path: str, *, norms_squares: bool) -> Iterator[TensorSpec]:
         merger, hidden, side, out = self.merger, self.hidden_size, self.merge_size, self.out_size
         merged, bias = hidden * side**2, merger.has_bias
+        if merger.kind == "project":
+            yield _tensor(dtype, f"{path}.projection.weight", out, hidden)
+            for name in ("shift", "scale") if merger.is_standardised else ():
+                yield _tensor(dtype, f"{path}.{name}.weight", hidden)
+            return
         if merger.kind == "gated":
             yield _tensor(dtype, f"{path}.downsample.weight", out, hidden, side, side)
             yield _tensor(dtype, f"{path}.downsample.bias", out)
@@ -220,6 +271,13 @@ class VisionConfig:
             merged = hidden
         yield from _linear(dtype, f"{path}.linear_fc1", merger.size, merged, has_bias=bias)
         yield from _linear(dtype, f"{path}.linear_fc2", out, merger.size, has_bias=bias)
+
+
+def _halves_in_turn(size: int) -> tuple[int, ...]:
+    """Return the order of a head's numbers in which number i is turned with number i + size / 2, by rows and then by
+    columns, where files have columns in the first half and rows in the second."""
+    quarter = size // 4
+    return tuple(first * quarter + number for first in (2, 0, 3, 1) for number in range(quarter))
 
 
 def _tensor(dtype: StoredDtype, name: str, *shape: int, offset: float = 0.0) -> TensorSpec:

@@ -55,11 +55,11 @@ def side_of(vision: JsonFile, key: str, default: int) -> int:
     return or_default(vision, key, default)
 
 
-def rope_theta(vision: JsonFile) -> float:
+def rope_theta(vision: JsonFile, default: float = 10_000.0) -> float:
     """Read the base of the tower's rotary positions."""
     rope = vision.values.get("rope_parameters")
     found = vision.with_values(rope, f"{vision.section}rope_parameters.") if isinstance(rope, dict) else vision
-    return found.positive_number("rope_theta", 10_000.0)
+    return found.positive_number("rope_theta", default)
 
 
 def square(file: JsonFile, key: str, value: int) -> int:

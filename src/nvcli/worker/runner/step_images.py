@@ -108,9 +108,9 @@ class StepImages:
         batch_tokens: int,
         feeds_head: bool,
     ) -> None:
-        """`tower`: None in a stage that has none. `kinds`: those of the stage's layers. `batch_tokens`: the most tokens
-        of the images that the tower computes together, and of one image. `feeds_head`: whether a head reads
-        embeddings of images."""
+        """`tower`: None in a stage that has none. `kinds`: those of the stage's layers that attend to images both ways.
+        `batch_tokens`: the most tokens of the images that the tower computes together, and of one image. `feeds_head`:
+        whether a head reads embeddings of images."""
         self._vision, self._kinds = vision, kinds
         self._tower, self._scale, self._upload, self._device = tower, scale, slots.upload, device
         num_slots = len(slots.state.lengths)
@@ -148,7 +148,7 @@ class StepImages:
             vision,
             model.vision,
             PixelScale(processor.factor, processor.mean, processor.std),
-            [(spec.window, spec.kv_group) for spec in model.attention_kinds],
+            [(spec.window, spec.kv_group) for spec in model.attention_kinds if vision.is_whole_in(spec.window)],
             slots,
             device,
             max_tokens=config.max_padded_tokens,

@@ -1,0 +1,127 @@
+"""The tower of Gemma 4 (https://ai.google.dev/gemma/docs/core/model_card_4), as config.json spells it. Torch-free.
+
+Images have any shape, and a limited number of tokens. Gemma 4 12B has a tower without layers, which norms and projects
+the pixels of each token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvcli.core.validation import show
+from nvcli.models.checkpoint_layout import TowerNames
+from nvcli.models.json_file import JsonFile
+from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
+from nvcli.models.vision.vision_file import head_sizes, only, or_default, rope_theta, vision_section
+
+_NAMES = TowerNames(
+    prefixes=tuple((f"{part}.", f"{TOWER}.") for part in ("vision_tower", "vision_embedder", "embed_vision")),
+    renamed=(
+        ("patch_embedder.input_proj.", "patch_embed.proj."),
+        ("patch_embedder.position_embedding_table", "pos_embed.weight"),
+        ("encoder.layers.", "blocks."),
+        (".input_layernorm.", ".norm1."),
+        (".post_attention_layernorm.", ".result_norm1."),
+        (".pre_feedforward_layernorm.", ".norm2."),
+        (".post_feedforward_layernorm.", ".result_norm2."),
+        (".self_attn.o_proj.", ".attn.proj."),
+        (".self_attn.", ".attn."),
+        (".linear.", "."),
+        ("std_bias", "merger.shift.weight"),
+        ("std_scale", "merger.scale.weight"),
+        ("multimodal_embedder.", ""),
+        ("embedding_projection.", "merger.projection."),
+        ("patch_ln1.", "patch_norm."),
+        ("patch_dense.", "patch_embed.proj."),
+        ("patch_ln2.", "first_norm."),
+        ("pos_embedding", "pos_embed.weight"),
+        ("pos_norm.", "last_norm."),
+    ),
+)
+_TEXT = ImageText(written="<|image|>", token="<|image|>", before="<|image>", behind="<image|>")
+_BOTH_WAYS = "use_bidirectional_attention"
+
+
+def read_gemma4_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Gemma 4."""
+    vision = vision_section(config)
+    only(vision, "hidden_activation", "gelu_pytorch_tanh")
+    hidden, heads = head_sizes(vision, "num_attention_heads")
+    only(vision, "head_dim", hidden // heads)
+    only(vision, "num_key_value_heads", heads)
+    return VisionConfig(
+        depth=vision.positive("num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=vision.positive("intermediate_size"),
+        num_heads=heads,
+        patch_size=or_default(vision, "patch_size", 16),
+        merge_size=or_default(vision, "pooling_kernel_size", 3),
+        merger=MergerConfig(
+            kind="project",
+            size=0,
+            eps=vision.positive_number("rms_norm_eps", 1e-6),
+            scale=hidden**0.5,
+            is_standardised=vision.get("standardize", bool, False),
+        ),
+        norm="rms",
+        eps=vision.positive_number("rms_norm_eps", 1e-6),
+        is_gated=True,
+        centres_pixels=True,
+        has_patch_bias=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        has_fused_qkv=False,
+        qk_norm="head",
+        norms_values=True,
+        has_bounds=vision.get("use_clipped_linears", bool, False),
+        has_result_norms=True,
+        rope="halves",
+        rope_theta=rope_theta(vision, 100.0),
+        num_positions=or_default(vision, "position_embedding_size", 10_240),
+        interpolation="axes",
+        **_common(config, text),
+    )
+
+
+def read_gemma4_unified_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Gemma 4 12B, which has no layers."""
+    vision = vision_section(config)
+    size = vision.positive("mm_embed_dim")
+    only(vision, "output_proj_dims", size)
+    return VisionConfig(
+        depth=0,
+        hidden_size=size,
+        intermediate_size=0,
+        num_heads=1,
+        patch_size=or_default(vision, "patch_size", 16) * or_default(vision, "pooling_kernel_size", 3),
+        merge_size=1,
+        merger=MergerConfig(kind="project", size=0, eps=vision.positive_number("rms_norm_eps", 1e-6)),
+        norm="layer",
+        eps=1e-5,
+        is_gated=False,
+        has_patch_bias=True,
+        has_patch_norm=True,
+        has_first_norm=True,
+        has_last_norm=True,
+        num_positions=vision.positive("mm_posemb_size"),
+        interpolation="turns",
+        **_common(config, text),
+    )
+
+
+def _common(config: JsonFile, text: JsonFile) -> dict[str, Any]:
+    """Read what both have in common."""
+    both_ways = text.values.get(_BOTH_WAYS)
+    if both_ways not in (None, "vision"):
+        raise text.error(_BOTH_WAYS, f"{show(both_ways)} is not supported; supported: vision, null")
+    return {
+        "names": _NAMES,
+        "processor": "gemma4",
+        "out_size": text.positive("hidden_size"),
+        "activation": "gelu_tanh",
+        "has_last_channels": True,
+        "attends_both_ways": "windows" if both_ways else "",
+        "image_token_id": config.get("image_token_id", int, 258_880),
+        "text": _TEXT,
+    }
