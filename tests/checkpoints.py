@@ -89,6 +89,24 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
             "pooling_kernel_size": 2,
         },
     ),
+    "Qwen2VL": (
+        "Qwen2VLText",
+        "Qwen2VLVision",
+        {"depth": 2, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4},
+    ),
+    "Exaone4_5_": (
+        "Exaone4",
+        "Exaone4_5_Vision",
+        {
+            **_QWEN_OR_GLM,
+            "depth": 3,
+            "num_heads": 4,
+            "num_key_value_heads": 2,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    ),
+    "QianfanOCR": ("Qwen3", "QianfanOCRVision", {**_VISION, "num_hidden_layers": 2, "image_size": 32, "patch_size": 4}),
     "Mistral3": ("Ministral3", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
     "Glm4v": ("Glm4vText", "Glm4vVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "Glm4vMoe": ("Glm4vMoeText", "Glm4vMoeVision", {**_QWEN_OR_GLM, "image_size": 24}),
@@ -178,9 +196,16 @@ def write_tiny_model(
                 buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
         model.get_input_embeddings().weight.mul_(3.0 if embedding_scale is None else embedding_scale)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
+    if family == "QianfanOCR":  # save_pretrained takes the names of the text part's layers for those of the tower
+        edit_weights(path, _rename_text_layers)
     if dtype == "float32" and family not in WITH_VISION:
         _last_written[:] = [path, _changed_at(path), model]
     return path
+
+
+def _rename_text_layers(weights: dict[str, Tensor]) -> None:
+    for name in [name for name in weights if name.startswith("language_model.model.encoder.")]:
+        weights[name.replace(".encoder.", ".")] = weights.pop(name)
 
 
 def write_tiny_config(path: Path, family: str = "Qwen3", **overrides: Any) -> Path:

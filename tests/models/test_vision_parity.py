@@ -27,6 +27,9 @@ from vision_reference import allowed_size, load_reference, make_image, model_inp
 
 SCALE = PixelScale(factor=1 / 255, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
 FAMILIES = [
+    "qwen 2-vl",
+    "exaone 4.5",
+    "qianfan-ocr",
     "qwen 2.5-vl",
     "qwen 3-vl",
     "qwen 3-vl moe",

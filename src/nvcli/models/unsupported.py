@@ -52,18 +52,35 @@ _INERT = frozenset(
 _MOST_UNREAD = 2
 """A family that reads all but at most this many keys may fit; the message names those keys."""
 _CLAMPS = "its gates are clamped by limits of each layer, which nvcli does not compute"
+_CHUNKS = "its layers attend within chunks of the text, which nvcli does not compute"
+_TILES = "its prompts mark the tiles of each image, which nvcli does not write"
+_VECTORS = "learned vectors stand among those of its images, which nvcli does not compute"
+_NO_TOWER = "its vision tower is not computed by nvcli"
 _NO_REFERENCE = "transformers has no model of it whose numbers nvcli could be held to"
 _LACKING = {
+    "AyaVisionForConditionalGeneration": _TILES,
     "BailingMoeForCausalLM": _NO_REFERENCE,
     "BailingMoeV2ForCausalLM": _NO_REFERENCE,
     "BitNetForCausalLM": "its weights have three values, and its activations 8 bits, which nvcli does not compute",
+    "Cohere2VisionForConditionalGeneration": _TILES,
+    "HunYuanVLForConditionalGeneration": _VECTORS,
+    "Idefics3ForConditionalGeneration": _TILES,
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
+    "KimiK25ForConditionalGeneration": _NO_TOWER,
+    "Kimi_K25ForConditionalGeneration": _NO_TOWER,
     "KimiLinearForCausalLM": "its linear attention (KDA) is not computed by nvcli",
-    "LlavaForConditionalGeneration": "its vision tower is not computed by nvcli; that of Mistral 3 is",
+    "Lfm2VlForConditionalGeneration": _TILES,
+    "Llama4ForCausalLM": _CHUNKS,
+    "Llama4ForConditionalGeneration": _CHUNKS,
+    "LlavaForConditionalGeneration": f"{_NO_TOWER}; that of Mistral 3 is",
+    "LlavaNextForConditionalGeneration": _VECTORS,
+    "LlavaOnevisionForConditionalGeneration": _VECTORS,
     "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
+    "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
+    "PaliGemmaForConditionalGeneration": "its prompts attend both ways, which nvcli does not compute",
     "PhimoeForCausalLM": "its router (SparseMixer) and a bias of the LM head are not computed by nvcli",
     "PhiMoEForCausalLM": "its router (SparseMixer) and a bias of the LM head are not computed by nvcli",
-    "Qwen2VLForConditionalGeneration": "its vision tower is not computed by nvcli; that of Qwen2.5-VL is",
+    "SmolVLMForConditionalGeneration": _TILES,
     "Step3p5ForCausalLM": _CLAMPS,
     "Step3p7ForConditionalGeneration": _CLAMPS,
 }

@@ -8,7 +8,7 @@ from nvcli.models.families.cohere2 import COHERE2, COHERE2_MOE
 from nvcli.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
-from nvcli.models.families.exaone import EXAONE4
+from nvcli.models.families.exaone import EXAONE4, EXAONE4_5
 from nvcli.models.families.falcon_h1 import FALCON_H1
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -17,7 +17,7 @@ from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V,
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
 from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
-from nvcli.models.families.internvl import INTERNVL
+from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.longcat import LONGCAT_FLASH
@@ -34,6 +34,7 @@ from nvcli.models.families.qwen import (
     QWEN2,
     QWEN2_5_VL,
     QWEN2_MOE,
+    QWEN2_VL,
     QWEN3,
     QWEN3_MOE,
     QWEN3_VL,
@@ -51,6 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN2_VL,
     QWEN2_5_VL,
     QWEN3_VL,
     QWEN3_VL_MOE,
@@ -81,6 +83,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4V_MOE,
     GLM_OCR,
     INTERNVL,
+    QIANFAN_OCR,
     GRANITE,
     GRANITE4,
     BAMBA,
@@ -105,6 +108,7 @@ FAMILIES: tuple[Family, ...] = (
     HUNYUAN_V1_MOE,
     HUNYUAN_V3,
     EXAONE4,
+    EXAONE4_5,
     DOTS1,
     SOLAR_OPEN,
     ARCEE,

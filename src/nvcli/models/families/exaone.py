@@ -10,6 +10,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.families.olmo import NORMS_AFTER
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.vision.qwen import read_exaone4_5_vision
 
 _LOCAL, _GLOBAL = "L", "G"
 
@@ -42,4 +43,12 @@ EXAONE4 = Family(
     features="norms after the blocks; windows in three of four layers, full attention without rotary positions",
     examples=("LGAI-EXAONE/EXAONE-4.0-32B", "LGAI-EXAONE/EXAONE-4.0-1.2B"),
     read=read,
+)
+EXAONE4_5 = Family(
+    name="EXAONE 4.5",
+    architectures=("Exaone4_5_ForConditionalGeneration",),
+    features="EXAONE 4 with a vision tower, which attends within windows",
+    examples=("LGAI-EXAONE/EXAONE-4.5-33B",),
+    read=read,
+    read_vision=read_exaone4_5_vision,
 )

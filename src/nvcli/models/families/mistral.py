@@ -14,7 +14,7 @@ from nvcli.models.families.deepseek_experts import (
 )
 from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import read_latent_attention
-from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile, read_by_type
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import QueryScaling
 from nvcli.models.rope_config import rope_section
@@ -92,21 +92,14 @@ def read_mistral4(config: ModelFile) -> DecoderConfig:
     return config.decoder(layers, layout=layout_without_predictions(config))
 
 
-def read_mistral3(config: ModelFile) -> DecoderConfig:
-    """Read the text part of Mistral Small 3.1 and later, of Ministral 3 or of Mistral 4, depending on its
-    `model_type`."""
-    kind = config.get("model_type", str, "mistral")
-    if kind not in _TEXT_PARTS:
-        raise config.error("model_type", f"{kind} is not supported; supported: {', '.join(_TEXT_PARTS)}")
-    return _TEXT_PARTS[kind](config)
-
-
 _TEXT_PARTS = {
     "mistral": read_mistral,
     "ministral": read_ministral,
     "ministral3": read_ministral3,
     "mistral4": read_mistral4,
 }
+"""The text parts of Mistral Small 3.1 and later, of Ministral 3 and of Mistral 4."""
+
 
 MINISTRAL = Family(
     name="Ministral",
@@ -134,7 +127,7 @@ MISTRAL3 = Family(
     architectures=("Mistral3ForConditionalGeneration",),
     features="as Mistral or Ministral 3, with a vision tower (Pixtral)",
     examples=("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistralai/Ministral-3-14B-Instruct-2512-BF16"),
-    read=read_mistral3,
+    read=lambda config: read_by_type(config, _TEXT_PARTS, "mistral"),
     read_vision=read_mistral3_vision,
     defaults={"sliding_window": None},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -230,6 +230,17 @@ class ModelFile(JsonFile):
         if chosen > num_groups or chosen * size < routing.experts_per_token:
             raise self.error("topk_group", f"{chosen} groups of {num_groups} have too few experts for a token")
         return replace(routing, num_groups=num_groups, groups_per_token=chosen)
+
+
+def read_by_type(
+    config: ModelFile, readers: Mapping[str, Callable[[ModelFile], DecoderConfig]], default: str
+) -> DecoderConfig:
+    """Read the text part of a model by its `model_type`, which may be absent. Raises LoadError if `readers` have
+    none."""
+    kind = config.get("model_type", str, default)
+    if kind not in readers:
+        raise config.error("model_type", f"{show(kind)} is not supported; supported: {', '.join(readers)}")
+    return readers[kind](config)
 
 
 def with_mlps(decoder: DecoderConfig, mlps: Iterable[MLPConfig | ExpertsConfig]) -> DecoderConfig:

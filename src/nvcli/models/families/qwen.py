@@ -15,7 +15,7 @@ from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.vision.pixtral import read_lighton_vision
-from nvcli.models.vision.qwen import read_qwen2_5_vision, read_qwen3_vision
+from nvcli.models.vision.qwen import read_qwen2_5_vision, read_qwen2_vision, read_qwen3_vision
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """The default of `max_window_layers` in transformers."""
@@ -57,6 +57,14 @@ QWEN2 = Family(
     features="biased queries, keys and values; windows in the later layers where they are switched on",
     examples=("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-Coder-32B-Instruct"),
     read=read_qwen2,
+)
+QWEN2_VL = Family(
+    name="Qwen2-VL",
+    architectures=("Qwen2VLForConditionalGeneration",),
+    features="Qwen2 with a vision tower; positions of three axes",
+    examples=("Qwen/Qwen2-VL-7B-Instruct", "Qwen/Qwen2-VL-2B-Instruct"),
+    read=read_qwen2,
+    read_vision=read_qwen2_vision,
 )
 QWEN2_5_VL = Family(
     name="Qwen2.5-VL",

@@ -12,7 +12,7 @@ from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import head_sizes, only, or_default, rope_theta, vision_section
+from nvcli.models.vision.vision_file import only, or_default, read_sizes, rope_theta, vision_section
 
 _NAMES = TowerNames(
     prefixes=tuple((f"{part}.", f"{TOWER}.") for part in ("vision_tower", "vision_embedder", "embed_vision")),
@@ -46,21 +46,16 @@ def read_gemma4_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Gemma 4."""
     vision = vision_section(config)
     only(vision, "hidden_activation", "gelu_pytorch_tanh")
-    hidden, heads = head_sizes(vision, "num_attention_heads")
-    only(vision, "head_dim", hidden // heads)
-    only(vision, "num_key_value_heads", heads)
+    sizes = read_sizes(vision, text)
+    only(vision, "head_dim", sizes["hidden_size"] // sizes["num_heads"])
+    only(vision, "num_key_value_heads", sizes["num_heads"])
     return VisionConfig(
-        depth=vision.positive("num_hidden_layers"),
-        hidden_size=hidden,
-        intermediate_size=vision.positive("intermediate_size"),
-        num_heads=heads,
-        patch_size=or_default(vision, "patch_size", 16),
         merge_size=or_default(vision, "pooling_kernel_size", 3),
         merger=MergerConfig(
             kind="project",
             size=0,
             eps=vision.positive_number("rms_norm_eps", 1e-6),
-            scale=hidden**0.5,
+            scale=sizes["hidden_size"] ** 0.5,
             is_standardised=vision.get("standardize", bool, False),
         ),
         norm="rms",
@@ -81,6 +76,7 @@ def read_gemma4_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         num_positions=or_default(vision, "position_embedding_size", 10_240),
         interpolation="axes",
         **_common(config, text),
+        **sizes,
     )
 
 
@@ -106,6 +102,7 @@ def read_gemma4_unified_vision(config: JsonFile, text: JsonFile) -> VisionConfig
         has_last_norm=True,
         num_positions=vision.positive("mm_posemb_size"),
         interpolation="turns",
+        out_size=text.positive("hidden_size"),
         **_common(config, text),
     )
 
@@ -118,7 +115,6 @@ def _common(config: JsonFile, text: JsonFile) -> dict[str, Any]:
     return {
         "names": _NAMES,
         "processor": "gemma4",
-        "out_size": text.positive("hidden_size"),
         "activation": "gelu_tanh",
         "has_last_channels": True,
         "attends_both_ways": "windows" if both_ways else "",

@@ -9,10 +9,10 @@ from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
 from nvcli.models.vision.vision_file import (
-    head_sizes,
     only,
     or_default,
     read_axes,
+    read_sizes,
     rope_theta,
     side_of,
     vision_section,
@@ -34,16 +34,18 @@ _MERGER_EPS = 1e-5
 def read_glm4v_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of GLM-4.1V to GLM-4.6V, with learned positions."""
     vision = vision_section(config)
+    sizes = _sizes(config, vision, text)
+    merger = _merger(sizes.pop("intermediate_size"))
     return VisionConfig(
-        intermediate_size=vision.positive("out_hidden_size"),  # as in transformers
-        merger=_merger(vision.positive("intermediate_size")),
+        intermediate_size=sizes["out_size"],  # as in transformers
+        merger=merger,
         qkv_bias=vision.get("attention_bias", bool, False),
         out_bias=False,
         mlp_bias=False,
         has_first_norm=True,
         num_positions=(side_of(vision, "image_size", 336) // vision.positive("patch_size")) ** 2,
         interpolation="bicubic",
-        **_sizes(config, vision, text),
+        **sizes,
     )
 
 
@@ -52,8 +54,7 @@ def read_glm_ocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     vision = vision_section(config)
     bias = vision.get("attention_bias", bool, True)
     return VisionConfig(
-        intermediate_size=vision.positive("intermediate_size"),
-        merger=_merger(3 * vision.positive("out_hidden_size")),
+        merger=_merger(3 * text.positive("hidden_size")),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
@@ -69,19 +70,12 @@ def _merger(size: int) -> MergerConfig:
 def _sizes(config: JsonFile, vision: JsonFile, text: JsonFile) -> dict[str, Any]:
     """Read what these towers have in common."""
     only(vision, "hidden_act", "silu")
-    hidden, heads = head_sizes(vision, "num_heads")
-    if vision.positive("out_hidden_size") != text.positive("hidden_size"):
-        raise vision.error("out_hidden_size", f"is not the decoder's hidden size, {text.positive('hidden_size')}")
     return {
+        **read_sizes(vision, text, depth="depth", heads="num_heads"),
         "names": _NAMES,
         "processor": "glm46v",
-        "depth": vision.positive("depth"),
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "patch_size": vision.positive("patch_size"),
         "temporal_patch_size": or_default(vision, "temporal_patch_size", 2),
         "merge_size": or_default(vision, "spatial_merge_size", 2),
-        "out_size": vision.positive("out_hidden_size"),
         "norm": "rms",
         "eps": vision.positive_number("rms_norm_eps", 1e-5),
         "activation": "silu",

@@ -1,15 +1,18 @@
-"""The tower of InternVL 3 and 3.5 (InternViT, https://arxiv.org/abs/2504.10479), as config.json spells it. Torch-free.
+"""The towers of InternVL 3 and 3.5 (InternViT, https://arxiv.org/abs/2504.10479) and of Qianfan-OCR, as config.json
+spells them. Torch-free.
 
 Images are cut into tiles, each of which the tower sees by itself.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import head_sizes, only, side_of, vision_section
+from nvcli.models.vision.vision_file import only, read_sizes, side_of, vision_section
 
 _NAMES = TowerNames(
     prefixes=(("vision_tower.", f"{TOWER}."), ("multi_modal_projector.", f"{TOWER}.merger.")),
@@ -31,12 +34,35 @@ _NAMES = TowerNames(
         ("linear_2.", "linear_fc2."),
     ),
 )
+_QIANFAN = TowerNames(
+    prefixes=(
+        ("vision_model.", f"{TOWER}."),
+        ("mlp1.0.", f"{TOWER}.merger.norm."),
+        ("mlp1.1.", f"{TOWER}.merger.linear_fc1."),
+        ("mlp1.3.", f"{TOWER}.merger.linear_fc2."),
+    ),
+    renamed=(
+        ("embeddings.class_embedding", "cls_token.weight"),
+        ("embeddings.position_embedding", "pos_embed.weight"),
+        ("embeddings.patch_embedding.", "patch_embed.proj."),
+        ("encoder.layers.", "blocks."),
+        (".mlp.fc", ".mlp.linear_fc"),
+        (".ls1", ".scale1.weight"),
+        (".ls2", ".scale2.weight"),
+    ),
+)
 _TEXT = ImageText(written="<IMG_CONTEXT>", token="<IMG_CONTEXT>", before="<img>", behind="</img>")
 _MERGE = 2
 
 
-def read_internvl_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
-    """Read the tower of InternVL."""
+def read_qianfan_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Qianfan-OCR, which has names of its own."""
+    vision = read_internvl_vision(config, text, has_bias=True)
+    return replace(vision, names=_QIANFAN, has_fused_qkv=True, text=replace(_TEXT, written="<image>"))
+
+
+def read_internvl_vision(config: JsonFile, text: JsonFile, *, has_bias: bool = False) -> VisionConfig:
+    """Read the tower of InternVL. `has_bias` is the default of `attention_bias`."""
     vision = vision_section(config)
     for key, wanted in (
         ("downsample_ratio", 1 / _MERGE),
@@ -52,8 +78,8 @@ def read_internvl_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     name = vision.get("norm_type", str, "layer_norm")
     if name not in kinds:
         raise vision.error("norm_type", f"{show(name)} is not supported; supported: {', '.join(kinds)}")
-    hidden, heads = head_sizes(vision, "num_attention_heads")
-    patch, image = side_of(vision, "patch_size", 14), side_of(vision, "image_size", 448)
+    sizes, image = read_sizes(vision, text), side_of(vision, "image_size", 448)
+    patch = sizes["patch_size"]
     if image % (patch * _MERGE):
         raise vision.error("image_size", f"{image} is not a multiple of {patch * _MERGE}, the pixels of a token")
     norms_heads = vision.get("use_qk_norm", bool, False)
@@ -62,20 +88,14 @@ def read_internvl_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     return VisionConfig(
         names=_NAMES,
         processor="got_ocr2",
-        depth=vision.positive("num_hidden_layers"),
-        hidden_size=hidden,
-        intermediate_size=vision.positive("intermediate_size"),
-        num_heads=heads,
-        patch_size=patch,
         merge_size=_MERGE,
-        merger=MergerConfig(kind="squares", size=text.positive("hidden_size"), norms_squares=True, eps=1e-5),
-        out_size=text.positive("hidden_size"),
+        merger=MergerConfig(kind="squares", size=sizes["out_size"], norms_squares=True, eps=1e-5),
         norm="layer" if kinds[name] == "layer" else "rms",
         eps=vision.positive_number("layer_norm_eps", 1e-6),
         activation="gelu",
         is_gated=False,
         has_patch_bias=True,
-        qkv_bias=vision.get("attention_bias", bool, False),
+        qkv_bias=vision.get("attention_bias", bool, has_bias),
         has_fused_qkv=False,
         qk_norm="all" if norms_heads else None,
         has_layer_scales=True,
@@ -85,4 +105,5 @@ def read_internvl_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         num_positions=(image // patch) ** 2,
         image_token_id=config.get("image_token_id", int, 151_667),
         text=_TEXT,
+        **sizes,
     )

@@ -9,7 +9,7 @@ from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import head_sizes, only, or_default, rope_theta, vision_section
+from nvcli.models.vision.vision_file import only, or_default, read_sizes, rope_theta, vision_section
 
 _RENAMED = (
     ("patch_conv.", "patch_embed.proj."),
@@ -76,25 +76,19 @@ def _read(
         raise vision.error(
             "hidden_act", f"{show(vision.values['hidden_act'])} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
-    hidden, heads = head_sizes(vision, "num_attention_heads")
-    only(vision, "head_dim", hidden // heads)
+    sizes = read_sizes(vision, text)
+    only(vision, "head_dim", sizes["hidden_size"] // sizes["num_heads"])
     return VisionConfig(
         names=names,
         processor="pixtral",
-        depth=vision.positive("num_hidden_layers"),
-        hidden_size=hidden,
-        intermediate_size=vision.positive("intermediate_size"),
-        num_heads=heads,
-        patch_size=vision.positive("patch_size"),
         merge_size=or_default(config, "spatial_merge_size", 2),
         merger=MergerConfig(
             kind="patches",
-            size=text.positive("hidden_size"),
+            size=sizes["out_size"],
             has_bias=has_bias,
             norm="rms",
             eps=text.positive_number("rms_norm_eps", 1e-6),
         ),
-        out_size=text.positive("hidden_size"),
         norm="rms",
         eps=1e-5,
         activation=activation,
@@ -109,4 +103,5 @@ def _read(
         rope_theta=rope_theta(vision),
         image_token_id=image_token_id,
         text=text_of_image,
+        **sizes,
     )

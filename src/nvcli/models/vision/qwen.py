@@ -1,27 +1,29 @@
-"""The towers of Qwen2.5-VL (https://arxiv.org/abs/2502.13923), Qwen3-VL (https://arxiv.org/abs/2511.21631) and Qwen
-3.5, as config.json spells them. Torch-free."""
+"""The towers of Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL (https://arxiv.org/abs/2502.13923), EXAONE 4.5,
+Qwen3-VL (https://arxiv.org/abs/2511.21631) and Qwen 3.5, as config.json spells them. Torch-free."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
 from nvcli.models.vision.vision_file import (
-    head_sizes,
     layer_list,
     only,
     or_default,
     read_axes,
+    read_sizes,
     square,
     vision_section,
 )
 
 _PREFIXES = (("visual.", f"{TOWER}."),)
-_QWEN2_5 = TowerNames(
+_QWEN2 = TowerNames(
     prefixes=_PREFIXES,
     renamed=(
+        (".mlp.fc", ".mlp.linear_fc"),
         ("merger.ln_q.", "merger.norm."),
         ("merger.mlp.0.", "merger.linear_fc1."),
         ("merger.mlp.2.", "merger.linear_fc2."),
@@ -29,9 +31,37 @@ _QWEN2_5 = TowerNames(
 )
 
 
+def read_qwen2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Qwen2-VL, whose `hidden_size` is the decoder's. `config` is the whole file, `text` its settings
+    of the decoder."""
+    vision = vision_section(config)
+    only(vision, "hidden_act", "quick_gelu")
+    size = vision.positive("embed_dim")
+    renamed = {"hidden_size": size, "intermediate_size": size * or_default(vision, "mlp_ratio", 4)}
+    same = vision.with_values({**vision.values, "out_hidden_size": vision.positive("hidden_size"), **renamed})
+    return VisionConfig(
+        names=_QWEN2,
+        norm="layer",
+        activation="quick_gelu",
+        is_gated=False,
+        has_patch_bias=False,
+        axes=read_axes(text, (16, 24, 24), is_interleaved=False),
+        **_sizes(config, same, text, "layer"),
+    )
+
+
+def read_exaone4_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of EXAONE 4.5, which is Qwen2.5-VL's with fewer heads of keys and values. Tokens have one
+    position."""
+    vision = vision_section(config)
+    num_kv_heads, heads = or_default(vision, "num_key_value_heads", 8), vision.positive("num_heads")
+    if heads % num_kv_heads:
+        raise vision.error("num_key_value_heads", f"{num_kv_heads} does not divide {heads} heads")
+    return replace(read_qwen2_5_vision(config, text), num_kv_heads=num_kv_heads, axes=())
+
+
 def read_qwen2_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
-    """Read the tower of Qwen2.5-VL: windows, and RMS norms. `config` is the whole file, `text` its settings of the
-    decoder."""
+    """Read the tower of Qwen2.5-VL: windows, and RMS norms."""
     vision = vision_section(config)
     only(vision, "hidden_act", "silu")
     patch, merge = vision.positive("patch_size"), or_default(vision, "spatial_merge_size", 2)
@@ -39,7 +69,7 @@ def read_qwen2_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     if window % (patch * merge):
         raise vision.error("window_size", f"{window} is not a multiple of {patch * merge}, the pixels of a token")
     return VisionConfig(
-        names=_QWEN2_5,
+        names=_QWEN2,
         norm="rms",
         activation="silu",
         is_gated=True,
@@ -83,21 +113,14 @@ def read_qwen3_vision(
 
 def _sizes(config: JsonFile, vision: JsonFile, text: JsonFile, norm: Literal["rms", "layer"]) -> dict[str, Any]:
     """Read what these towers have in common."""
-    hidden, heads = head_sizes(vision, "num_heads")
+    sizes = read_sizes(vision, text, depth="depth", heads="num_heads")
     merge = or_default(vision, "spatial_merge_size", 2)
-    if vision.positive("out_hidden_size") != text.positive("hidden_size"):
-        raise vision.error("out_hidden_size", f"is not the decoder's hidden size, {text.positive('hidden_size')}")
     return {
+        **sizes,
         "processor": "qwen2_vl",
-        "depth": vision.positive("depth"),
-        "hidden_size": hidden,
-        "intermediate_size": vision.positive("intermediate_size"),
-        "num_heads": heads,
-        "patch_size": vision.positive("patch_size"),
         "temporal_patch_size": or_default(vision, "temporal_patch_size", 2),
         "merge_size": merge,
-        "merger": MergerConfig(kind="squares", size=hidden * merge**2, norm=norm),
-        "out_size": vision.positive("out_hidden_size"),
+        "merger": MergerConfig(kind="squares", size=sizes["hidden_size"] * merge**2, norm=norm),
         "rope": "same",
         "image_token_id": config.get("image_token_id", int),
     }

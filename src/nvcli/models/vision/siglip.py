@@ -10,7 +10,7 @@ from __future__ import annotations
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import head_sizes, only, or_default, read_axes, rope_theta, square, vision_section
+from nvcli.models.vision.vision_file import only, or_default, read_axes, read_sizes, rope_theta, square, vision_section
 
 _RENAMED = (
     ("embeddings.patch_embedding.", "patch_embed.proj."),
@@ -60,8 +60,8 @@ def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Gemma 3."""
     vision = vision_section(config)
     only(vision, "hidden_act", "gelu_pytorch_tanh")
-    hidden, heads = head_sizes(vision, "num_attention_heads")
-    patch, image = vision.positive("patch_size"), vision.positive("image_size")
+    sizes, image = read_sizes(vision, text), vision.positive("image_size")
+    patch = sizes["patch_size"]
     side = image // patch
     tokens = square(config, "mm_tokens_per_image", or_default(config, "mm_tokens_per_image", 256))
     if side % tokens or image % patch:
@@ -71,14 +71,8 @@ def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     return VisionConfig(
         names=_GEMMA,
         processor="gemma3",
-        depth=vision.positive("num_hidden_layers"),
-        hidden_size=hidden,
-        intermediate_size=vision.positive("intermediate_size"),
-        num_heads=heads,
-        patch_size=patch,
         merge_size=side // tokens,
         merger=MergerConfig(kind="pool", size=0, norm="rms from 1", eps=eps),
-        out_size=text.positive("hidden_size"),
         norm="layer",
         eps=eps,
         activation="gelu_tanh",
@@ -93,6 +87,7 @@ def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         if token_id is None
         else config.get("image_token_id", int),
         text=_TEXT,
+        **sizes,
     )
 
 
@@ -100,19 +95,12 @@ def read_paddleocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of PaddleOCR-VL."""
     vision = vision_section(config)
     only(vision, "hidden_act", "gelu_pytorch_tanh")
-    hidden, heads = head_sizes(vision, "num_attention_heads")
-    patch, merge = vision.positive("patch_size"), or_default(vision, "spatial_merge_size", 2)
+    sizes, merge = read_sizes(vision, text), or_default(vision, "spatial_merge_size", 2)
     return VisionConfig(
         names=_PADDLE,
         processor="paddleocr_vl",
-        depth=vision.positive("num_hidden_layers"),
-        hidden_size=hidden,
-        intermediate_size=vision.positive("intermediate_size"),
-        num_heads=heads,
-        patch_size=patch,
         merge_size=merge,
-        merger=MergerConfig(kind="squares", size=hidden * merge**2, eps=1e-5),
-        out_size=text.positive("hidden_size"),
+        merger=MergerConfig(kind="squares", size=sizes["hidden_size"] * merge**2, eps=1e-5),
         norm="layer",
         eps=vision.positive_number("layer_norm_eps", 1e-6),
         activation="gelu_tanh",
@@ -122,8 +110,9 @@ def read_paddleocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         has_last_norm=True,
         rope="same",
         rope_theta=rope_theta(vision),
-        num_positions=(or_default(vision, "image_size", 384) // patch) ** 2,
+        num_positions=(or_default(vision, "image_size", 384) // sizes["patch_size"]) ** 2,
         interpolation="borders",
         axes=read_axes(text, (16, 24, 24), is_interleaved=False),
         image_token_id=config.get("image_token_id", int, 100_295),
+        **sizes,
     )

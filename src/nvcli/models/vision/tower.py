@@ -210,7 +210,11 @@ class _Block(nn.Module):
 
     def _attend(self, x: Tensor, angles: Tensor | None, segments: Segments) -> Tensor:
         """Attend within each segment: [P, H] → [P, H]."""
-        qkv = self.qkv(x).view(len(x), 3, self.config.num_heads, -1)
+        qkv, heads, kv_heads = self.qkv(x), self.config.num_heads, self.config.num_kv_heads
+        if kv_heads:
+            queries, *others = qkv.view(len(x), heads + 2 * kv_heads, -1).split([heads, kv_heads, kv_heads], dim=1)
+            qkv = torch.cat([queries, *(part.repeat_interleave(heads // kv_heads, 1) for part in others)], dim=1)
+        qkv = qkv.view(len(x), 3, heads, -1)
         for part, norm in zip((qkv[:, 0], qkv[:, 1]), self.head_norms, strict=False):
             part.copy_(norm(part if self.config.qk_norm == "head" else part.flatten(1)).view(part.shape))
         if self.config.norms_values:

@@ -19,7 +19,11 @@ from nvcli.models.parallel import BuildContext, TensorShards
 from nvcli.models.vision.vision_config import BOUNDS
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
 
-TowerActivation = Literal["silu", "gelu", "gelu_tanh"]
+TowerActivation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
+
+
+_QUICK = 1.702
+"""quick_gelu(x) = x × sigmoid(1.702 x)."""
 
 
 class Weights(TensorShards):
@@ -108,15 +112,17 @@ def activate(x: Tensor, kind: TowerActivation) -> Tensor:
     """Apply an activation to each number, and use up `x`."""
     if kind == "gelu_tanh":
         return plain_activation.activate(x, kind)
+    if kind == "quick_gelu":
+        return F.silu(x.mul_(_QUICK)).div_(_QUICK)
     return F.silu(x) if kind == "silu" else F.gelu(x)
 
 
 def activate_and_multiply(gate_up: Tensor, kind: TowerActivation) -> Tensor:
     """Apply an activation to the first half of each row, and multiply with the second half."""
-    if kind != "gelu":
+    if kind == "silu" or kind == "gelu_tanh":
         return ACTIVATE_AND_MUL[kind](gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate) * up
+    return activate(gate, kind) * up
 
 
 def side_by_side(x: Tensor, count: int, *, by_channel: bool = False) -> Tensor:

@@ -82,6 +82,8 @@ class VisionConfig:
     hidden_size: int
     intermediate_size: int
     num_heads: int
+    num_kv_heads: int = 0
+    """Heads of keys and values; 0: as many as of queries."""
     patch_size: int
     """Pixels of a patch's side."""
     temporal_patch_size: int = 0
@@ -95,7 +97,7 @@ class VisionConfig:
     """The hidden size of the decoder."""
     norm: Literal["rms", "layer"]
     eps: float = 1e-6
-    activation: Literal["silu", "gelu", "gelu_tanh"]
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     is_gated: bool
     """Whether the MLP multiplies an activated gate with a second projection."""
     centres_pixels: bool = False
@@ -223,7 +225,8 @@ class VisionConfig:
             for name in ("norm1", "norm2", "result_norm1", "result_norm2")[: 4 if self.has_result_norms else 2]:
                 yield from _norm(dtype, f"{block}.{name}", hidden, self.norm)
             for name in self.qkv_names:
-                rows = 3 * hidden // len(self.qkv_names)
+                heads = self.num_heads + 2 * (self.num_kv_heads or self.num_heads)
+                rows = heads * head // len(self.qkv_names)
                 linear = _linear(dtype, f"{block}.attn.{name}", rows, hidden, has_bias=self.qkv_bias)
                 yield from (replace(part, row_order=None if name == "v_proj" else order) for part in linear)
             yield from _linear(dtype, f"{block}.attn.proj", hidden, hidden, has_bias=self.out_bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import isqrt
+from typing import Any
 
 from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
@@ -37,12 +38,24 @@ def or_default(file: JsonFile, key: str, default: int) -> int:
     return default if file.values.get(key) is None else file.positive(key)
 
 
-def head_sizes(vision: JsonFile, heads_key: str) -> tuple[int, int]:
-    """Read the hidden size and the number of heads, whose sizes must be multiples of 4."""
-    hidden, heads = vision.positive("hidden_size"), vision.positive(heads_key)
-    if hidden % (4 * heads):
-        raise vision.error("hidden_size", f"{hidden} is not a multiple of 4 × {heads} heads")
-    return hidden, heads
+def read_sizes(
+    vision: JsonFile, text: JsonFile, *, depth: str = "num_hidden_layers", heads: str = "num_attention_heads"
+) -> dict[str, Any]:
+    """Read the fields of `VisionConfig` that are sizes in all towers: `depth` and `heads` are keys. The sizes of heads
+    must be multiples of 4."""
+    hidden, num_heads, out = vision.positive("hidden_size"), vision.positive(heads), text.positive("hidden_size")
+    if hidden % (4 * num_heads):
+        raise vision.error("hidden_size", f"{hidden} is not a multiple of 4 × {num_heads} heads")
+    if or_default(vision, "out_hidden_size", out) != out:
+        raise vision.error("out_hidden_size", f"is not the decoder's hidden size, {out}")
+    return {
+        "depth": vision.positive(depth),
+        "hidden_size": hidden,
+        "intermediate_size": vision.positive("intermediate_size"),
+        "num_heads": num_heads,
+        "patch_size": side_of(vision, "patch_size", 14),
+        "out_size": out,
+    }
 
 
 def side_of(vision: JsonFile, key: str, default: int) -> int:
