@@ -38,8 +38,7 @@ _LAGUNA_ROPES = {
 
 def read_afmoe(config: ModelFile) -> DecoderConfig:
     """Read windows; layers of full attention do not rotate. The first `num_dense_layers` layers have no experts."""
-    bias = config.bias()
-    full = config.attention(default_theta=10_000.0, qk_norm="head", qkv_bias=bias, o_bias=bias, gate=OutputGate())
+    full = config.attention(default_theta=10_000.0, qk_norm="head", bias=config.bias(), gate=OutputGate())
     local = replace(full, window=config.bounded(config.window(1024)))
     attention = {SLIDING: local, FULL: replace(full, rope=None)}
     routing = config.routing(scoring="sigmoid", renormalise=True, scale=config.positive_number("route_scale", 1.0))
@@ -87,15 +86,13 @@ def _laguna_attention(config: ModelFile, kind: str, num_heads: object) -> Attent
     gating = config.values.get("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise config.error("gating", f"{show(gating)} is not supported; supported: true, per-head, per-element")
-    bias = config.bias()
     of_layer = config.with_values({**config.values, "num_attention_heads": num_heads})
     return of_layer.attention(
         default_theta=None,
         rope=lambda head_dim: read_rope(config, head_dim=head_dim, default_theta=None, layer_type=kind),
         window=config.bounded(config.window(512)) if kind == SLIDING else None,
         qk_norm="head",
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=config.bias(),
         gate=OutputGate(function="softplus", is_of_heads=gating != "per-element"),
     )
 

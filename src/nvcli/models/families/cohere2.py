@@ -75,8 +75,7 @@ def _attention(config: ModelFile) -> tuple[AttentionConfig, AttentionConfig]:
         default_theta=10_000.0,
         is_interleaved=True,
         window=config.bounded(window),
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=bias,
     )
     full = replace(local, window=None, rope=None)
     return (full if window is None else local), full

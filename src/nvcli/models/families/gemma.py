@@ -37,8 +37,7 @@ def read_gemma_layer(
     **traits: Any,
 ) -> LayerConfig:
     """Read one kind of layer; `rope` and `traits` are those of `read_attention`."""
-    bias = config.bias()
-    attention = config.attention(default_theta=10_000.0, rope=rope, qkv_bias=bias, o_bias=bias, **traits)
+    attention = config.attention(default_theta=10_000.0, rope=rope, bias=config.bias(), **traits)
     mlp = config.mlp(key="hidden_activation", default="gelu_pytorch_tanh")
     return LayerConfig(mixer=attention, mlp=mlp, norms=norms)
 

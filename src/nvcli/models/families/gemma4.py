@@ -131,7 +131,6 @@ def _of_layer(config: ModelFile, number: int, kind: str) -> ModelFile:
 
 
 def _attention(config: ModelFile, kind: str) -> AttentionConfig:
-    bias = config.bias()
     attention = config.attention(
         default_theta=None,
         rope=lambda head_dim: _rope(config, kind, head_dim),
@@ -140,8 +139,7 @@ def _attention(config: ModelFile, kind: str) -> AttentionConfig:
         qk_norm="head",
         norms_values=True,
         keys_are_values=kind == FULL and config.get("attention_k_eq_v", bool, False),
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=config.bias(),
     )
     rope = attention.rope
     if attention.keys_are_values and rope is not None and rope.row_order(attention.head_dim) is not None:

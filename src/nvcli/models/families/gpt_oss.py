@@ -25,7 +25,7 @@ def read(config: ModelFile) -> DecoderConfig:
     if config.activation() != "silu":
         raise config.error("hidden_act", "only silu is supported here: the experts' gates are based on it")
     bias = config.bias(default=True)
-    full = config.attention(default_theta=150_000.0, qkv_bias=bias, o_bias=bias, has_sinks=True)
+    full = config.attention(default_theta=150_000.0, bias=bias, has_sinks=True)
     attention = {FULL: full, SLIDING: replace(full, window=config.bounded(config.window(128)))}
     activation = ExpertActivation(
         kind="clamped_swiglu",

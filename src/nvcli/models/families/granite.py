@@ -76,8 +76,8 @@ def _attention(config: ModelFile, *, rotates: bool) -> AttentionConfig:
     bias = config.bias()
     scale = config.positive_number("attention_multiplier", 1.0)
     if rotates:
-        return config.attention(default_theta=10_000.0, scale=scale, qkv_bias=bias, o_bias=bias)
-    return config.attention(default_theta=None, rope=lambda _: None, scale=scale, qkv_bias=bias, o_bias=bias)
+        return config.attention(default_theta=10_000.0, scale=scale, bias=bias)
+    return config.attention(default_theta=None, rope=lambda _: None, scale=scale, bias=bias)
 
 
 def _read(

@@ -48,14 +48,12 @@ def read_v1_moe(config: ModelFile) -> DecoderConfig:
 
 
 def _v1_attention(config: ModelFile) -> AttentionConfig:
-    bias = config.bias()
     return config.attention(
         default_theta=None,
         rope=lambda head_dim: _v1_rope(config, head_dim),
         qk_norm="head",
         norms_last=True,
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=config.bias(),
     )
 
 
@@ -80,8 +78,7 @@ def _of_all_layers(config: ModelFile, key: str) -> object:
 
 def read_v3(config: ModelFile) -> DecoderConfig:
     """Read which layers have experts. A layer for multi-token prediction stays on disk."""
-    bias = config.bias()
-    attention = config.attention(default_theta=11_158_840.0, qk_norm="head", qkv_bias=bias, o_bias=bias)
+    attention = config.attention(default_theta=11_158_840.0, qk_norm="head", bias=config.bias())
     if config.get("mlp_bias", bool, False):
         raise config.error("mlp_bias", "true is not supported beside experts, only false")
     routing = config.routing(

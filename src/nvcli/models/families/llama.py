@@ -14,9 +14,8 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 def read_llama(config: ModelFile) -> DecoderConfig:
     """Read full attention in every layer, with biases where the file has them."""
     config.layer_types(supported=(FULL,))
-    bias = config.bias()
     layer = LayerConfig(
-        mixer=config.attention(default_theta=10_000.0, qkv_bias=bias, o_bias=bias),
+        mixer=config.attention(default_theta=10_000.0, bias=config.bias()),
         mlp=config.mlp(bias=config.get("mlp_bias", bool, False)),
     )
     return config.decoder(layer)
@@ -57,8 +56,7 @@ _NOPE_INTERVAL = 4
 def read_smollm3(config: ModelFile) -> DecoderConfig:
     """Read which layers rotate, and which have a window: by default, if there are windows, the layers that do not
     rotate have one."""
-    bias = config.bias()
-    attention = config.attention(default_theta=2_000_000.0, qkv_bias=bias, o_bias=bias)
+    attention = config.attention(default_theta=2_000_000.0, bias=config.bias())
     mlp = config.mlp(bias=config.get("mlp_bias", bool, False))
     window = config.window() if config.get("use_sliding_window", bool, False) else None
     rotates = _rotating_layers(config)

@@ -68,13 +68,14 @@ class ModelFile(JsonFile):
         rope: Callable[[int], RopeConfig | None] | None = None,
         default_partial: float = 1.0,
         is_interleaved: bool = False,
+        bias: bool = False,
         **traits: Any,
     ) -> AttentionConfig:
         """Read heads and rope of one kind of attention; `default_theta`, `default_partial`, `is_interleaved`: see
         `read_rope`.
 
-        `rope` makes a rope from the head size, in place of config.json's. `traits` are the other fields of
-        `AttentionConfig`; the scale has its usual default.
+        `rope` makes a rope from the head size, in place of config.json's. `bias`: whether all projections have one.
+        `traits` are the other fields of `AttentionConfig`; the scale has its usual default.
         """
         head_dim = self.head_dim()
         if rope is not None:
@@ -92,7 +93,7 @@ class ModelFile(JsonFile):
             num_kv_heads=self.num_kv_heads(),
             head_dim=head_dim,
             rope=settings,
-            **{"scale": head_dim**-0.5, **traits},
+            **{"scale": head_dim**-0.5, "qkv_bias": bias, "o_bias": bias, **traits},
         )
 
     def bias(self, *, default: bool = False) -> bool:

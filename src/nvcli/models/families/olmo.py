@@ -31,7 +31,6 @@ def read_olmo3(config: ModelFile) -> DecoderConfig:
 
 
 def _layer(config: ModelFile, kind: str, default_theta: float) -> LayerConfig:
-    bias = config.bias()
     theta = config.positive_number("rope_theta", default_theta)
     source = config
     if kind == SLIDING and config.values.get("rope_scaling"):
@@ -41,8 +40,7 @@ def _layer(config: ModelFile, kind: str, default_theta: float) -> LayerConfig:
         rope=lambda head_dim: read_rope(source, head_dim=head_dim, default_theta=theta, layer_type=kind),
         window=config.bounded(config.window(4096)) if kind == SLIDING else None,
         qk_norm="row",
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=config.bias(),
     )
     return LayerConfig(mixer=attention, mlp=config.mlp(), norms=NORMS_AFTER)
 
@@ -67,10 +65,9 @@ def read_olmoe(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers."""
     if config.values.get("clip_qkv") is not None:
         raise config.error("clip_qkv", f"{show(config.values['clip_qkv'])} is not supported, only null")
-    bias = config.bias()
     routing = config.routing(renormalise=config.get("norm_topk_prob", bool, False))
     layer = LayerConfig(
-        mixer=config.attention(default_theta=10_000.0, qk_norm="row", qkv_bias=bias, o_bias=bias),
+        mixer=config.attention(default_theta=10_000.0, qk_norm="row", bias=config.bias()),
         mlp=config.experts(routing, size_key="intermediate_size"),
     )
     return config.decoder(layer)

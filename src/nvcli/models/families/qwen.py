@@ -29,8 +29,7 @@ def read_qwen2(config: ModelFile) -> DecoderConfig:
 def read_qwen3(config: ModelFile) -> DecoderConfig:
     """Read Qwen3, with normed queries and keys. `head_dim` must be present: it does not follow from the hidden size."""
     config.positive("head_dim")
-    bias = config.bias()
-    attention = config.attention(default_theta=None, qk_norm="head", qkv_bias=bias, o_bias=bias)
+    attention = config.attention(default_theta=None, qk_norm="head", bias=config.bias())
     return _read(config, attention)
 
 
@@ -108,11 +107,8 @@ def read_qwen2_moe(config: ModelFile) -> DecoderConfig:
 
 def read_qwen3_moe(config: ModelFile) -> DecoderConfig:
     """Read normed queries and keys, and one window for all layers, or none."""
-    bias = config.bias()
     window = config.window(DEFAULT_WINDOW) if config.get("use_sliding_window", bool, False) else None
-    attention = config.attention(
-        default_theta=None, qk_norm="head", qkv_bias=bias, o_bias=bias, window=config.bounded(window)
-    )
+    attention = config.attention(default_theta=None, qk_norm="head", bias=config.bias(), window=config.bounded(window))
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp) for mlp in read_mlps(config))
 
 

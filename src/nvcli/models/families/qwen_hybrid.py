@@ -50,14 +50,12 @@ def read_qwen3_5_moe(config: ModelFile) -> DecoderConfig:
 def _read(
     config: ModelFile, mlps: Iterable[MLPConfig | ExpertsConfig], *, is_fused_by_head: bool = False
 ) -> DecoderConfig:
-    bias = config.bias()
     attention = config.attention(
         default_theta=10_000.0,
         default_partial=0.25,
         qk_norm="head",
         gate=OutputGate(is_in_queries=True),
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=config.bias(),
     )
     kinds: dict[str, AttentionConfig | DeltaNetConfig] = {FULL: attention}
     kinds[LINEAR] = _delta_net(config, is_fused_by_head=is_fused_by_head)
