@@ -52,6 +52,11 @@ _GLM = Marks(
     "<|begin_of_image|><|image|><|end_of_image|>",
     {"image_processor_type": "Glm46VImageProcessor", **AREA},
 )
+_INTERNVL = Marks(
+    ("<img>", "<IMG_CONTEXT>", "</img>"),
+    "<IMG_CONTEXT>",
+    {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 32, "width": 32}, "max_patches": 2},
+)
 MARKS = {
     "gemma 3 with vision": Marks(
         ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
@@ -73,11 +78,8 @@ MARKS = {
         ),
     ),
     "mistral 3 with vision": Marks(("[IMG_BREAK]", "[IMG]", "[IMG_END]"), "[IMG]", _PIXTRAL),
-    "internvl": Marks(
-        ("<img>", "<IMG_CONTEXT>", "</img>"),
-        "<IMG_CONTEXT>",
-        {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 32, "width": 32}, "max_patches": 2},
-    ),
+    "internvl": _INTERNVL,
+    "qianfan-ocr": _INTERNVL._replace(written="<image>"),
     **dict.fromkeys(("glm 4.6v-flash", "glm 4.6v", "glm-ocr"), _GLM),
     "paddleocr-vl": _QWEN._replace(processor={"image_processor_type": "PaddleOCRVLImageProcessor", **AREA}),
     "lighton-ocr": _QWEN._replace(processor=_PIXTRAL),
