@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from nvcli.errors import ConfigError
-from nvcli.job import files
+from nvcli.job import file_formats
 from nvcli.job.files import check_inputs, check_output
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import Job, JobResult
@@ -79,12 +80,14 @@ def test_a_date_that_python_does_not_have_is_an_error(tmp_path: Path) -> None:
         list(RowReader([str(path)], RowParser({})).batches())
 
 
-def test_without_pyarrow_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "find_spec", lambda name: None)
+@pytest.mark.parametrize("advice", ["pip install pyarrow", r"pip install -U pyarrow numpy"])
+def test_without_pyarrow_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, advice: str) -> None:
+    monkeypatch.setattr(file_formats, "find_spec", lambda name: object() if "-U" in advice else None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # its import raises
     path = tmp_path / "in.parquet"
     path.touch()
     for check in (lambda: check_inputs([str(path)]), lambda: check_output([], str(tmp_path / "out.parquet"))):
-        with pytest.raises(ConfigError, match=r"pip install pyarrow"):
+        with pytest.raises(ConfigError, match=advice):
             check()
 
 

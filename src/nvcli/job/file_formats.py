@@ -5,12 +5,14 @@ Raises ConfigError only, before anything expensive starts.
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from nvcli.errors import ConfigError
+from nvcli.errors import ConfigError, first_line
 from nvcli.job.compression import compression_of
 from nvcli.job.own_files import is_table
 
@@ -66,6 +68,20 @@ def data_format(name: str) -> InputFormat | None:
 def pyarrow_format(name: str) -> str | None:
     """Return the name of a format that pyarrow reads, such as `Parquet`; None for other inputs."""
     return _TABLE_KINDS.get(input_format(name))
+
+
+def check_pyarrow(what: str) -> None:
+    """Raise ConfigError where pyarrow is missing, or cannot be imported, as with a NumPy that it was not made for.
+    `what` needs it, such as "the input a.parquet is Parquet"."""
+    if find_spec("pyarrow") is None:
+        raise ConfigError(f"{what}, which needs pyarrow; install it with: pip install pyarrow")
+    try:
+        importlib.import_module("pyarrow")
+    except Exception as error:
+        raise ConfigError(
+            f"{what}, which needs pyarrow, and the installed one cannot be imported ({first_line(error)}); try: "
+            "pip install -U pyarrow numpy"
+        ) from None
 
 
 def check_output_format(path: Path) -> None:

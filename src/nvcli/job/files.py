@@ -8,14 +8,20 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.core.system.file_limits import why_not_writable
 from nvcli.core.system.regular_file import LINK, check_regular, is_too_long
 from nvcli.core.validation import is_text
 from nvcli.errors import ConfigError
-from nvcli.job.file_formats import check_input_format, check_output_format, folder_files, input_format, pyarrow_format
+from nvcli.job.file_formats import (
+    check_input_format,
+    check_output_format,
+    check_pyarrow,
+    folder_files,
+    input_format,
+    pyarrow_format,
+)
 from nvcli.job.own_files import is_parquet, is_shard_output, is_sidecar, is_table, own_files
 from nvcli.job.shard import Shard
 
@@ -114,7 +120,7 @@ def check_inputs(inputs: Sequence[str]) -> None:
         if not os.access(path, os.R_OK):
             raise ConfigError(f"the input {name} cannot be read: no permission")
         if table := pyarrow_format(name):
-            _check_pyarrow("input", name, table)
+            check_pyarrow(f"the input {name} is {table}")
             if not path.is_file():
                 raise ConfigError(f"the input {name} is not a regular file, which {table} must be")
         if path.is_file():
@@ -238,7 +244,7 @@ def check_output(inputs: Sequence[str], output: str) -> None:
             _check_writable(path.parent, trouble, way_out="name another output with -o")
     if is_table(path):
         if is_parquet(path):
-            _check_pyarrow("output", output, "Parquet")
+            check_pyarrow(f"the output {output} is Parquet")
         if path.exists() and not path.is_file():
             raise ConfigError(f"the output {output} is not a regular file, which a table must be")
         folder = Path(os.path.realpath(path)).parent  # behind a link
@@ -326,8 +332,3 @@ def _is_same(name: str, other: str) -> bool:
     if os.path.realpath(name) == os.path.realpath(other):
         return True
     return os.path.exists(name) and os.path.exists(other) and os.path.samefile(name, other)
-
-
-def _check_pyarrow(which: str, name: str, table: str) -> None:
-    if find_spec("pyarrow") is None:
-        raise ConfigError(f"the {which} {name} is {table}, which needs pyarrow; install it with: pip install pyarrow")

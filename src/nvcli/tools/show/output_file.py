@@ -13,13 +13,13 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from nvcli.core.system.regular_file import open_regular
 from nvcli.errors import ConfigError, first_line
 from nvcli.job.compression import READ_BYTES, CompressionError, Unpacker, compression_of
+from nvcli.job.file_formats import check_pyarrow
 from nvcli.job.input.csv_source import CsvSource
 from nvcli.job.line_splitter import LineSplitter
 from nvcli.job.own_files import is_csv, is_parquet
@@ -55,10 +55,9 @@ class OutputFile(ABC):
 
 
 def open_output_file(path: Path) -> OutputFile:
-    """Open an output; its name tells the format. Raises ConfigError for Parquet without pyarrow."""
+    """Open an output; its name tells the format. Raises ConfigError for Parquet without a pyarrow that works."""
     if is_parquet(path):
-        if find_spec("pyarrow") is None:
-            raise ConfigError(f"{path} is Parquet, which needs pyarrow; install it with: pip install pyarrow")
+        check_pyarrow(f"{path} is Parquet")
         return _ParquetFile(path)
     if is_csv(path):
         return _CsvFile(path)
