@@ -139,6 +139,7 @@ def test_what_a_csv_writer_wrote_is_read(
         (b"a,b,a\n1,2,3\n", "names `a` twice"),
         (b"\xff\xfea\0\n", "cannot be read: not UTF-8 text .*`iconv -f UTF-16 -t UTF-8`"),
         (b'"a\n', "cannot be read: not valid CSV"),
+        (b"a,b\r1,2\r", "cannot be read: not valid CSV: a carriage return"),
     ],
 )
 def test_a_header_that_names_no_columns(tmp_path: Path, header: bytes, reason: str) -> None:

@@ -24,6 +24,10 @@ from nvcli.job.rows.parser import Cells, Row
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 """A longer record is an error row. Without such a bound, a quote that is not closed takes the rest of the file."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_CARRIAGE_RETURN = (
+    "a carriage return stands in a cell without quotes; if lines of the file end with one alone, `tr '\\r' '\\n'` "
+    "may fix that"
+)
 
 
 class CsvSource(LineSource):
@@ -66,7 +70,8 @@ class CsvSource(LineSource):
             except RowError as error:
                 row = error
             except csv.Error as error:
-                row = RowError("invalid_csv", f"not valid CSV: {error}")
+                why = _CARRIAGE_RETURN if "new-line" in str(error) else error
+                row = RowError("invalid_csv", f"not valid CSV: {why}")
             self._at = f"line {first}" if first == records.number else f"lines {first} to {records.number}"
             if columns is None:
                 columns = _check_header(row, self.name, self._at)
