@@ -224,6 +224,7 @@ def _measure(
             output_len=(output_len, output_len),
         )
         engines.run(warm_up.requests(vocab_size=8))
+        say(f"running {len(requests):,} requests; fewer with --num-requests")
         passes = []
         for number in range(repeat):
             passes.append(engines.run(requests))
