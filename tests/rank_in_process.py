@@ -7,7 +7,7 @@ stages (outputs that come late), and steps that run out of memory, some of them 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -19,7 +19,7 @@ from fake_runners import (
     rows_of,
     spans_of,
 )
-from nvcli.core.messages import StepInput, StepOutput, max_step_input_bytes, unpack
+from nvcli.core.messages import StepInput, StepOutput, max_step_input_bytes, pack, unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
@@ -28,6 +28,9 @@ from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.state import RequestState
 from nvcli.errors import LimitsTooHigh
 from nvcli.worker.runner.interface import RankContext
+
+_MANY_BLOCKS = 1_000_000
+"""More than a home has."""
 
 
 class RankInProcess:
@@ -82,17 +85,34 @@ class RankInProcess:
             if self.passes_over:
                 self.failed.append(step)
                 if len(self.failed) % 3 == 1:
-                    self.runner.apply(step)
+                    self.runner.apply(self.in_one_cache(step))
                 elif len(self.failed) % 3 == 2:
-                    self.runner.launch(step)
+                    self.runner.launch(self.in_one_cache(step))
             else:
                 self.check_waits(step)
-                launched = self.runner.launch(step)
+                launched = self.runner.launch(self.in_one_cache(step))
                 assert launched is not None
                 output = launched.result()
                 self.ran.append(step)
         self.outputs.append(({slot for slot, _, num_logits in rows_of(step) if num_logits}, output))
         self.most_outputs = max(self.most_outputs, len(self.outputs))
+
+    def in_one_cache(self, step: StepInput) -> StepInput:
+        """The step with other ids for the blocks of each home, in which they count from 1."""
+        if self.limits.num_homes == 1:
+            return step
+        ids = zip(unpack(step.block_ids), unpack(step.block_slots), strict=True)
+        own = [block + slot % self.limits.num_homes * _MANY_BLOCKS for block, slot in ids]
+        return msgspec.structs.replace(step, block_ids=pack(own))
+
+    def check_homes(self, step: StepInput) -> None:
+        """No home computes more than its share, and nothing is shared or copied among several."""
+        limits = self.limits
+        shares = Counter[int]()
+        for slot, num_tokens, _ in rows_of(step):
+            shares[slot % limits.num_homes] += num_tokens
+        assert max(shares.values()) <= limits.tokens_per_home
+        assert limits.num_homes == 1 or not any((step.segments, step.shared_prefixes, step.key_copies))
 
     def check(self, step: StepInput) -> None:
         """What holds for every step, whether it runs or not."""
@@ -101,7 +121,7 @@ class RankInProcess:
         assert msgspec.msgpack.decode(encoded, type=StepInput) == step
         assert len(encoded) <= max_step_input_bytes(
             max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_batched_tokens=limits.num_homes * limits.tokens_per_home,
             max_model_len=limits.max_model_len,
             max_blocks_per_seq=-(-limits.max_model_len // limits.block_size) * len(limits.kv_groups),
             max_draft_tokens=limits.tokens_per_row - 1,
@@ -109,7 +129,7 @@ class RankInProcess:
         rows, lens = rows_of(step), unpack(step.seq_lens)
         assert 0 < len(rows) == len(lens) == len({slot for slot, _, _ in rows}) <= limits.max_num_seqs
         assert max(slot for slot, _, _ in rows) < self.max_num_seqs
-        assert step.total_tokens <= limits.max_num_batched_tokens
+        self.check_homes(step)
         assert max(lens) < limits.max_model_len + limits.tokens_per_row
         decodes, chunks = rows[: step.num_decodes], rows[step.num_decodes :]
         assert all(0 < num_tokens == num_logits <= limits.tokens_per_row for _, num_tokens, num_logits in decodes)

@@ -18,7 +18,7 @@ def victim_of(prompts: list[list[int]]) -> int:
     scheduler.add(make_request(i, prompt, 20) for i, prompt in enumerate(prompts))
     assert scheduler.schedule() is not None
     assert scheduler.stats.num_running == len(prompts)
-    return scheduler._running.choose_victim().request.request_id
+    return scheduler._running.choose_victim(0).request.request_id
 
 
 def test_without_groups_it_is_the_request_admitted_last() -> None:

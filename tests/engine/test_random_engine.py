@@ -149,8 +149,9 @@ def drafting_of(tokens_per_row: int) -> Drafting | None:
     )
 
 
-def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool = False) -> Case:
-    """`shares_prefixes`: prompts are short behind common prefixes, and attended together wherever they may be."""
+def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool = False, num_homes: int = 1) -> Case:
+    """`shares_prefixes`: prompts are short behind common prefixes, and attended together wherever they may be.
+    `num_homes`: of requests, which have neither drafts nor anything in common if there are several."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 4, 4, 8])
     num_seqs = rng.randint(6 if shares_prefixes else 1, 12)
@@ -169,6 +170,9 @@ def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool
         plans_admission=seed % 3 == 0,
         max_loaded_adapters=random.Random(seed).choice([1, 2, 3]),
     )
+    if num_homes > 1:
+        plain = {"num_micro_batches": 1, "drafting": None, "segment_costs": None, "prefix_costs": None}
+        limits = replace(limits, num_homes=num_homes, **plain)  # type: ignore[arg-type]
     failures = min(rng.choice([0, 0, rng.randint(1, 4)]), num_lowerings(limits))
     share = rng.choice([0.03, 0.1, 0.5])
 
@@ -228,7 +232,7 @@ def run_at_random(
             scheduler.check_integrity()
     scheduler.check_integrity()
     assert done.keys() == tokens.keys(), "the engine does not come to an end"
-    assert scheduler.block_manager.num_used == 0
+    assert scheduler.num_used_blocks == 0
     assert len(core.take_notes()) == len(case.rank.failed)
     assert core.stats.num_running == 0
     return done, tokens
@@ -283,6 +287,22 @@ def test_answers_are_those_of_one_token_at_a_time(seed: int, groups: tuple[KVGro
     case = random_case(seed * 7 + len(groups), groups)
     case.requests, expected = requests_and_answers(seed)
     check_answers(case, expected)
+
+
+def test_homes_change_no_answer() -> None:
+    """With requests that end at different times, too few blocks and prompts that begin alike."""
+    num_again = num_cached = num_uneven = 0
+    for seed in range(18):
+        case = random_case(seed, [*GROUPS.values()][seed % len(GROUPS)], num_homes=2 + seed % 3)
+        check_answers(case)
+        entered = [new for step in case.rank.ran for new in step.new_slots]
+        num_again += max(0, len(entered) - len(case.requests))
+        num_cached += sum(new.num_cached_tokens for new in entered)
+        homes = [{slot % case.limits.num_homes for slot in unpack(step.slots)} for step in case.rank.ran]
+        num_uneven += sum(len(used) < case.limits.num_homes for used in homes)
+    assert num_again > 20
+    assert num_cached > 200
+    assert num_uneven > 20
 
 
 def test_answers_behind_shared_prefixes_are_those_of_one_token_at_a_time() -> None:

@@ -45,15 +45,16 @@ class _Stretch:
 
 
 class Admission:
-    """The running requests of one replica, by their forecast ends. The caller counts the steps."""
+    """The running requests of one home, by their forecast ends. The caller counts the steps."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, forecast: LengthForecast | None = None) -> None:
+        """`forecast`: that of all homes; None: there is no other home."""
         # A window as long as any request never gives a block back.
         num_growing = sum(group.window is None or group.window >= limits.max_model_len for group in limits.kv_groups)
         self._blocks_per_token = num_growing / limits.block_size
         self._is_on = limits.plans_admission and num_growing > 0
-        self._num_running = 0
-        self._forecast = LengthForecast()
+        self.num_running = 0
+        self._forecast = forecast or LengthForecast()
         self._stretches: dict[int, _Stretch] = {}
         """Number → stretch; stretch n covers the steps from n × _STRETCH on."""
         self._stretch_of: dict[RequestState, int] = {}
@@ -78,7 +79,7 @@ class Admission:
         manager = tables.block_manager
         num_free = manager.num_free
         # Every running request keeps room for one more row, so that admission does not cause preemption.
-        reserve = tables.reserve(self._num_running, 1)
+        reserve = tables.reserve(self.num_running, 1)
         length = tables.enter(state, budget, reserve=reserve)
         if length == 0:  # an image that must not be cut waits for another step
             tables.release(state)
@@ -96,12 +97,12 @@ class Admission:
             self._place(state, own - step, step)
             last_step = self._last_steps[state] = step + state.max_len - state.num_tokens
             self._last_step_sum += last_step
-        self._num_running += 1
+        self.num_running += 1
         return length
 
     def leave(self, state: RequestState) -> None:
         """Remove a running request, which has ended or was preempted."""
-        self._num_running -= 1
+        self.num_running -= 1
         if not self._is_on:
             return
         self._remove(state)
@@ -174,7 +175,7 @@ class Admission:
 
     def check_integrity(self, running: Collection[RequestState]) -> None:
         """Assert that the running requests are recorded, each in one stretch, and that the sums are right."""
-        assert self._num_running == len(running)
+        assert self.num_running == len(running)
         assert set(self._stretch_of) == set(self._last_steps) == (set(running) if self._is_on else set())
         assert sum(self._last_steps.values()) == self._last_step_sum
         assert sum(stretch.offset for stretch in self._stretches.values()) == self._offset

@@ -47,6 +47,10 @@ class BlockManager:
         self._reusable: OrderedDict[int, None] = OrderedDict()
         """Unheld blocks with a hash, least recently released first."""
 
+    def empty(self, num_blocks: int) -> BlockManager:
+        """Return a manager of other blocks, with the same settings."""
+        return BlockManager(num_blocks, enable_prefix_caching=self.enable_prefix_caching)
+
     @property
     def num_free(self) -> int:
         return len(self._free) + len(self._reusable)

@@ -42,8 +42,10 @@ class BlockTables:
         max_num_seqs: int = 0,
         segment_costs: SegmentCosts | None = None,
         prefix_costs: PrefixCosts | None = None,
+        copies_keys: bool = True,
     ) -> None:
-        """`segment_costs`: see `SharedSegments`; `prefix_costs`: see `ChunkGroups`."""
+        """`segment_costs`: see `SharedSegments`; `prefix_costs`: see `ChunkGroups`; `copies_keys`: whether entering
+        requests may copy keys (`KeyCopies`)."""
         self.block_manager = block_manager
         self.block_size = block_size
         self._prompt_hashes = PromptHashes(block_size)
@@ -69,7 +71,7 @@ class BlockTables:
             prefix_costs,
             token_bytes=sum(groups[number].token_bytes for number in without_window),
         )
-        may_copy = block_manager.enable_prefix_caching and not self._states.groups
+        may_copy = copies_keys and block_manager.enable_prefix_caching and not self._states.groups
         self._key_copies = KeyCopies(block_size, is_on=may_copy)
         self._leaving: dict[RequestState, None] = {}
         """Requests that took blocks for a chunk and no longer need all of them in the next step."""
@@ -131,12 +133,8 @@ class BlockTables:
         """
         block_size, manager = self.block_size, self.block_manager
         num_tokens = state.num_tokens
-        # The last token is always computed: its logits are needed.
-        most_reusable = num_tokens - 1 if manager.enable_prefix_caching else 0
-        if state.first_unread is not None:
-            most_reusable = min(most_reusable, state.first_unread)
-        num_reusable = most_reusable // block_size
-        self._match(state, state.hash_blocks(0, num_reusable, self._prompt_hashes))
+        most_reusable = self._most_reusable(state)
+        self._match(state, state.hash_blocks(0, most_reusable // block_size, self._prompt_hashes))
         num_cached = len(state.blocks[0])
         state.num_computed = num_cached * block_size
         num_fresh = -(-num_tokens // block_size) - num_cached
@@ -161,6 +159,17 @@ class BlockTables:
         if self._windowed and length > block_size:
             self._leaving[state] = None
         return length
+
+    def num_cached_blocks(self, state: RequestState) -> int:
+        """Count the leading blocks of a waiting request whose keys of the first group are in the prefix cache."""
+        hashes = state.hash_blocks(0, self._most_reusable(state) // self.block_size, self._prompt_hashes)
+        return len(self.block_manager.find_leading(hashes))
+
+    def _most_reusable(self, state: RequestState) -> int:
+        """Return the most tokens of a waiting request that may come from the prefix cache."""
+        # The last token is always computed: its logits are needed.
+        most = state.num_tokens - 1 if self.block_manager.enable_prefix_caching else 0
+        return most if state.first_unread is None else min(most, state.first_unread)
 
     def grow(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int) -> int:
         """Take blocks for a request's next `num_tokens` tokens, or for fewer if there are too few free blocks.

@@ -104,7 +104,7 @@ class EngineCore:
             self._executor.submit(step.input)
             self._in_flight.append(step)
             if self._recorder is not None:
-                self._recorder.submitted(step.input, num_used_blocks=self._scheduler.block_manager.num_used)
+                self._recorder.submitted(step.input, num_used_blocks=self._scheduler.num_used_blocks)
         if self._in_flight and (step is None or len(self._in_flight) == self._max_in_flight):
             oldest = self._in_flight.popleft()
             output = self._executor.collect()

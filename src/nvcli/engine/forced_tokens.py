@@ -103,7 +103,7 @@ class ForcedTokens:
                 self._coming[state] = len(run.widths)
             if num_surplus := sum(run.widths) - len(run.widths):
                 state.num_computed -= num_surplus
-                self._running.tables.trim(state)
+                self._running.homes.tables_of(state).trim(state)
                 self._running.decoding.bounds_changed()
             self._running.prefill_again(state)
             self.num_taken += run.num_saved

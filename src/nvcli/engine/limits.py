@@ -27,6 +27,9 @@ class SchedulerLimits:
     drafting: Drafting | None = None
     """The limits of drafts; None if decode rows have none."""
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
+    num_homes: int = 1
+    """The number of homes of requests (`engine.homes`). With several, `max_num_batched_tokens` is at least
+    `max_num_seqs`, no decode row has drafts, and rows share nothing that steps would read or copy once."""
     segment_costs: SegmentCosts | None = None
     """Costs that decide which shared blocks of decoding requests are read once for all of them; None if the ranks
     cannot do that."""
@@ -58,12 +61,17 @@ class SchedulerLimits:
         """Whether forced tokens are taken in runs even if that makes the job no faster."""
         return self.drafting is not None and self.drafting.policy == "always"
 
+    @property
+    def tokens_per_home(self) -> int:
+        """The most tokens that a step computes for the requests of one home."""
+        return -(-self.max_num_batched_tokens // self.num_homes)
+
     def max_decode_rows(self, num_running: int) -> int:
         """Return the most decode rows of a step: a micro-batch's share of the running requests, within its tokens."""
         return min(-(-num_running // self.num_micro_batches), self.max_num_batched_tokens)
 
     def empty_tables(self, blocks: BlockManager) -> BlockTables:
-        """Make the block tables of a replica with this many blocks."""
+        """Make the block tables of a home with these blocks."""
         return BlockTables(
             blocks,
             self.kv_groups,
@@ -71,6 +79,7 @@ class SchedulerLimits:
             max_num_seqs=self.max_num_seqs,
             segment_costs=self.segment_costs,
             prefix_costs=self.prefix_costs,
+            copies_keys=self.num_homes == 1,
         )
 
     def lowered(self) -> SchedulerLimits | None:

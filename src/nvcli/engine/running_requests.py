@@ -14,6 +14,7 @@ from nvcli.core.messages import NO_ADAPTER, pack
 from nvcli.engine.adapter_places import AdapterPlaces
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.decode_queue import DecodeQueue
+from nvcli.engine.homes import Home, Homes
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.state import RequestState
@@ -26,14 +27,13 @@ class RunningRequests:
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         self._limits = limits
-        self.tables = limits.empty_tables(block_manager)
+        self.homes = Homes(limits, block_manager)
         self.prefilling: list[RequestState] = []
         """Requests with known tokens still to be computed, as prefill chunks."""
         self.decoding = DecodeQueue()
         self.adapters = AdapterPlaces(limits.max_loaded_adapters, merged_only=limits.merged_only_adapters)
         self.merged = MergedAdapter(self.adapters, num_slots=limits.max_num_seqs, mergeable=limits.merged_adapters)
         self._states: dict[RequestState, None] = {}
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
         """Slots released since the last step; the next step tells the ranks."""
         self._bytes_saved_before = 0
@@ -47,21 +47,22 @@ class RunningRequests:
 
     @property
     def num_free_slots(self) -> int:
-        return len(self._free_slots)
+        return self.homes.num_free_slots
 
-    def enter(self, state: RequestState) -> None:
-        """Give a slot to a request that has taken its first blocks (`Admission.enter`)."""
-        state.slot = self._free_slots.pop()
+    def enter(self, state: RequestState, home: Home) -> None:
+        """Give a slot of a home to a request that has taken its first blocks there (`Admission.enter`)."""
+        state.home, state.slot = home.number, home.free_slots.pop()
         state.adapter_place = self.adapters.hold(state.request.adapter)
         self._states[state] = None
-        self.tables.entered(state)
+        home.tables.entered(state)
 
     def release(self, state: RequestState) -> None:
         """Give a request's slot and blocks back. Steps in flight may still use them, because steps run in order."""
         assert state.slot is not None
-        self.tables.release(state)
+        home = self.homes[state.home]
+        home.leave(state)
         self._freed_slots.append(state.slot)
-        self._free_slots.append(state.slot)
+        home.free_slots.append(state.slot)
         state.slot = None
         self.adapters.release(state.request.adapter, state.adapter_place)
         del self._states[state]
@@ -83,17 +84,21 @@ class RunningRequests:
         self.decoding.remove(state)
         self.prefilling.insert(0, state)
 
-    def choose_victim(self) -> RequestState:
-        """Return the request to preempt, out of at least two: among those admitted last, the last one that shares no
-        blocks with another.
+    def choose_victim(self, home: int) -> RequestState:
+        """Return the request of a home to preempt, out of at least two: among those admitted last, the last one that
+        shares no blocks with another.
 
         A member of a group frees only its own blocks, and the last member to go would take the group's prefix out of
         the cache. Only the later half of the requests is considered, so that the earlier ones finish; if all of these
         share blocks, it is the request admitted last.
         """
-        later = islice(reversed(self._states), len(self._states) // 2)
-        victims = (state for state in later if not self.tables.shares_blocks(state))
-        return next(victims, next(reversed(self._states)))
+        states = self._states if len(self.homes) == 1 else self._at_home(home)
+        later = islice(reversed(states), len(states) // 2)
+        victims = (state for state in later if not self.homes.tables_of(state).shares_blocks(state))
+        return next(victims, next(reversed(states)))
+
+    def _at_home(self, home: int) -> list[RequestState]:
+        return [state for state in self._states if state.home == home]
 
     def take_freed_slots(self) -> list[int]:
         """Return the slots released since the last call."""
@@ -106,27 +111,26 @@ class RunningRequests:
         assert not self._states
         self.adapters.forget()
         self.merged.forget()
-        self._freed_slots = list(range(len(self._free_slots)))
+        self._freed_slots = list(range(self.num_free_slots))
 
     def lower_limits(self, limits: SchedulerLimits) -> None:
         """Continue with lower limits. No request may be running."""
         assert not self._states
         self._limits = limits
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.homes.deal_slots(limits.max_num_seqs)
         self.merged.lower_limits(limits.max_num_seqs)
 
     def start_anew(self, num_blocks: int) -> None:
         """Start over with new ranks, whose slots and KV blocks are empty. No request may be running."""
         assert not self._states
-        self._bytes_saved_before += self.tables.num_bytes_saved
-        enable_prefix_caching = self.tables.block_manager.enable_prefix_caching
-        self.tables = self._limits.empty_tables(BlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching))
+        self._bytes_saved_before += self.homes.num_bytes_saved
+        self.homes.start_anew(self._limits, num_blocks)
         self._freed_slots = []
 
     @property
     def num_bytes_saved(self) -> int:
         """Bytes of keys and values that steps did not read, because they read them once for several rows."""
-        return self._bytes_saved_before + self.tables.num_bytes_saved
+        return self._bytes_saved_before + self.homes.num_bytes_saved
 
     def lengths(self) -> bytes:
         """Return the lengths of the answers (`EngineStats.running_lengths`): of all requests if at most `_MAX_LENGTHS`
@@ -138,10 +142,16 @@ class RunningRequests:
 
     def check_integrity(self) -> None:
         """Assert that slots, lists, bounds and blocks agree."""
-        self.tables.check_integrity(list(self._states))
+        free_slots = []
+        for home in self.homes:
+            at_home = self._at_home(home.number)
+            home.tables.check_integrity(at_home)
+            home.admission.check_integrity(at_home)
+            assert all(state.slot is not None and state.slot % len(self.homes) == home.number for state in at_home)
+            free_slots += home.free_slots
         slots = [state.slot for state in self._states if state.slot is not None]
         assert len(slots) == len(self._states)
-        assert sorted([*self._free_slots, *slots]) == list(range(self._limits.max_num_seqs))
+        assert sorted([*free_slots, *slots]) == list(range(self._limits.max_num_seqs))
         self.adapters.check_integrity(
             [(state.request.adapter, state.adapter_place) for state in self._states if state.adapter_place]
         )

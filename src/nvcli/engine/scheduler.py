@@ -39,7 +39,6 @@ from itertools import compress
 
 from nvcli.core.messages import StepOutput, pack, unpack
 from nvcli.engine import failures
-from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.draft_policy import DraftPolicy
 from nvcli.engine.failures import Failure, FirstPrompts
@@ -60,16 +59,13 @@ class Scheduler:
         self.limits = limits
         self._waiting: deque[RequestState] = deque()
         self._running = RunningRequests(limits, block_manager)
-        self._tables = self._running.tables
-        self._admission = Admission(limits)
+        self._homes = self._running.homes
         self._drafts = DraftPolicy(limits.drafting)
         self._turns = PromptTurns()
         self._num_with_drafts = 0
         """Steps in flight that have drafts."""
         self._forced = ForcedTokens(self._running, takes_all=limits.takes_all_runs)
         self._by_id: dict[int, RequestState] = {}
-        self._registered: list[int] = []
-        """Blocks registered for reuse since the last step."""
         self._restarts = False
         """Whether the next step is the first after one that did not run."""
         self._next_step_id = 0
@@ -83,7 +79,13 @@ class Scheduler:
 
     @property
     def block_manager(self) -> BlockManager:
-        return self._tables.block_manager
+        """The blocks of the first home."""
+        return self._homes[0].tables.block_manager
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Used blocks of all homes."""
+        return self._homes.num_used_blocks
 
     # ------------------------------------------------------------------ requests
 
@@ -108,7 +110,7 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, and forget the hashes of prompts that are not here."""
-        self._tables.forget_prefixes()
+        self._homes.forget_prefixes()
 
     @property
     def has_unfinished(self) -> bool:
@@ -121,8 +123,8 @@ class Scheduler:
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_blocks=self.block_manager.num_blocks,
-            num_used_blocks=self.block_manager.num_used,
+            num_blocks=self._homes.num_blocks,
+            num_used_blocks=self._homes.num_used_blocks,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
@@ -143,12 +145,12 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Return the next step, or None when nothing can be computed now."""
         draft = StepDraft(self.limits.drafting)
-        self._tables.begin_step()
+        self._homes.begin_step()
         num_running, num_preemptions = len(self._running), self._num_preemptions
         has_prompts = self._turns.has_prompts(self._running, len(self._waiting), has_drafts=self._drafts.has_drafts)
         rows, widths = self._plan_decode_rows(draft, has_prompts=has_prompts)
-        budget = self.limits.max_num_batched_tokens - sum(widths)
-        chunks = self._plan_chunks(budget, draft)
+        budgets = self._homes.budgets(self.limits.tokens_per_home, rows, widths)
+        chunks = self._plan_chunks(budgets, draft)
         preempted = self._num_preemptions > num_preemptions
         if len(self._running) < num_running:  # some possibly lost their slots after they were given blocks in this step
             is_running = [state.slot is not None for state in rows]
@@ -161,15 +163,14 @@ class Scheduler:
         draft.add_last_tokens([state for state in parked if state.needs_last_token])
         for state, length in chunks:
             self._add_chunk(state, length, draft)
-            budget -= length
+            budgets[state.home] -= length
         if chunks:
             self._running.drop_prefilled()
         if not preempted and (has_prompts or not row_limits):
-            self._admit(draft, budget)
+            self._admit(draft, budgets)
 
         if not decode_slots and not draft.has_chunks:
             return None
-        registered, self._registered = self._registered, []
         step = draft.finish(
             self._next_step_id,
             decoding=rows,
@@ -179,10 +180,10 @@ class Scheduler:
             draft_tokens=self._drafts.shared_tokens(len(rows)) if row_limits else 0,
             row_limits=row_limits,
             freed_slots=self._running.take_freed_slots(),
-            registered=registered,
+            registered=self._homes.take_registered(),
             restarts=self._restarts,
             adapters=self._running.merged,
-            sharing=self._tables.share(draft, len(rows)),
+            sharing=self._homes.share(draft, len(rows)),
             extends_drafts=self._drafts.extends(has_drafts=bool(row_limits), has_prompts=draft.has_chunks),
         )
         self._next_step_id += 1
@@ -240,7 +241,7 @@ class Scheduler:
         if state.watch is not None:
             self._look(state)
         if not state.finished:
-            self._registered += self._tables.register(state)
+            self._homes.register(state)
             if state.stream:
                 self._unsent.append(state.report())
 
@@ -271,14 +272,13 @@ class Scheduler:
             self._send_to_wait(state)
         for step in steps:
             step.put_back()
-            self.block_manager.unregister(step.registered)
-        self.block_manager.unregister(self._registered)
-        self._registered = []
+            self._homes.unregister(step.registered)
+        self._homes.unregister(self._homes.take_registered())
         self._running.free_all_slots()
         self._restarts = True
         self._num_with_drafts = 0
         self._forced.put_back()
-        self._tables.forget_told()
+        self._homes.forget_told()
 
     def lower_limits(self) -> bool:
         """Go on with `SchedulerLimits.lowered`; return whether there are lower limits. No request may be running."""
@@ -290,9 +290,9 @@ class Scheduler:
         return True
 
     def start_anew(self, num_blocks: int) -> None:
-        """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
+        """Begin again with new ranks, whose slots and KV blocks are empty, `num_blocks` in each home. No request may be
+        running."""
         self._running.start_anew(num_blocks)
-        self._tables = self._running.tables
         self._restarts = False
 
     # ------------------------------------------------------------------ decode rows
@@ -303,10 +303,10 @@ class Scheduler:
         rows = self._running.decoding.leading(self.limits.max_decode_rows(len(self._running)))
         widths = self._drafts.widths(rows, self.limits.max_num_batched_tokens, has_prompts=has_prompts)
         lacking = lacking_room(rows, widths)
-        if lacking and (max(widths) > 1 or self._num_with_drafts) and not self._tables.has_room(lacking):
+        if lacking and (max(widths) > 1 or self._num_with_drafts) and not self._homes.has_room(lacking):
             widths = [1] * len(rows)
             lacking = lacking_room(rows, widths)
-            if self._num_with_drafts and not self._tables.has_room(lacking):
+            if self._num_with_drafts and not self._homes.has_room(lacking):
                 return [], []
         for state, width in lacking:
             if self._make_room(state, width, draft, least=width) < width and state.slot is not None:
@@ -326,30 +326,31 @@ class Scheduler:
                 state.num_owed -= num_missing
             else:
                 state.num_computed -= num_missing
-                self._tables.trim(state)
+                self._homes.tables_of(state).trim(state)
         self._running.decoding.bounds_changed()
         return step.owners(counts)
 
     # ------------------------------------------------------------------ prefill chunks
 
-    def _plan_chunks(self, budget: int, draft: StepDraft) -> list[tuple[RequestState, int]]:
+    def _plan_chunks(self, budgets: Sequence[int], draft: StepDraft) -> list[tuple[RequestState, int]]:
         """Choose the next chunks of prompts under way, as (request, number of tokens), and take their blocks."""
-        chunks = []
+        chunks, left = [], list(budgets)
         for state in self._running.prefilling.copy():
-            length = whole_chunk(state, min(state.num_uncomputed, budget))
+            length = whole_chunk(state, min(state.num_uncomputed, left[state.home]))
             if state.num_computed + length > state.capacity:
                 length = whole_chunk(state, self._make_room(state, length, draft, least=least_chunk(state)))
             if length and state.slot is not None:
                 chunks.append((state, length))
-                budget -= length
+                left[state.home] -= length
         return chunks
 
-    def _admit(self, draft: StepDraft, budget: int) -> None:
-        """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and tokens go."""
+    def _admit(self, draft: StepDraft, budgets: list[int]) -> None:
+        """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and the homes' tokens
+        go."""
         waiting, limits = self._waiting, self.limits
         now = self._next_step_id // limits.num_micro_batches
         self._running.regroup(waiting)
-        while waiting and budget > 0 and self._running.num_free_slots:
+        while waiting and (homes := self._homes.open_to(budgets)):
             if waiting[0].finished:
                 waiting.popleft()
                 continue
@@ -360,20 +361,19 @@ class Scheduler:
                 continue
             if state.num_pending:
                 break  # preempted a moment ago; its last tokens are still on their way
-            if not self._tables.can_fit(state.num_tokens):
+            if not homes[0].tables.can_fit(state.num_tokens):
                 waiting.popleft()
                 self._finish_too_large(state, state.num_tokens)
                 continue
-            length = self._admission.enter(state, self._tables, budget, now)
-            if length is None:
+            entered = self._homes.enter(state, homes, budgets, now)
+            if entered is None:
                 break
+            home, length = entered
             if not draft.has_room_for(state, most_prefix_ids=limits.max_model_len + limits.max_num_batched_tokens):
-                self._admission.leave(state)
-                self._tables.release(state)
-                state.num_computed = 0
+                home.leave(state)
                 break
             waiting.popleft()
-            self._running.enter(state)
+            self._running.enter(state, home)
             if state.num_cached_tokens is None:
                 state.num_cached_tokens = state.num_computed
                 self._cached_tokens += state.num_computed
@@ -381,7 +381,7 @@ class Scheduler:
             self._add_chunk(state, length, draft)
             if state.num_uncomputed:
                 self._running.prefilling.append(state)
-            budget -= length
+            budgets[home.number] -= length
         self._turns.tried(lacked_memory=bool(waiting) and self._running.num_free_slots > 0)
 
     def _add_chunk(self, state: RequestState, length: int, draft: StepDraft) -> None:
@@ -394,10 +394,10 @@ class Scheduler:
         is_end = state.num_uncomputed == 0
         draft.add_chunk(state, length, num_logits=int(is_end))
         # Steps run in order and store before they attend, so these blocks can be shared from now on.
-        self._registered += self._tables.register(state)
+        self._homes.register(state)
         if is_end:
             self._running.decoding.add(state)
-            self._tables.decodes(state)
+            self._homes.tables_of(state).decodes(state)
 
     # ------------------------------------------------------------------ room and ends
 
@@ -409,14 +409,14 @@ class Scheduler:
         way ends with an error.
         """
         while state.slot is not None:
-            room = self._tables.grow(state, num_tokens, draft, least=least)
+            room = self._homes.tables_of(state).grow(state, num_tokens, draft, least=least)
             if room >= least:
                 return room
             if self._num_with_drafts:
                 return 0
-            if len(self._running) > 1 or state.num_pending:
+            if self._homes[state.home].num_running > 1 or state.num_pending:
                 # Alone, it waits for the tokens that are on their way, which may be its last.
-                self._preempt(self._running.choose_victim())
+                self._preempt(self._running.choose_victim(state.home))
             else:
                 self._finish_too_large(state, state.num_computed + 1)
         return 0
@@ -429,12 +429,11 @@ class Scheduler:
     def _send_to_wait(self, state: RequestState) -> None:
         """Take back a request's slot and blocks; it waits, first in line, to be recomputed."""
         state.num_owed = state.num_pending
-        self._release(state)
-        state.num_computed = 0
+        self._running.release(state)
         self._waiting.appendleft(state)
 
     def _finish_too_large(self, state: RequestState, num_tokens: int) -> None:
-        capacity = self.block_manager.num_blocks * self.limits.block_size
+        capacity = self.block_manager.num_blocks * self.limits.block_size  # every home has as many
         self._finish(state, "error", failure=failures.too_large(num_tokens, capacity))
 
     def _fail(self, state: RequestState) -> None:
@@ -443,7 +442,7 @@ class Scheduler:
         if not self._generated_tokens:
             self._first_prompts.note(state, failure)
         if failure.is_tainted:
-            self._tables.forget(state)
+            self._homes.tables_of(state).forget(state)
         self._finish(state, "error", failure=failure)
 
     def _finish(
@@ -452,18 +451,13 @@ class Scheduler:
         state.finished = True
         del self._by_id[state.request.request_id]
         if state.slot is not None:
-            self._release(state)
+            self._running.release(state)
             self._turns.ended()
-        self._admission.end(state)
+        self._homes[state.home].admission.end(state)
         error_type, error = ("", "") if failure is None else (failure.type, failure.message)
         self._unsent.append(state.report(reason, stopped_by_id=stopped_by_id, error_type=error_type, error=error))
-
-    def _release(self, state: RequestState) -> None:
-        self._running.release(state)
-        self._admission.leave(state)
 
     def check_integrity(self) -> None:
         """Assert that slots, lists, bounds and blocks agree."""
         self._running.check_integrity()
-        self._admission.check_integrity(list(self._running))
         assert all(s.slot is None and not s.blocks and not s.num_computed for s in self._waiting if not s.finished)

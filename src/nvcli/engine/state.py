@@ -83,6 +83,8 @@ class RequestState:
     num_counted: int = 0
     """Leading prompt tokens that the statistics have counted; recomputed tokens count once."""
     slot: int | None = None
+    home: int = 0
+    """The number of its home, while it has a slot (`engine.homes`)."""
     adapter_place: int = NO_ADAPTER
     """The place on the device of its adapter, while it has a slot."""
     blocks: list[list[int]] = field(default_factory=list)

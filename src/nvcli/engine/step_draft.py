@@ -35,8 +35,8 @@ class ScheduledStep:
     input: StepInput
     sampling: list[RequestState]
     """The requests of the rows that have logits, in batch order."""
-    registered: list[int]
-    """Blocks registered for reuse since the previous step. This step or the previous one fills them."""
+    registered: list[list[int]]
+    """Blocks of each home registered for reuse since the previous step. This step or the previous one fills them."""
     querying: list[RequestState]
     """The request of each of the step's `queries`."""
 
@@ -233,7 +233,7 @@ class StepDraft:
         decode_lens: bytes,
         row_limits: bytes,
         freed_slots: Sequence[int],
-        registered: list[int],
+        registered: list[list[int]],
         restarts: bool,
         adapters: MergedAdapter,
         sharing: Sharing,

@@ -117,7 +117,7 @@ class StepRecorder:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._block_size = limits.block_size
-        self._kv_groups = limits.kv_groups
+        self._kv_groups = limits.kv_groups if limits.num_homes == 1 else ()  # else equal ids are different blocks
         self._repeated = RepeatedBlocks(self._kv_groups)
         self._in_flight: deque[StepRecord] = deque()
         self._records: list[StepRecord] = []
