@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import tiny_model_config
+from checkpoints import tiny_model_config, write_tiny_config
 from model_facts import attention_of, rope_of, windows_of
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import ModelConfig, load_model_config
@@ -289,3 +289,10 @@ def test_tensor_parallel_with_kv_heads_that_do_not_divide(tmp_path: Path) -> Non
     config = read(tmp_path, num_attention_heads=12, num_key_value_heads=6)
     with pytest.raises(ConfigError, match="6 KV heads neither divide by 4 nor divide it"):
         config.check_tensor_parallel(4)
+
+
+def test_attention_by_rows_is_refused_where_mlps_read_what_attention_reads(tmp_path: Path) -> None:
+    assert load_model_config(write_tiny_config(tmp_path / "plain"), attention_dp=True).attention_ranks(8) == 1
+    path = write_tiny_config(tmp_path / "parallel", "Cohere2")
+    with pytest.raises(ConfigError, match=r"`enable_attention_dp` .* has MLPs that read what"):
+        load_model_config(path, attention_dp=True)

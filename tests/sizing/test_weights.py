@@ -16,6 +16,8 @@ from nvcli.models.config import load_model_config
 from nvcli.models.geometry import model_tensors
 from nvcli.models.kv_groups import block_bytes
 from nvcli.models.registry import build_model
+from nvcli.sizing.costs import model_costs
+from nvcli.sizing.kv_cache import tokens_in
 from nvcli.sizing.memory import estimate, with_affordable_drafts
 from nvcli.sizing.weights import largest_stage, weight_bytes
 from nvcli.tools.bench.shapes import write_shape
@@ -79,6 +81,28 @@ def test_whole_experts(name: str, tmp_path: Path) -> None:
     less, more = (estimate(config, model, 80 << 30).planned["activations"] for model in (parts, whole))
     size = whole.layers[-1].mlp.intermediate_size
     assert more - less == 8192 * 2 * whole.layers[-1].mlp.routing.experts_per_token * size * 7 // 8
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "qwen3-30b-a3b"])
+def test_attention_by_rows(name: str, tmp_path: Path) -> None:
+    """Each rank has the attention of one alone, and the rest of one of eight; an eighth of the requests is its own."""
+    path = write_shape(name, tmp_path)
+    cut = load_model_config(path, expert_parallel=True)
+    by_rows = load_model_config(path, expert_parallel=True, attention_dp=True)
+    planned, alone = weight_bytes(by_rows, "bfloat16", tensor_parallel_size=8), weight_bytes(cut, "bfloat16")
+    model = build_model(by_rows, group_of(7, 8), torch.bfloat16)
+    assert planned == model.weight_bytes()
+    assert planned == {**weight_bytes(cut, "bfloat16", tensor_parallel_size=8), "attention": alone["attention"]}
+    assert model.cache_layers == build_model(cut, group_of(0, 1), torch.bfloat16).cache_layers
+    one_block = block_bytes(cut, "bfloat16", block_size=64)
+    assert block_bytes(by_rows, "bfloat16", block_size=64, tensor_parallel_size=8) == one_block
+    config = engine_config(tensor_parallel_size=8, enable_attention_dp=True, dtype="bfloat16", max_num_seqs=256)
+    config = msgspec.structs.replace(config, max_model_len=4096, block_size=64)
+    assert tokens_in(101 * one_block, config, by_rows) == 8 * 100 * 64
+    costs, of_one = model_costs(by_rows, "bfloat16", tensor_parallel_size=8), model_costs(cut, "bfloat16")
+    assert costs.kv_read_bytes(1000) == of_one.kv_read_bytes(1000) / 8
+    assert costs.layers.num_bytes > of_one.layers.num_bytes / 8
+    assert costs.operations_per_token < of_one.operations_per_token / 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)

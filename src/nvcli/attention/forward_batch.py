@@ -177,6 +177,9 @@ class ForwardBatch:
     angle_positions: Tensor | None = None
     """[T] int32, the positions by which tokens are rotated, or [3, T] where those of time, height and width differ;
     None: `positions`."""
+    gathered_rows: Tensor | None = None
+    """[M] int64, where ranks have different rows: the places, among the N rows of each rank that need logits, rank by
+    rank, of the hidden states that all ranks get. None: all have the same rows."""
     images: ImageTokens | None = None
     """The tokens that stand for parts of images; None: there are none."""
 

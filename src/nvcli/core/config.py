@@ -122,6 +122,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     enable_expert_parallel: Annotated[
         bool, Flag("--ep", MODEL, "Whole experts on each of the --tp GPUs, not a part of every expert.")
     ] = False
+    enable_attention_dp: Annotated[
+        bool, Flag("--attention-dp", MODEL, "All heads of some requests on each of the --tp GPUs, not some of all.")
+    ] = False
+    """Each request's keys are then on one of the GPUs; MLPs and experts are cut as without."""
     pipeline_parallel_size: Annotated[
         NumProcesses, Flag("--pp", MODEL, "Pipeline stages in each copy, each with its own --tp GPUs.")
     ] = 1

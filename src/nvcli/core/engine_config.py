@@ -69,6 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool
     step_timeout: float
     enable_expert_parallel: bool = False
+    enable_attention_dp: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"
     """See `RunConfig`; `kv_dtype` resolves it."""
     pipeline_parallel_size: int = 1
@@ -166,6 +167,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_replicas * self.num_ranks
 
     @property
+    def num_homes(self) -> int:
+        """The number of homes of a replica's requests (`engine.homes`): with attention by rows, one for each rank."""
+        return self.tensor_parallel_size if self.enable_attention_dp else 1
+
+    @property
+    def of_home(self) -> EngineConfig:
+        """The same with the limits of the requests in one home."""
+        return msgspec.structs.replace(
+            self,
+            max_num_seqs=-(-self.max_num_seqs // self.num_homes),
+            max_num_batched_tokens=-(-self.max_num_batched_tokens // self.num_homes),
+        )
+
+    @property
+    def most_step_tokens(self) -> int:
+        """The most tokens of all homes in a step: `max_num_batched_tokens`, rounded up to equal shares."""
+        return self.num_homes * self.of_home.max_num_batched_tokens
+
+    @property
     def output_rank(self) -> int:
         """The rank that posts the sampled tokens: the first of the last stage."""
         return self.num_ranks - self.tensor_parallel_size
@@ -207,9 +227,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_shared_rows(self) -> int:
         """Maximum rows of a step that reads shared prefixes once for all requests; 0: no step does, because with
-        `batch_invariant` results must not depend on what the batch shares."""
+        `batch_invariant` results must not depend on what the batch shares, and with attention by rows none is served
+        yet."""
         shares = self.enable_cascade_attention and self.enable_prefix_caching and not self.batch_invariant
-        shares = shares and self.max_num_decodes > 1
+        shares = shares and self.max_num_decodes > 1 and not self.enable_attention_dp
         return self.max_num_decodes if shares else 0
 
     @property

@@ -97,6 +97,7 @@ def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimit
             for group in ready.kv_groups
         ),
         segment_costs=SegmentCosts() if ready.reads_segments else None,
+        num_homes=config.num_homes,
         prefix_costs=PrefixCosts(tile_tokens=ready.prefix_tile_tokens) if ready.prefix_tile_tokens else None,
         max_loaded_adapters=ready.max_loaded_adapters,
         merged_adapters=config.merged_adapters,

@@ -35,7 +35,10 @@ class Decoder(nn.Module):
     ) -> None:
         """`specs`: those of the stage's layers in the KV cache, numbered there from `first_cache_layer` on."""
         super().__init__()
-        self.group = build.group
+        own = build.of_own_rows()
+        self.group = own.group
+        """The ranks that have the same rows."""
+        self.all_ranks = build.group
         stage, decoder, layers = build.stage, config.decoder, config.layers
         self.embed_tokens = VocabParallelEmbedding(build, EMBEDDING) if stage.is_first else None
         self.embedding_scale = decoder.embedding_scale
@@ -66,7 +69,7 @@ class Decoder(nn.Module):
         )
         # After a norm of the block's output, `delta` is identical on all ranks and need not be summed.
         self.is_summed = layers[numbers[-1]].norms.after_mlp is not None
-        self.norm = InputNorm(build, "model.norm", decoder.norm, is_summed=self.is_summed) if stage.is_last else None
+        self.norm = InputNorm(own, "model.norm", decoder.norm, is_summed=self.is_summed) if stage.is_last else None
 
     def embed(self, ids: Tensor, images: ImageTokens | None = None) -> Tensor:
         """Return the embeddings of tokens and images, as layers read them: [T] → [T, H]."""
@@ -120,7 +123,7 @@ class Decoder(nn.Module):
         if len(residual) == 0:
             return residual
         hidden: Tensor = self.norm(delta, residual)
-        return hidden
+        return hidden if batch.gathered_rows is None else self.all_ranks.gather_rows(hidden)[batch.gathered_rows]
 
 
 class CausalLM(nn.Module):

@@ -22,7 +22,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.json_file import MAX_INT, JsonFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
-from nvcli.models.mixers.mixer import Mixer, Piece, Ranks
+from nvcli.models.mixers.mixer import Block, Mixer, Piece, Ranks
 from nvcli.models.quantisation.formats import read_quantisation
 from nvcli.models.quantisation.kept import problems_of_cut_groups, stored_groups
 from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
@@ -64,6 +64,9 @@ class ModelConfig:
     expert_parallel: bool = False
     """Whether each rank of a layer holds some experts whole (`enable_expert_parallel`) rather than a part of every
     expert."""
+    attention_dp: bool = False
+    """Whether each rank of a layer computes the attention of other requests, with all heads (`enable_attention_dp`),
+    rather than some heads of all requests."""
     quantisation: Quantisation | None = None
     """How the checkpoint's linear layers or experts are quantised; None if they are not."""
     quantization: KeptWeights = "none"
@@ -107,8 +110,13 @@ class ModelConfig:
     def has_experts(self) -> bool:
         return any(layer.routing is not None for layer in self.decoder.layer_kinds)
 
-    def ranks(self, size: int) -> Ranks:
-        """Return how `size` ranks share a layer."""
+    def attention_ranks(self, size: int) -> int:
+        """Return the number of ranks, out of `size`, that share the heads of a request."""
+        return 1 if self.attention_dp else size
+
+    def ranks(self, size: int, block: Block) -> Ranks:
+        """Return how `size` ranks share a block of a layer."""
+        size = self.attention_ranks(size) if isinstance(block, Mixer) else size
         return Ranks(size=size, expert_parallel=self.expert_parallel)
 
     def with_quantization(self, quantization: KeptWeights) -> ModelConfig:
@@ -203,17 +211,17 @@ class ModelConfig:
     def _problems_of_cut(self, size: int) -> list[str]:
         """Return the reasons why the model cannot be sharded over `size` ranks; empty if it can."""
         problems: list[str] = []
-        ranks = self.ranks(size)
         for layer in self.decoder.layer_kinds:
-            for block in layer.blocks:
+            shared = [(block, self.ranks(size, block)) for block in layer.blocks]
+            for block, ranks in shared:
                 problems += block.check(ranks)
-            pieces = [piece for block in layer.blocks if not problems for piece in block.pieces(ranks)]
+            pieces = [piece for block, ranks in shared if not problems for piece in block.pieces(ranks)]
             if self.quantization == "fp8" and not problems:
                 problems += self._problems_of_fp8(pieces)
             elif self.quantization == "w4a16" and not problems:
                 problems += problems_of_cut_groups(self.stored_groups, self.hidden_size, pieces, size)
         for block in self.draft_head.blocks if self.draft_head is not None and not problems else ():
-            problems += (f"{problem} in the head that drafts" for problem in block.check(ranks))
+            problems += (f"{problem} in the head that drafts" for problem in block.check(self.ranks(size, block)))
         return list(dict.fromkeys(problems))
 
     def _problems_of_fp8(self, pieces: list[Piece]) -> Iterator[str]:
@@ -229,13 +237,17 @@ class ModelConfig:
 
 
 def load_model_config(
-    path: Path, *, expert_parallel: bool = False, overrides: Mapping[str, Any] = NO_OVERRIDES
+    path: Path,
+    *,
+    expert_parallel: bool = False,
+    attention_dp: bool = False,
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
 ) -> ModelConfig:
     """Read the config files of a checkpoint folder.
 
-    `expert_parallel`: see `ModelConfig`. `overrides` replace values of config.json. Raises LoadError naming the file
-    and the key, and ConfigError for an unsupported architecture, for expert parallelism in a model without experts, and
-    for an override that changes nothing.
+    `expert_parallel`, `attention_dp`: see `ModelConfig`. `overrides` replace values of config.json. Raises LoadError
+    naming the file and the key, and ConfigError for an unsupported architecture, for expert parallelism in a model
+    without experts, for attention by rows in a model that cannot have it, and for an override that changes nothing.
     """
     file = JsonFile.read(path / CONFIG_FILE)
     others = [JsonFile.read_if_present(path / name) for name in (GENERATION_CONFIG_FILE, QUANTISATION_FILE)]
@@ -246,7 +258,26 @@ def load_model_config(
             f"`enable_expert_parallel` (--ep) is true, and this model ({model.architecture}) has no experts: leave it "
             "out"
         )
-    return replace(model, expert_parallel=expert_parallel)
+    if attention_dp:
+        _check_attention_dp(model)
+    return replace(model, expert_parallel=expert_parallel, attention_dp=attention_dp)
+
+
+def _check_attention_dp(model: ModelConfig) -> None:
+    """Raise ConfigError if the blocks behind attention cannot be computed by other ranks than the attention."""
+    layers = model.decoder.layer_kinds
+    problem = None
+    if model.decoder.layer_inputs is not None:
+        problem = "inputs of each layer besides the residual stream"
+    elif any(layer.is_parallel for layer in layers):
+        problem = "MLPs that read what attention reads"
+    elif any(layer.mlp is not None and layer.mlp.reads_stream for layer in layers):
+        problem = "experts with norms of their own"
+    if problem is not None:
+        raise ConfigError(
+            f"`enable_attention_dp` (--attention-dp) is true, and this model ({model.architecture}) has {problem}: "
+            "leave it out"
+        )
 
 
 def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> ModelConfig:

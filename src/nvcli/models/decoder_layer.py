@@ -16,6 +16,7 @@ from nvcli.models.layer_inputs import LayerInput
 from nvcli.models.layers import Angles, FeedForward, InputNorm, ResultNorm, TokenMixer
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, TensorShard
+from nvcli.models.rows_of_ranks import RowsOfRanks
 
 
 class DecoderLayer(nn.Module):
@@ -35,28 +36,35 @@ class DecoderLayer(nn.Module):
         """Build the layer. `specs`: those of its mixers; `has_input`: whether it has an input besides the residual
         stream."""
         super().__init__()
-        self.group = build.group
+        own = build.of_own_rows()
+        self.group = own.group
         self.is_parallel = config.is_parallel
 
         def before(name: str | None, behind: str | None) -> InputNorm | None:
             """Build the norm of a block's input; `behind` names the norm after the previous block."""
-            return None if name is None else InputNorm(build, f"{path}.{name}", norm, is_summed=behind is not None)
+            return None if name is None else InputNorm(own, f"{path}.{name}", norm, is_summed=behind is not None)
 
         def after(name: str | None, *, is_summed: bool = False) -> ResultNorm | None:
-            return None if name is None else ResultNorm(build, f"{path}.{name}", norm, is_summed=is_summed)
+            return None if name is None else ResultNorm(own, f"{path}.{name}", norm, is_summed=is_summed)
 
         norms = config.norms
         self.before_attention = before(norms.before_attention, norms.after_mlp)
-        self.mixer: TokenMixer = config.mixer.build(build, path, norm, specs[0], cache_layer)
+        self.mixer: TokenMixer = config.mixer.build(own, path, norm, specs[0], cache_layer)
         self.beside: TokenMixer | None = None
         if config.beside is not None:
-            self.beside = config.beside.build(build, path, norm, specs[1], cache_layer)
+            self.beside = config.beside.build(own, path, norm, specs[1], cache_layer)
         self.after_attention = after(norms.after_attention)
         self.before_mlp = before(norms.before_mlp, norms.after_attention)
-        self.mlp: FeedForward | None = None if config.mlp is None else config.mlp.build(build, path, norm)
+
+        def feed_forward(block: FeedForward) -> FeedForward:
+            return RowsOfRanks(build.group, block) if build.has_own_rows else block
+
+        self.mlp: FeedForward | None = None
+        if config.mlp is not None:
+            self.mlp = feed_forward(config.mlp.build(build, path, norm))
         self.shortcut: FeedForward | None = None
         if config.shortcut is not None:
-            self.shortcut = config.shortcut.build_at(build, f"{path}.{SHORTCUT}", norm)
+            self.shortcut = feed_forward(config.shortcut.build_at(build, f"{path}.{SHORTCUT}", norm))
         self.batch_invariant = build.batch_invariant
         is_summed = self.mlp is not None and self.mlp.is_summed
         self.after_mlp = after(norms.after_mlp, is_summed=is_summed)
@@ -70,7 +78,7 @@ class DecoderLayer(nn.Module):
                 if input_norm is not None and block is not None and other is None and block.input_proj is not None:
                     input_norm.quantise_for(block.input_proj)
         self.input = LayerInput(build, path, norm) if has_input else None
-        self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None
+        self.scalar = Scalar(own, f"{path}.layer_scalar") if config.has_scalar else None
 
     def forward(
         self,

@@ -76,7 +76,13 @@ def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator
 
 def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[TensorSpec]:
     decoder, hidden = config.decoder, config.hidden_size
-    context = LayerContext(hidden_size=hidden, norm=decoder.norm, dtype=dtype, expert_parallel=config.expert_parallel)
+    context = LayerContext(
+        hidden_size=hidden,
+        norm=decoder.norm,
+        dtype=dtype,
+        expert_parallel=config.expert_parallel,
+        attention_dp=config.attention_dp,
+    )
     embedding = matrix(EMBEDDING, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "embeddings")
     if stage.is_first:
         yield embedding

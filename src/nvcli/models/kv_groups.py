@@ -63,6 +63,7 @@ def layer_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = W
     """Return the KV-cache spec of each mixer of a stage, in the order of layers and of the mixers of a layer, on one
     rank; in the last stage those of a draft head follow. Layers of one KV group that attend alike have equal specs."""
     numbers, mixers = _held_layers(config, stage), config.mixers
+    size = config.attention_ranks(tensor_parallel_size)
     owners = [*config.decoder.kv_owners, *range(config.num_layers, len(mixers))]
     group_of = {
         (layer, group.is_state): number
@@ -70,7 +71,7 @@ def layer_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = W
         for layer in group.layers
     }
     return tuple(
-        mixer.kv_spec(tensor_parallel_size, group_of[owners[number] - numbers.start, mixer.kv_spec().is_state])
+        mixer.kv_spec(size, group_of[owners[number] - numbers.start, mixer.kv_spec().is_state])
         for number in numbers
         for mixer in mixers[number]
     )
@@ -119,7 +120,7 @@ def group_bytes(
     `block_size` tokens, and for a recurrent state (0 if no layer has one)."""
     most, states = 0, 0
     for (mixer, _), group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
-        spec = mixer.kv_spec(tensor_parallel_size)
+        spec = mixer.kv_spec(config.attention_ranks(tensor_parallel_size))
         num_bytes = len(group.layers) * spec.block_bytes(block_size, dtype, kv_dtype or dtype)
         if group.is_state:
             states = max(states, num_bytes)

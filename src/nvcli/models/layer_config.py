@@ -91,7 +91,9 @@ class LayerConfig:
         """Yield the tensors of the layer `path`, besides those of inputs of its own. All its norms have the same form,
         whatever their place."""
         for name, block in self.named_blocks:
-            yield from block.tensors(f"{path}.{name}", context)
+            tensors = block.tensors(f"{path}.{name}", context)
+            is_whole = context.attention_dp and isinstance(block, Mixer)
+            yield from (tensor.whole() for tensor in tensors) if is_whole else tensors
         for name in self.norms.names():
             yield from context.norm_tensors(f"{path}.{name}")
         if self.has_scalar:

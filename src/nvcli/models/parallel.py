@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -218,6 +218,17 @@ class BuildContext:
     """Whether a token's results must be bitwise identical in every batch."""
     has_adapters: bool = False
     """Whether rows may have LoRA adapters."""
+    attention_dp: bool = False
+    """Whether each rank computes the attention of its own rows (`rows_of_ranks.py`)."""
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether the ranks have different rows outside of the blocks that they share."""
+        return self.attention_dp and self.group.size > 1
+
+    def of_own_rows(self) -> BuildContext:
+        """Return the context of what a rank computes of its own rows alone, with whole weights."""
+        return replace(self, group=TensorParallelGroup.single()) if self.has_own_rows else self
 
     @property
     def product(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -313,14 +324,19 @@ class TensorShard(TensorShards):
 
 
 class VocabParallelEmbedding(TensorShard):
-    """[T] ids → [T, H], sharded by vocabulary over the ranks and padded to divide evenly."""
+    """[T] ids → [T, H], sharded by vocabulary over the ranks and padded to divide evenly. Ranks may have different ids
+    (`BuildContext.has_own_rows`)."""
 
     def __init__(self, build: BuildContext, path: str) -> None:
         super().__init__(build, f"{path}.weight")
+        self.has_own_rows = build.has_own_rows
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(ids, self.weight)
+        if self.has_own_rows:
+            everyone = self.group.gather_rows(ids)
+            return self.group.scatter_sum(embed_part(everyone, self.weight, self.group.rank * len(self.weight), None))
         num_rows, hidden_size = self.weight.shape
         buffer = self.group.partial_sum_buffer((len(ids), hidden_size), self.weight.dtype, first=True)
         return self.group.sum(embed_part(ids, self.weight, self.group.rank * num_rows, buffer))

@@ -67,6 +67,7 @@ def build_model(
         has_fp8_units=has_fp8_units,
         batch_invariant=batch_invariant,
         has_adapters=has_adapters,
+        attention_dp=config.attention_dp,
     )
     with torch.device("meta"):
         return CausalLM(config, build)

@@ -80,6 +80,10 @@ class TensorSpec:
     """The projections, by the last parts of their names and including this one, that ranks keep together in FP8 or 4
     bits; empty: it is never kept so."""
 
+    def whole(self) -> TensorSpec:
+        """Return the tensor as one of which every rank holds all."""
+        return replace(self, sharding=Sharding.REPLICATED, max_shards=None)
+
     def stored_name(self, expert: int | None) -> str:
         """Return its name in a checkpoint; `expert` selects one expert's tensor if it is of experts."""
         assert self.is_of_experts == (expert is not None)

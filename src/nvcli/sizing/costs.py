@@ -27,6 +27,22 @@ class MatrixCosts:
     num_experts: int = 1
     experts_per_token: int = 1
 
+    def __add__(self, other: MatrixCosts) -> MatrixCosts:
+        """Return the costs of both, if no experts are among them."""
+        assert self.num_experts == other.num_experts == 1
+        return MatrixCosts(
+            num_weights=self.num_weights + other.num_weights,
+            num_bytes=self.num_bytes + other.num_bytes,
+            num_fp8_weights=self.num_fp8_weights + other.num_fp8_weights,
+        )
+
+    def of_share(self, num_shares: int) -> MatrixCosts:
+        """Return the costs for one of so many shares of the rows, with operations per row as means over all rows. The
+        weights are read for any share."""
+        return replace(
+            self, num_weights=self.num_weights // num_shares, num_fp8_weights=self.num_fp8_weights // num_shares
+        )
+
     @property
     def weights_per_row(self) -> int:
         """Weights by which one row is multiplied."""
@@ -98,16 +114,19 @@ def model_costs(
     kv_dtype: KVDtype | None = None,
 ) -> ModelCosts:
     """Count the costs of one rank's share of a stage. Weights are kept in `dtype`, keys and values in `kv_dtype` (None:
-    in `dtype` too)."""
+    in `dtype` too). With attention by rows a rank mixes a share of a step's rows, and costs per row and token are means
+    over all rows."""
     tensors = {tensor.name: tensor for tensor in model_tensors(model, dtype, stage)}
     head = tensors.get(f"{EMBEDDING if model.tie_word_embeddings else HEAD}.weight") if stage.is_last else None
-    layers = [tensor for tensor in tensors.values() if tensor.part in ("attention", "MLP")]
+    size, homes = model.attention_ranks(tensor_parallel_size), tensor_parallel_size if model.attention_dp else 1
+    by_part = {part: [tensor for tensor in tensors.values() if tensor.part == part] for part in ("attention", "MLP")}
     mixers = Counter(mixer for number in model.decoder.stage_layers(stage) for mixer in model.layers[number].mixers)
     return ModelCosts(
-        layers=_matrices(layers, tensor_parallel_size),
+        layers=_matrices(by_part["attention"], tensor_parallel_size).of_share(homes)
+        + _matrices(by_part["MLP"], tensor_parallel_size),
         lm_head=_matrices([] if head is None else [head], tensor_parallel_size),
         mixers=tuple(
-            mixer.costs(num_layers, dtype, kv_dtype or dtype, tensor_parallel_size)
+            mixer.costs(num_layers, dtype, kv_dtype or dtype, size).of_share(homes)
             for mixer, num_layers in mixers.items()
         ),
         experts=_expert_costs(model, list(tensors.values()), tensor_parallel_size),

@@ -60,13 +60,18 @@ def launch_bound_tokens(model: ModelConfig, tensor_parallel_size: int = 1) -> in
     return int(seconds * _MATRIX_RATE / (2 * max(1, costs.weights_per_token)))
 
 
+def bound_tokens_of_home(config: EngineConfig, model: ModelConfig) -> int:
+    """Return one home's share of `launch_bound_tokens`."""
+    return launch_bound_tokens(model, config.tensor_parallel_size) // config.num_homes
+
+
 def step_graph_sizes(config: EngineConfig, model: ModelConfig) -> list[GraphSize]:
     """Return all sizes that a run's ranks capture, in the order of `graph_sizes`."""
     return graph_sizes(
         max_num_seqs=config.max_num_seqs,
         max_num_decodes=config.max_num_decodes,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        launch_bound_tokens=launch_bound_tokens(model, config.tensor_parallel_size),
+        launch_bound_tokens=bound_tokens_of_home(config, model),
     )
 
 

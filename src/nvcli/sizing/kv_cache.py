@@ -68,8 +68,10 @@ def longest_request(num_blocks: int, config: EngineConfig, model: ModelConfig) -
 
 
 def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the most KV blocks that can be of use: those of `max_num_seqs` full-length requests, one more state each
-    if states are kept for later prompts, those that one step adds for windows, and the null block."""
+    """Return the most KV blocks of a home that can be of use: those of its share of `max_num_seqs` full-length
+    requests, one more state each if states are kept for later prompts, those that one step adds for windows, and the
+    null block."""
+    config = config.of_home
     windows = sum(group.window is not None and not group.is_state for group in kv_groups.kv_groups(model))
     of_a_step = windows * -(-config.max_num_batched_tokens // config.block_size)
     most = kv_groups.blocks_needed(
@@ -81,17 +83,18 @@ def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def tokens_in(room: int, config: EngineConfig, model: ModelConfig) -> int:
-    """Return how many tokens of full-length requests fit a KV cache of `room` bytes per rank."""
+    """Return how many tokens of full-length requests fit a KV cache of `room` bytes per rank, in all homes."""
     blocks = min(room // block_bytes(config, model), max_blocks(config, model)) - 1
     return tokens_in_blocks(max(0, blocks), config, model)
 
 
 def tokens_in_blocks(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
-    """Return how many tokens of full-length requests fit `num_blocks` KV blocks, not counting the null block, while
-    `max_num_seqs` run."""
+    """Return how many tokens of full-length requests fit `num_blocks` KV blocks of each home, not counting the null
+    block, while `max_num_seqs` run."""
+    num_homes, config = config.num_homes, config.of_home
     tokens_each = _whole_blocks(config)
     blocks_each = blocks_of_request(config, model, config.max_model_len)
-    return min(num_blocks, config.max_num_seqs * blocks_each) * tokens_each // blocks_each
+    return num_homes * (min(num_blocks, config.max_num_seqs * blocks_each) * tokens_each // blocks_each)
 
 
 def _whole_blocks(config: EngineConfig) -> int:

@@ -14,12 +14,12 @@ from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
 from nvcli.core.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.mixers.mixer import code_elements
+from nvcli.models.mixers.mixer import Mixer, code_elements
 from nvcli.models.tensor_spec import DTYPE_BYTES
 from nvcli.sizing.adapters import AdapterMemory, adapter_memory
 from nvcli.sizing.graph_sizes import (
+    bound_tokens_of_home,
     draft_graph_sizes,
-    launch_bound_tokens,
     may_share,
     may_share_prefixes,
     step_graph_sizes,
@@ -122,11 +122,17 @@ def shared_sum_rows(max_num_batched_tokens: int, row_bytes: int) -> int:
 
 
 def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> int:
-    """Return the peak of a batch, in attention or in the MLP. Gate and up are multiplied in one kernel; without it they
-    take three times as much."""
-    ranks, hidden = model.ranks(config.tensor_parallel_size), model.hidden_size
+    """Return the peak of a batch of all homes' rows, in attention or in the MLP. Gate and up are multiplied in one
+    kernel; without it they take three times as much."""
+    size, hidden = config.tensor_parallel_size, model.hidden_size
     blocks = [block for layer in model.decoder.layer_kinds for block in layer.blocks]
-    most = max(block.activation_elements(hidden, ranks, model.quantization) for block in blocks)
+    elements = {
+        block: block.activation_elements(hidden, model.ranks(size, block), model.quantization) for block in blocks
+    }
+    # Attention by rows has a home's rows, and the residual stream of the others is elsewhere.
+    most = max(
+        -(-count // config.num_homes) if isinstance(block, Mixer) else count for block, count in elements.items()
+    )
     if model.quantization == "fp8":
         most += code_elements(hidden)
     most += model.decoder.has_shortcuts * hidden  # the result that waits for the next layer
@@ -143,9 +149,9 @@ def _widened_bytes(config: EngineConfig, model: ModelConfig) -> int:
     tokens."""
     if model.quantization != "w4a16" or model.stored_groups.kind == "mxfp4":
         return 0
-    ranks = model.ranks(config.tensor_parallel_size)
+    size = config.tensor_parallel_size
     blocks = [block for layer in model.decoder.layer_kinds for block in layer.blocks]
-    most = max(sum(piece.fused_rows for piece in block.pieces(ranks)) for block in blocks)
+    most = max(sum(piece.fused_rows for piece in block.pieces(model.ranks(size, block))) for block in blocks)
     return most * model.hidden_size * DTYPE_BYTES[config.dtype]
 
 
@@ -164,12 +170,12 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     """Return the size of all graphs: they share the memory of the largest, and each needs a little of its own. Logits
     fit into larger activations. Graphs of steps that share segments or prefixes count, because memory is set aside for
     them."""
-    sizes = step_graph_sizes(config, model)
+    sizes = step_graph_sizes(config.of_home, model)
     decode_rows, _, prefill_tokens = sizes[0]
-    activations = _activations(config, model, decode_rows + prefill_tokens)
+    activations = _activations(config, model, config.num_homes * (decode_rows + prefill_tokens))
     sampling = _sampling(config, model) if samples else 0
     shared = activations if activations > sampling else activations + sampling
-    most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
+    most_tokens = bound_tokens_of_home(config, model)
     of_head = [size for size in sizes if size[1]] if model.draft_head is not None else []  # and those without it
     num_graphs = sum(
         (1 + may_share(size[0], config.max_shared_rows))
@@ -197,7 +203,7 @@ def _buffers(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
     tables = len(kv_groups(model)) * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
     row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
     sums = 0
-    if config.tensor_parallel_size > 1:
+    if config.tensor_parallel_size > 1 and not config.enable_attention_dp:
         sums = _NUM_SHARED_SUM_BUFFERS * shared_sum_rows(config.max_num_batched_tokens, row_bytes) * row_bytes
     ends = 2 - stage.is_first - stage.is_last if stage is not None else min(2, config.pipeline_parallel_size - 1)
     tensors = 1 if config.tensor_parallel_size == 1 else 2
@@ -214,7 +220,8 @@ def _buffers(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
 
 def _kept_states(config: EngineConfig, model: ModelConfig) -> int:
     """Return the size of `attention.kept_states.KeptStates`."""
-    specs = [mixer.kv_spec(config.tensor_parallel_size) for layer in model.layers for mixer in layer.mixers]
+    size = model.attention_ranks(config.tensor_parallel_size)
+    specs = [mixer.kv_spec(size) for layer in model.layers for mixer in layer.mixers]
     of_token = sum(spec.kept_bytes(DTYPE_BYTES[config.dtype]) for spec in specs if isinstance(spec, StateSpec))
     return config.max_draft_step_tokens * of_token
 
@@ -226,8 +233,8 @@ def _projected_row_bytes(config: EngineConfig, model: ModelConfig) -> int:
     takes = takes and (config.kv_dtype == config.dtype or (config.kv_dtype, config.dtype) == ("fp8", "bfloat16"))
     if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:
         return 0
-    kinds_of_layers = model.decoder.layer_kinds
-    specs = {mixer.kv_spec(config.tensor_parallel_size) for layer in kinds_of_layers for mixer in layer.mixers}
+    size, kinds_of_layers = model.attention_ranks(config.tensor_parallel_size), model.decoder.layer_kinds
+    specs = {mixer.kv_spec(size) for layer in kinds_of_layers for mixer in layer.mixers}
     if len(specs) != 1 or not isinstance(spec := specs.pop(), AttentionSpec):
         return 0
     if spec.projected is None or not spec.projected.has_kernels:
@@ -241,12 +248,13 @@ def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
     GPUs have none, and so this much more room than planned."""
     backend = config.attention_backend.partition(":")[0]
     if row_bytes := _projected_row_bytes(config, model):
-        return row_bytes * projected_scratch_tokens(config.max_model_len, config.max_num_batched_tokens, row_bytes)
+        most_tokens = config.of_home.max_num_batched_tokens
+        return row_bytes * projected_scratch_tokens(config.max_model_len, most_tokens, row_bytes)
     takes = config.kv_dtype == "fp8" and config.dtype == "bfloat16" and backend in ("auto", "triton")
     if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:
         return 0
-    kinds_of_layers = model.decoder.layer_kinds
-    specs = [mixer.kv_spec(config.tensor_parallel_size) for layer in kinds_of_layers for mixer in layer.mixers]
+    size, kinds_of_layers = model.attention_ranks(config.tensor_parallel_size), model.decoder.layer_kinds
+    specs = [mixer.kv_spec(size) for layer in kinds_of_layers for mixer in layer.mixers]
     kinds = attention_kinds(specs)
     shapes = {spec.geometry[1:] for spec in kinds}
     if len(shapes) > 1 or any(spec.is_state for spec in specs):
@@ -254,4 +262,5 @@ def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
     if not any(spec.window is None and spec.head_dim in (64, 128) for spec in kinds):
         return 0
     elements = max(num_heads * head_dim for num_heads, head_dim, _ in shapes)
-    return 2 * scratch_tokens(config.max_model_len, config.max_padded_rows) * elements * DTYPE_BYTES[config.dtype]
+    num_tokens = scratch_tokens(config.max_model_len, config.of_home.max_padded_rows)
+    return 2 * num_tokens * elements * DTYPE_BYTES[config.dtype]

@@ -51,6 +51,7 @@ def test_measures_a_real_engine(bench: Callable[..., dict[str, Any]]) -> None:
         "kv_cache_dtype": "float32",
         "tensor_parallel_size": 1,
         "enable_expert_parallel": False,
+        "enable_attention_dp": False,
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
     }

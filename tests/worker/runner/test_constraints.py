@@ -151,8 +151,17 @@ def test_answers_do_not_depend_on_the_steps(
     assert (scheduler.stats.num_preemptions > 0) == (circumstance == "preempted")
 
 
-def test_answers_do_not_depend_on_the_ranks(requests: list[Request], answers: Answers) -> None:
-    """Two stages with several steps in flight, and in each two ranks with masked shards; some requests preempted."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_parallel_size": 2, "num_kv_tokens": 60},
+        {"enable_attention_dp": True, "num_kv_tokens": 120, "plan_admission": False},
+    ],
+    ids=["stages", "attention by rows"],
+)
+def test_answers_do_not_depend_on_the_ranks(requests: list[Request], answers: Answers, layout: dict[str, Any]) -> None:
+    """Two stages with several steps in flight, and in each two ranks with masked shards; or two ranks that compute the
+    attention of different requests. Some requests are preempted."""
     some = requests[:10]
     done, stats = generate(
         demo_path(),
@@ -160,8 +169,7 @@ def test_answers_do_not_depend_on_the_ranks(requests: list[Request], answers: An
         max_num_seqs=40,
         max_num_batched_tokens=512,
         tensor_parallel_size=2,
-        pipeline_parallel_size=2,
-        num_kv_tokens=60,
+        **layout,
     )
     assert found_in(done) == {request.request_id: answers[request.request_id] for request in some}
     assert stats.num_preemptions > 0

@@ -123,6 +123,7 @@ def test_readings_on_a_gpu(checkpoint: Path, expected: list[tuple[Any, Any]], ea
 
 CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "ranks": {"tensor_parallel_size": 2},
+    "attention by rows": {"tensor_parallel_size": 2, "enable_attention_dp": True},
     "stages": {"pipeline_parallel_size": 2},
 }
 

@@ -2,8 +2,8 @@
 
     decode step     matrices: the longer of reading every weight and multiplying with it; reading each request's keys
                     and values, and its recurrent states, which are written too; a fixed time for each layer and for
-                    each request; tp > 1: two all-reduces for each layer. With stages: all of them work at a time, each
-                    on a share of the requests
+                    each request; tp > 1: two all-reduces for each layer, or with attention by rows one. With stages:
+                    all of them work at a time, each on a share of the requests
     requests a step no more than `max_num_seqs`, the replica's share of the job, and what the KV cache holds. Answers
                     are of all lengths up to twice the usual one: the last to run end one by one, in ever smaller steps
     prompts         matrix time, attention and all-reduces
@@ -102,6 +102,8 @@ def replica_seconds(
     `num_tokens` is what its KV cache holds.
     """
     tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
+    # With attention by rows, what is gathered and scattered once a layer takes the place of one of two sums.
+    num_sums = 1 if model.attention_dp else 2
     stage = largest_stage(model, pp)
     num_layers = len(model.decoder.stage_layers(stage))
     held = requests_held(num_tokens, config, model, lengths.prompt + lengths.answer)
@@ -117,7 +119,7 @@ def replica_seconds(
         matrix_bytes = costs.matrix_read_bytes(rows) + head.num_bytes
         seconds = max(matrix_bytes / speed.bytes_per_second, operations * rows / flops)
         seconds += rows * (kv_bytes / speed.bytes_per_second + _ROW_SECONDS)
-        return seconds + num_layers * (_LAYER_SECONDS + 2 * speed.all_reduce_seconds(tp, rows * row_bytes))
+        return seconds + num_layers * (_LAYER_SECONDS + num_sums * speed.all_reduce_seconds(tp, rows * row_bytes))
 
     steps = lengths.answer * (num_requests / running - 1) * step(max(1.0, running / pp))
     steps += 2 * lengths.answer / len(_LEFT) * sum(step(max(1.0, left * running / pp)) for left in _LEFT)
@@ -127,5 +129,5 @@ def replica_seconds(
         kind.flops_per_pair * prompt_tokens * min(lengths.prompt / 2, kind.window or math.inf) / flops
         for kind in costs.mixers
     )
-    prompts += 2 * num_layers * speed.all_reduce_seconds(tp, prompt_tokens * row_bytes)
+    prompts += num_sums * num_layers * speed.all_reduce_seconds(tp, prompt_tokens * row_bytes)
     return pp * steps + prompts

@@ -66,6 +66,10 @@ class ExpertsConfig(FeedForward):
         return self.routing.num_experts - self.num_identities
 
     @property
+    def reads_stream(self) -> bool:
+        return self.has_norms
+
+    @property
     def num_parts(self) -> int:
         """The parts of its result on a single rank: one for each expert of a token, or for all of them behind a
         projection from latents, one of the input and one of the shared expert."""

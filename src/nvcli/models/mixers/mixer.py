@@ -61,6 +61,8 @@ class LayerContext:
     dtype: StoredDtype
     """The type of the model's weights."""
     expert_parallel: bool = False
+    attention_dp: bool = False
+    """Whether each rank has all weights of token mixers (`ModelConfig.attention_dp`)."""
 
     def norm_tensors(self, name: str, *, factor: float = 1.0) -> Iterator[TensorSpec]:
         """Yield the weight of a norm of the residual stream, and its bias if it has one; the weight's `factor` applies
@@ -120,6 +122,20 @@ class MixerCosts:
     """The recurrent states of one request. A step reads and writes them once for each of its rows."""
     flops_per_token: int = 0
     """Operations of one token on a recurrent state: reading it by key, writing to it, and reading it by query."""
+
+    def of_share(self, num_shares: int) -> MixerCosts:
+        """Return the costs for one of so many shares of the rows, as means over all rows."""
+        if num_shares == 1:
+            return self
+        fewest = self.fewest_prompt_flops_per_pair
+        return replace(
+            self,
+            kv_bytes_per_token=self.kv_bytes_per_token // num_shares,
+            flops_per_pair=self.flops_per_pair // num_shares,
+            fewest_prompt_flops_per_pair=None if fewest is None else fewest // num_shares,
+            state_bytes=self.state_bytes // num_shares,
+            flops_per_token=self.flops_per_token // num_shares,
+        )
 
 
 class Block(ABC):
@@ -204,6 +220,11 @@ class FeedForward(Block):
     def routing(self) -> Routing | None:
         """How a token's experts are chosen; None: it has no experts."""
         return None
+
+    @property
+    def reads_stream(self) -> bool:
+        """Whether it reads the residual stream besides its normed input."""
+        return False
 
 
 def code_elements(size: int) -> int:

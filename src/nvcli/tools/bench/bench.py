@@ -38,6 +38,7 @@ class BenchLayout:
     """Data type of keys and values: `EngineConfig.kv_dtype`."""
     tensor_parallel_size: int
     enable_expert_parallel: bool
+    enable_attention_dp: bool
     pipeline_parallel_size: int
     data_parallel_size: int
 
@@ -170,6 +171,7 @@ def _layout(config: EngineConfig, ready: EngineReady, data_parallel_size: int) -
         kv_cache_dtype=config.kv_dtype,
         tensor_parallel_size=config.tensor_parallel_size,
         enable_expert_parallel=config.enable_expert_parallel,
+        enable_attention_dp=config.enable_attention_dp,
         pipeline_parallel_size=config.pipeline_parallel_size,
         data_parallel_size=data_parallel_size,
     )

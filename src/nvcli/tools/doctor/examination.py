@@ -59,6 +59,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
                 run.model,
                 revision=run.revision,
                 expert_parallel=run.enable_expert_parallel,
+                attention_dp=run.enable_attention_dp,
                 overrides=run.hf_overrides,
                 adapters=adapter_choice(run.lora),
                 draft_head=run.speculation.draft_head,
@@ -148,6 +149,7 @@ def _layout(
     config = layout.apply(config)
     chosen = [note("layout", layout.why)] if layout.why else []
     experts = "--ep, " if config.enable_expert_parallel else ""
+    experts += "--attention-dp, " if config.enable_attention_dp else ""
     stages = f"--pp {layout.pipeline_parallel_size}, " if layout.pipeline_parallel_size > 1 else ""
     return (
         config,
@@ -173,7 +175,7 @@ def _attention_task(
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     block_size = run.block_size or DEFAULT_BLOCK_SIZE
     if model is not None and config is not None:
-        size = config.tensor_parallel_size
+        size = model.attention_ranks(config.tensor_parallel_size)
         specs = attention_kinds(mixer.kv_spec(size) for layer in model.decoder.layer_kinds for mixer in layer.mixers)
         dtype, kv_dtype, block_size = config.dtype, config.kv_dtype, config.block_size
     return AttentionTask(

@@ -46,17 +46,20 @@ def check_model_files(
     *,
     revision: str | None = None,
     expert_parallel: bool = False,
+    attention_dp: bool = False,
     overrides: Mapping[str, Any] = NO_OVERRIDES,
     adapters: AdapterChoice = NO_ADAPTERS,
     draft_head: str | None = None,
 ) -> ModelFiles:
     """Check the configured model, its adapters and the head that drafts for it (`find_head`; None: it has none).
-    Nothing is downloaded. `revision` is that of `find_model`, `expert_parallel` and `overrides` are those of
-    `load_model_config`."""
+    Nothing is downloaded. `revision` is that of `find_model`, `expert_parallel`, `attention_dp` and `overrides` are
+    those of `load_model_config`."""
     path, finding = _find(name, revision)
     if path is None:
         return ModelFiles(path=None, config=None, tensors=None, findings=[finding])
-    config, config_findings = _read_config(path, expert_parallel=expert_parallel, overrides=overrides)
+    config, config_findings = _read_config(
+        path, expert_parallel=expert_parallel, attention_dp=attention_dp, overrides=overrides
+    )
     tensors, weight_findings = _read_weights(path)
     findings = [finding, *config_findings, *weight_findings]
     adapter: Adapter | None = None
@@ -104,10 +107,12 @@ def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
 
 
 def _read_config(
-    path: Path, *, expert_parallel: bool, overrides: Mapping[str, Any]
+    path: Path, *, expert_parallel: bool, attention_dp: bool, overrides: Mapping[str, Any]
 ) -> tuple[ModelConfig | None, list[Finding]]:
     try:
-        config = load_model_config(path, expert_parallel=expert_parallel, overrides=overrides)
+        config = load_model_config(
+            path, expert_parallel=expert_parallel, attention_dp=attention_dp, overrides=overrides
+        )
     except (ConfigError, LoadError) as error:
         return None, [problem("config", str(error), "choose a checkpoint that nvcli serves, or correct the file")]
     quantised = "" if config.quantisation is None else f" quantised with {config.quantisation.name},"

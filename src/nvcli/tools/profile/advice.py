@@ -176,7 +176,7 @@ def _can_keep(quantization: KeptWeights, config: EngineConfig, model: ModelConfi
 def _requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> float:
     """Return the requests that the KV cache would hold, ignoring `max_num_seqs`."""
     blocks_each = blocks_held(config, model, request_len / config.block_size)
-    return max(0.0, (room(config) // block_bytes(config, model) - 1) / blocks_each)
+    return max(0.0, config.num_homes * (room(config) // block_bytes(config, model) - 1) / blocks_each)
 
 
 def missing(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> str | None:

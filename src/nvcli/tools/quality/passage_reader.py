@@ -30,7 +30,9 @@ class PassageReader(ModelRunner):
         self, config: EngineConfig, context: RankContext, *, max_tokens: int, say: Callable[[str], object]
     ) -> None:
         """`max_tokens` is the length of the longest passage. Raises LoadError, CapacityError and ConfigError."""
-        self.config = msgspec.structs.replace(config, max_num_seqs=1, max_num_batched_tokens=CHUNK_TOKENS)
+        self.config = msgspec.structs.replace(
+            config, max_num_seqs=1, max_num_batched_tokens=CHUNK_TOKENS, enable_attention_dp=False
+        )
         self._context = context
         self._seconds, self._notes = {}, []
         self._open_device()

@@ -22,10 +22,11 @@ def share_memory(
 
     If one rank cannot use it, no rank of any stage does, and sums go through the process group: a rank and its
     counterpart in the next stage must agree on which rows of a residual are up to date. Returns notes for the log that
-    say why. A group that sums in order gets none, because the order here depends on the number of rows.
+    say why. A group that sums in order gets none, because the order here depends on the number of rows, and
+    one with attention by rows none, because it gathers rows and scatters sums.
     """
     world, group = groups.world, groups.tensor
-    if group.size == 1 or group.device.type != "cuda" or group.sums_in_order:
+    if group.size == 1 or group.device.type != "cuda" or group.sums_in_order or config.enable_attention_dp:
         return []
     layout = PeerLayout(num_ranks=group.size, max_rows=max_rows, hidden_size=hidden_size, dtype=dtype)
     memory, obstacle = None, _obstacle(config, group, first_rank=world.rank - group.rank)

@@ -17,7 +17,8 @@ from nvcli.kernels.norm import add_rms_norm, rms_norm, sum_in_order, sum_rms_nor
 from nvcli.kernels.peer_memory import PeerMemory
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The same function; torch 2.13 warns about its older name."""
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""The same functions; torch 2.13 warns about the older names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,17 @@ class TensorParallelGroup:
         if shard.numel() > 0:
             dist.gather(shard, parts, group=self.process_group, group_dst=0)
         return torch.cat(parts, dim=-1)
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Gather the ranks' own rows, in rank order: [T, ...] → [size × T, ...] on every rank."""
+        return self.all_gather(rows).flatten(0, 1)
+
+    def scatter_sum(self, part: Tensor) -> Tensor:
+        """Sum the ranks' parts of all rows, each on the rank whose own it is: [size × T, H] → [T, H]."""
+        own = torch.empty(len(part) // self.size, *part.shape[1:], dtype=part.dtype, device=part.device)
+        if own.numel() > 0:
+            _reduce_scatter(own, part.contiguous(), group=self.process_group)
+        return own
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather each rank's `x`, in rank order: [N, ...] → [size, N, ...] on every rank."""

@@ -51,7 +51,7 @@ class Executor:
         wiring = (Wiring.create(size) if ahead is None else ahead.wiring).resized(
             steps=max_step_input_bytes(
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_batched_tokens=config.most_step_tokens,
                 max_model_len=config.max_model_len,
                 max_blocks_per_seq=config.max_blocks_per_seq * MAX_KV_GROUPS,  # the ranks will report their number
                 max_draft_tokens=config.max_draft_tokens,

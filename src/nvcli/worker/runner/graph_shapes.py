@@ -14,8 +14,8 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.core.first_drafts import captured_first_from, first_draft_widths
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.graph_sizes import (
+    bound_tokens_of_home,
     draft_graph_sizes,
-    launch_bound_tokens,
     may_share,
     may_share_prefixes,
     step_graph_sizes,
@@ -58,7 +58,7 @@ class GraphShapes:
         late = [
             replace(shape, shares_segments=True) for shape in at_start if may_share(shape.decode_rows, max_shared_rows)
         ]
-        most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
+        most_tokens = bound_tokens_of_home(config, model)
         absorbed: list[BatchShape] = []
         if backend.can_project:  # few steps have chunks whose keys are not projected
             absorbed = [shape for shape in at_start if 0 < shape.prefill_tokens <= most_tokens]

@@ -16,11 +16,15 @@ from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
+from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.step_tensors import DraftRows, SlotState, StepInputs, StepRows
 from nvcli.worker.runner.slot_table import unpack_ids
+from nvcli.worker.runner.step_shape import exact_shape
+from nvcli.worker.runner.uploader import to_device
 
 _ALIGN = 32
 """int32 words: the row tensors start at 128 bytes, so that kernels see one alignment."""
@@ -43,40 +47,24 @@ class StepBatch:
     """The drafts of decode rows; None: they have none."""
     is_first: np.ndarray | None = None
     """[num_sampled] bool on the host, the first of each row's rows of logits, where decode rows have drafts."""
+    own: StepBatch | None = None
+    """The rows of which `forward` is, if ranks compute the attention of different rows (`HomeBuffers`); `rows` and
+    `inputs` are then of all. None: all ranks compute all rows."""
 
     @property
     def num_sampled(self) -> int:
         return len(self.sampled_slots)
 
 
-def exact_shape(step: StepInput) -> BatchShape:
-    """Return the shape of a step without padding."""
-    num_tokens = unpack_ids(step.num_tokens)
-    num_decodes = step.num_decodes
-    widths = num_tokens[:num_decodes]
-    most = int(widths.max(initial=1))
-    return BatchShape(
-        decode_rows=num_decodes,
-        tokens_per_row=most,
-        uneven_tokens=step.draft_tokens or (0 if (widths == most).all() else int(widths.sum())),
-        prefill_rows=len(num_tokens) - num_decodes,
-        prefill_tokens=int(num_tokens[num_decodes:].sum()),
-        shares_segments=step.shares_segments,
-        shares_prefixes=bool(step.shared_prefixes),
-        has_adapters=step.has_adapters,
-        extends_drafts=step.extends_drafts,
-    )
-
-
 class InputBuffers:
-    """Buffers for steps of up to `max_rows` rows, `max_tokens` tokens and `max_logits` rows of logits."""
+    """Buffers for the largest steps of a configuration, padded ones included."""
 
-    def __init__(
-        self, state: SlotState, *, max_rows: int, max_tokens: int, max_logits: int, steps_in_flight: int
-    ) -> None:
+    def __init__(self, state: SlotState, config: EngineConfig, *, times: int = 1) -> None:
+        """`times`: they hold so many such steps."""
         device = state.lengths.device
         self._state = state
-        self._max_logits = max_logits
+        self._max_logits = max_logits = times * config.max_step_logits
+        max_rows, max_tokens = times * config.max_padded_rows, times * config.max_padded_tokens
 
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -96,8 +84,28 @@ class InputBuffers:
         self._rows = ints(words)
         # A GPU's copy reads the staged rows later, when the stream gets there.
         self._staging = [
-            torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(steps_in_flight + 2)
+            torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+            for _ in range(config.max_steps_in_flight + 2)
         ]
+
+    def choose_shape(self, step: StepInput, backend: AttentionBackend) -> BatchShape:
+        """Return the shape of a step's forward pass without padding, as a backend chooses it."""
+        return backend.choose_shape(exact_shape(step), unpack_ids(step.num_tokens), unpack_ids(step.seq_lens))
+
+    def own_step(self, step: StepInput) -> StepInput:
+        """Return the step with those of its new blocks that are in this rank's KV cache."""
+        return step
+
+    def kept_logits(self, step: StepInput, shape: BatchShape) -> tuple[int, bool]:
+        """Return how many rows are kept for logits in a step of this shape that no graph runs, and whether these are
+        its tokens."""
+        num_logits = step.draft_tokens or int(unpack_ids(step.num_logits).sum())
+        return num_logits, num_logits == shape.num_tokens
+
+    def keeping(self, step: StepInput, forward: ForwardBatch, tokens: np.ndarray) -> ForwardBatch:
+        """Return the forward pass of a step without padding that keeps the hidden states of these of its tokens [M],
+        ascending, instead of its rows of logits."""
+        return replace(forward, logits_rows=to_device(tokens.astype(np.int64), forward.positions.device))
 
     def num_logits(self, shape: BatchShape) -> int:
         """Return the rows kept for logits in a padded batch: at most one for each slot, or one for each token of decode
@@ -227,6 +235,10 @@ class InputBuffers:
             np.minimum(staged[-1], np.maximum(staged[1] - 1, 0), out=staged[-1])
         words = _num_fields(shape) * _aligned(shape.num_rows + 2)
         self._rows[:words].copy_(self._staging[0][:words], non_blocking=True)
+
+    def prepare(self, batch: StepBatch) -> None:
+        """Fill the inputs of the loaded rows on the device."""
+        prepare_inputs(batch.rows, self._state, batch.inputs)
 
 
 def _num_fields(shape: BatchShape) -> int:

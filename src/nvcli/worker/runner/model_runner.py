@@ -39,6 +39,7 @@ from nvcli.worker.runner.device import has_fp8_units, import_on_thread, kept_wei
 from nvcli.worker.runner.draft_limits import why_no_drafts, with_limited_drafts
 from nvcli.worker.runner.first_start import compile_kernels
 from nvcli.worker.runner.graph_shapes import GraphShapes
+from nvcli.worker.runner.home_buffers import HomeBuffers
 from nvcli.worker.runner.input_buffers import InputBuffers
 from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.memory import (
@@ -219,7 +220,7 @@ class ModelRunner:
 
     def _select_attention(self) -> None:
         """Select a backend that serves every kind of attention in the model, and define the shape of the KV cache."""
-        config = self.config
+        config = self.config.of_home
         case = AttentionCase(
             device=self.device,
             dtype=self.dtype,
@@ -259,7 +260,7 @@ class ModelRunner:
         if self.config.max_draft_tokens and reason:
             self._notes.append(f"note: no tokens are drafted (`speculation`): {reason}")
         self._graph_shapes = GraphShapes.choose(
-            self.config,
+            self.config.of_home,
             self.model_config,
             self.backend,
             self.device,
@@ -294,13 +295,9 @@ class ModelRunner:
             awaits_runs=config.overlap_steps and config.pipeline_parallel_size == 1,
             workers=self._mask_workers,
         )
-        self.buffers = InputBuffers(
-            self.slots.state,
-            max_rows=config.max_padded_rows,
-            max_tokens=config.max_padded_tokens,
-            max_logits=config.max_step_logits,
-            steps_in_flight=config.max_steps_in_flight,
-        )
+        state = self.slots.state
+        has_homes = config.num_homes > 1
+        self.buffers = HomeBuffers(state, config, self.group.rank) if has_homes else InputBuffers(state, config)
 
     def _make_adapters(self) -> None:
         with self._phase("make adapters"):

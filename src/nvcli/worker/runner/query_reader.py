@@ -32,8 +32,8 @@ class QueryPlan:
     """The hidden states of a step that are kept for queries. R rows are kept; each is used once or twice."""
 
     queries: Sequence[PromptQuery]
-    kept: Tensor
-    """[R] int64, the batch's tokens whose hidden states are kept, ascending."""
+    kept: np.ndarray
+    """[R] int64 on the host, the step's tokens whose hidden states are kept, ascending."""
     sampled: Tensor
     """[N] int64, the kept rows that give the step's own logits, in batch order."""
     scored: Tensor
@@ -113,7 +113,7 @@ class PromptQueryReader:
         scored = np.searchsorted(kept, read_tokens[np.repeat(wants_scores, counts)])
         return QueryPlan(
             queries=step.queries,
-            kept=self._to_device(kept),
+            kept=kept,
             sampled=self._to_device(np.searchsorted(kept, sampled)),
             scored=self._to_device(scored),
             targets=self._to_device(targets),

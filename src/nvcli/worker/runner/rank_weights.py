@@ -65,7 +65,12 @@ class ModelFiles:
 
 def read_files(config: EngineConfig, path: Path) -> ModelFiles:
     """Read the config of a checkpoint folder, and the adapters of a run. Raises LoadError and ConfigError."""
-    model = load_model_config(path, expert_parallel=config.enable_expert_parallel, overrides=config.hf_overrides)
+    model = load_model_config(
+        path,
+        expert_parallel=config.enable_expert_parallel,
+        attention_dp=config.enable_attention_dp,
+        overrides=config.hf_overrides,
+    )
     model = model.headless() if config.embedding_size else model
     model = model.with_tower() if config.max_image_tokens else model
     adapter = None

@@ -19,7 +19,6 @@ from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
-from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.models.causal_lm import CausalLM
 from nvcli.worker.distributed.stage_link import StageLink
 from nvcli.worker.distributed.tensor_parallel import StageState
@@ -27,12 +26,12 @@ from nvcli.worker.runner.carried import Carried
 from nvcli.worker.runner.constraints import Constraints
 from nvcli.worker.runner.drafter import Drafter
 from nvcli.worker.runner.graph_runner import GraphRunner
-from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch, exact_shape
+from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch
 from nvcli.worker.runner.masked_choice import MaskedChoice
 from nvcli.worker.runner.model_drafter import ModelDrafter
 from nvcli.worker.runner.query_reader import PromptQueryReader, QueryPlan
 from nvcli.worker.runner.sampler import Sampler
-from nvcli.worker.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
+from nvcli.worker.runner.slot_table import SlotTable, partly_filled_blocks
 from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_results import PendingStep, StageOutput, StepLogits
 
@@ -115,7 +114,7 @@ class StepRunner:
         """Run one step, or queue it on the GPU; never wait for the device. Returns None in a stage that is not the
         last."""
         self._masks.begin(step)
-        shape = self._backend.choose_shape(exact_shape(step), unpack_ids(step.num_tokens), unpack_ids(step.seq_lens))
+        shape = self._buffers.choose_shape(step, self._backend)
         queries = self._reader.plan(step) if step.queries else None
         is_eager = sum(each.plan(step) for each in self._carried) or queries is not None or step.copies_new_keys
         graphs = None if is_eager else self._graphs
@@ -131,7 +130,8 @@ class StepRunner:
         for each in self._carried:
             each.apply(step)
         if step.block_ids and self._backend.reads_behind_rows:
-            (blocks,) = self._slots.upload(partly_filled_blocks(step, self._kv_cache.spec.state_groups))
+            own = self._buffers.own_step(step)
+            (blocks,) = self._slots.upload(partly_filled_blocks(own, self._kv_cache.spec.state_groups))
             self._kv_cache.clear(blocks.long())
         if step.key_copies and not step.copies_new_keys:
             self._kv_cache.copy_keys(self._slots.key_copies(step))
@@ -139,6 +139,8 @@ class StepRunner:
         self._buffers.load(batch, keeps_layout=not needs.is_simple)
         self._masks.before_forward(step)
         if padded is None:
+            if queries is not None:
+                batch = replace(batch, forward=self._buffers.keeping(step, batch.forward, queries.kept))
             if step.copies_new_keys:
                 batch = replace(batch, forward=replace(batch.forward, key_copies=self._slots.key_copies(step)))
             output = self._compute(batch, sample=needs.is_simple, queries=queries)
@@ -192,9 +194,9 @@ class StepRunner:
     def _compute(self, batch: StepBatch, *, sample: bool, queries: QueryPlan | None = None) -> StepLogits | StageOutput:
         """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens
         and stores them in the slot table. `queries`: what to read from prompts."""
-        forward = batch.forward if queries is None else replace(batch.forward, logits_rows=queries.kept)
+        forward = batch.forward
         self._drafter.find(batch)
-        prepare_inputs(batch.rows, self._slots.state, batch.inputs)
+        self._buffers.prepare(batch)
         self._drafter.limit_positions(batch)
         for each in self._carried:
             forward = each.prepare(batch.rows, forward)
@@ -212,15 +214,16 @@ class StepRunner:
         logits = self._model.compute_logits(hidden)
         if not sample:
             return StepLogits(logits, None, query_results, states)
-        ids = self._sampler.sample(logits, batch.inputs.sample_slots, batch.inputs.sample_positions)
+        inputs, num_rows = batch.inputs, len(logits)
+        ids = self._sampler.sample(logits, inputs.sample_slots[:num_rows], inputs.sample_positions[:num_rows])
         self._drafter.keep(batch, ids)
         self._drafter.extend(batch, states)
         return StepLogits(logits, ids, query_results, states)
 
     def _batch(self, shape: BatchShape, step: StepInput) -> StepBatch:
         """Make views for a step without padding."""
-        num_logits = step.draft_tokens or int(unpack_ids(step.num_logits).sum())
-        return self._make_views(shape, num_logits, needs_all_logits=num_logits == shape.num_tokens)
+        num_logits, are_all = self._buffers.kept_logits(step, shape)
+        return self._make_views(shape, num_logits, needs_all_logits=are_all)
 
     def _padded_batch(self, shape: BatchShape) -> StepBatch:
         """Return the views for a shape's graph, made once."""

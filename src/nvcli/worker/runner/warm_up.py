@@ -43,7 +43,7 @@ def run_largest_batches(
 
     A CPU's KV cache has its own budget, so there a small batch is enough, to load everything that loads lazily.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu, num_slots, config = device.type == "cuda", config.max_num_seqs, config.of_home
     num_tokens = config.max_num_batched_tokens if on_gpu else min(config.max_num_batched_tokens, _CPU_TOKENS)
     num_seqs = config.max_num_seqs if on_gpu else 1
     num_sharing = min(num_seqs, max_shared_rows)
@@ -58,6 +58,7 @@ def run_largest_batches(
         projects_latents=projects_latents,
         drafts=drafts,
         num_places=num_places,
+        num_slots=num_slots,
     ):
         try:
             launch(step)
@@ -79,6 +80,7 @@ def warm_up_steps(
     projects_latents: bool = False,
     drafts: Sequence[tuple[int, int]] = (),
     num_places: int = 0,
+    num_slots: int | None = None,
 ) -> Iterator[StepInput]:
     """Yield steps with `num_tokens` and at most 512 prompt tokens (with FP8 weights, also with powers of two between),
     each in as few requests as possible, then one that decodes `num_seqs` requests. The first step also scores all of
@@ -88,9 +90,16 @@ def warm_up_steps(
     many requests and with fewer. With `shares_prefixes` a step has two chunks that share a block, and with
     `projects_latents` one has a chunk of one token. The last steps have
     `drafts`: (most rows, tokens per row) of each step with drafts, which may share segments too; there are also steps
-    with fewer rows. Requests have adapters in `num_places` places (0: none).
+    with fewer rows. Requests have adapters in `num_places` places (0: none). With several homes each of them has these
+    rows, as far as there are `num_slots` slots (None: always), and `config` has the limits of one.
     """
-    make = partial(_step, num_places=num_places, extends_drafts=bool(drafts) and config.draft_head is not None)
+    make = partial(
+        _step,
+        num_places=num_places,
+        extends_drafts=bool(drafts) and config.draft_head is not None,
+        num_homes=config.num_homes,
+        num_slots=num_slots,
+    )
     yield make(_prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
     for fewer in _fp8_tokens(config, num_tokens) if config.quantization == "fp8" else ():
         yield make(_prompt_lens(config, fewer), num_decodes=0)
@@ -152,14 +161,20 @@ def _step(
     num_places: int = 0,
     extends_drafts: bool = False,
     draft_tokens: int = 0,
+    num_homes: int = 1,
+    num_slots: int | None = None,
 ) -> StepInput:
     """Make a step that brings its tokens along and gives every slot the null block, to load the code that takes
     these in. For the same reason it has a segment without keys, a slot without segments, and a key copied onto itself;
     none of these changes anything. Decode rows of several tokens have drafts. With `num_places` the slots have LoRA
     adapters in these places, where none is loaded yet.
 
-    `num_shared`: keys that all requests begin with, already in the cache.
+    `num_shared`: keys that all requests begin with, already in the cache. With several homes each has these rows, in
+    the first `num_slots` slots.
     """
+    if num_homes > 1:
+        lens = [length for length in lens for _ in range(num_homes)][:num_slots]
+        num_decodes = len(lens) if num_decodes else 0
     slots, nothing = range(len(lens)), pack([0] * len(lens))
     return StepInput(
         step_id=-1,
