@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nvcli.kernels.triton.attention.hopper_prefill_kernel import begin_scores, list_item
+from nvcli.kernels.triton.attention.hopper_prefill_kernel import begin_scores, list_item, make_barriers, stage_of
 from nvcli.kernels.triton.launch.triton_version import tma_load
 
 KEYS = gl.constexpr(128)
@@ -40,12 +40,6 @@ _STAGES = gl.constexpr(3)
 """Tiles of keys, and of values, that are being loaded or used."""
 _OWN_ROWS = gl.constexpr(64)
 _LOADING_WARPS = gl.constexpr(1)
-
-
-@gluon.jit
-def _stage(i):
-    """Return the place in shared memory of the i-th tile, and the phase of its barriers."""
-    return i % _STAGES, (i // _STAGES) & 1
 
 
 @gluon.jit
@@ -84,7 +78,7 @@ def _load(source, work, k_stages, v_stages, NUM_HEADS: gl.constexpr, HEAD_DIM: g
         column = (NUM_HEADS + item % NUM_HEADS) * HEAD_DIM
         for n in range((last - begin) // KEYS + 1):
             row = gl.where(n == 0, last, begin + (n - 1) * KEYS)
-            stage, phase = _stage(i)
+            stage, phase = stage_of(i, _STAGES)
             i += 1
             _load_part(body_desc, tail_desc, row, column, stage, k_smem, k_tail_smem, k_full, k_free, phase, TAIL)
             place = column + NUM_HEADS * HEAD_DIM
@@ -156,7 +150,7 @@ def _attend(
         weight_sum = gl.zeros([_OWN_ROWS], gl.float32, score_rows)
 
         # The last keys of the segment come first, with masks.
-        stage, phase = _stage(i)
+        stage, phase = stage_of(i, _STAGES)
         i += 1
         mbarrier.wait(k_full.index(stage), phase)
         product = begin_scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, TAIL)
@@ -174,7 +168,7 @@ def _attend(
         for n in range(num_full):
             last_stage = stage
             last_phase = phase
-            stage, phase = _stage(i)
+            stage, phase = stage_of(i, _STAGES)
             i += 1
             mbarrier.wait(turns.index(SELF), (turn + SELF + 1) & 1)
             product = begin_scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, TAIL)
@@ -241,19 +235,7 @@ def hopper_patch_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [2, _OWN_ROWS, BODY], layout)
     k_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, BODY], layout)
     v_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, BODY], layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(_STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_free.index(stage), count=2)
-    for group in gl.static_range(2):
-        mbarrier.init(turns.index(group), count=1)
-    fence_async_shared()
+    k_full, v_full, k_free, v_free, turns = make_barriers(_STAGES)
     if TAIL > 0:
         tail_layout: gl.constexpr = gl.NVMMASharedLayout(2 * TAIL, 16, 2)
         q_parts = q_smem, gl.allocate_shared_memory(dtype, [2, _OWN_ROWS, TAIL], tail_layout)

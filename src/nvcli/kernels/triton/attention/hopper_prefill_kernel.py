@@ -54,9 +54,29 @@ def list_item(step, count):
 
 
 @gluon.jit
-def _stage(i):
+def stage_of(i, STAGES: gl.constexpr):
     """Return the place in shared memory of the i-th tile, and the phase of its barriers."""
-    return i % _STAGES, (i // _STAGES) & 1
+    return i % STAGES, (i // STAGES) & 1
+
+
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr):
+    """Return the barriers that say, of each stage, that its keys are there and that its values are, and that both
+    groups have read them; and those of the groups' turns."""
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=2)
+    for group in gl.static_range(2):
+        mbarrier.init(turns.index(group), count=1)
+    fence_async_shared()
+    return k_full, v_full, k_free, v_free, turns
 
 
 @gluon.jit
@@ -147,7 +167,7 @@ def _load(cache, work, k_stages, v_stages, KIND: gl.constexpr, IS_PREFIX: gl.con
             next_start = gl.where(m < num_masked, full + m * KEYS, (m - num_masked) * KEYS)
             block = gl.load(table + gl.minimum(next_start, last_key) // BLOCK_SIZE)
             second_block = gl.load(table + gl.minimum(next_start + PART, last_key) // BLOCK_SIZE)
-            stage, phase = _stage(i)
+            stage, phase = stage_of(i, _STAGES)
             i += 1
             mbarrier.wait(k_free.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), KEY_BYTES)
@@ -235,7 +255,7 @@ def _masked_weights(
     KEYS: gl.constexpr = KIND.hopper_keys
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     of_result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KIND.head_dim, 16])
-    stage, phase = _stage(i)
+    stage, phase = stage_of(i, _STAGES)
     mbarrier.wait(k_full.index(stage), phase)
     no_scores = gl.zeros([ROWS // 2, KEYS], gl.float32, of_scores)
     product = begin_scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, KIND.tail_dim)
@@ -328,7 +348,7 @@ def _attend(
             weights, acc, highest, weight_sum = _masked_weights(
                 query, query_tail, k_stages, i, keys, positions, scale_log2, acc, highest, weight_sum, KIND
             )
-            stage, phase = _stage(i)
+            stage, phase = stage_of(i, _STAGES)
             i += 1
             mbarrier.wait(v_full.index(stage), phase)
             result = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
@@ -338,7 +358,7 @@ def _attend(
         weights, acc, highest, weight_sum = _masked_weights(
             query, query_tail, k_stages, i, keys, positions, scale_log2, acc, highest, weight_sum, KIND
         )
-        stage, phase = _stage(i)
+        stage, phase = stage_of(i, _STAGES)
         i += 1
 
         # Without masks: the scores of a tile are multiplied together with the values of the one before.
@@ -348,7 +368,7 @@ def _attend(
         for n in range(num_full):
             last_stage = stage
             last_phase = phase
-            stage, phase = _stage(i)
+            stage, phase = stage_of(i, _STAGES)
             i += 1
             mbarrier.wait(turns.index(SELF), (turn + SELF + 1) & 1)
             product = begin_scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, KIND.tail_dim)
@@ -447,19 +467,7 @@ def attend_tiles(
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, KIND.head_dim], layout)
     k_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.head_dim], layout)
     v_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.head_dim], layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(_STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_free.index(stage), count=2)
-    for group in gl.static_range(2):
-        mbarrier.init(turns.index(group), count=1)
-    fence_async_shared()
+    k_full, v_full, k_free, v_free, turns = make_barriers(_STAGES)
     if KIND.tail_dim > 0:
         q_parts = q_smem, gl.allocate_shared_memory(dtype, [2, ROWS // 2, KIND.tail_dim], layout)
         k_tail_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.tail_dim], layout)
