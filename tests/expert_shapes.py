@@ -238,7 +238,8 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **LATENTS,
             "q_lora_rank": 16,
-            "num_hidden_layers": 4,
+            "num_layers": 2,
+            "num_hidden_layers": 4,  # as newer versions of transformers count
             "n_routed_experts": 8,
             "zero_expert_num": 5,
             "moe_topk": 4,

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from checkpoints import tiny_model_config
-from expert_shapes import LATENTS
+from expert_shapes import EXPERT_SHAPES, LATENTS
 from model_facts import attention_of, rope_of, windows_of
 from nvcli.cli.main import app
 from nvcli.errors import ConfigError, LoadError
@@ -133,6 +133,7 @@ def test_internlm3_has_names_of_its_own_for_biases(tmp_path: Path) -> None:
 
 
 BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_expand": 2, "mamba_d_state": 8}
+LONGCAT = EXPERT_SHAPES["longcat-flash"][1]
 NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
 
 
@@ -235,6 +236,8 @@ def test_deepseek_of_the_hub(tmp_path: Path) -> None:
         ("DeepseekV3ForCausalLM", {"q_lora_rank": None, "attention_bias": True}, "`attention_bias`: true is not"),
         ("Mistral4ForCausalLM", {"n_group": 2}, "`n_group`: groups of experts are not supported here"),
         ("Mistral4ForCausalLM", {"partial_rotary_factor": 0.5}, "0.5 of 24 dimensions are not the 16"),
+        ("LongcatFlashForCausalLM", {**LONGCAT, "zero_expert_num": -1}, "`zero_expert_num`: -1 is not between 0 and"),
+        ("LongcatFlashForCausalLM", {**LONGCAT, "zero_expert_type": "copy"}, '"copy" is not supported; supported: "id'),
     ],
 )
 def test_latent_attention_that_is_not_computed(

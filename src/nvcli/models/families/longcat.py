@@ -21,6 +21,8 @@ _NAMES_OF_HEAD = (
     (f"{_HEAD}layers.0.transformer_layer.mlp.", f"{LAYER}.mlp."),
     (f"{_HEAD}norm.", f"{NORM}."),
 )
+_KNOWN = {"attention_method": "MLA", "router_bias": False, "zero_expert_type": "identity", "norm_topk_prob": False}
+"""Keys with the only values that are computed."""
 _LAYOUT = CheckpointLayout(
     renamed=(
         (".mlp.experts.", f".{SHORTCUT}.experts."),
@@ -60,16 +62,16 @@ def _attention(config: ModelFile) -> LatentAttentionConfig:
 
 def _experts(config: ModelFile) -> ExpertsConfig:
     """Read the experts: those of `zero_expert_num`, which follow the others, return their input."""
-    if config.get("router_bias", bool, False):
-        raise config.error("router_bias", "true is not supported; supported: false")
-    if (kind := config.get("zero_expert_type", str, "identity")) != "identity":
-        raise config.error("zero_expert_type", f"{show(kind)} is not supported; supported: identity")
+    for key, wanted in _KNOWN.items():
+        if (found := config.get(key, type(wanted), wanted)) != wanted:
+            raise config.error(key, f"{show(found)} is not supported; supported: {show(wanted)}")
     identities = config.get("zero_expert_num", int, 0)
     routing = config.routing(
         keys=("n_routed_experts",), chosen_key="moe_topk", scale=config.positive_number("routed_scaling_factor", 1.0)
     )
-    if not 0 <= identities <= (most := MAX_EXPERTS - routing.num_experts):
-        raise config.error("zero_expert_num", f"{show(identities)} is not between 0 and {most}")
+    most = MAX_EXPERTS - routing.num_experts
+    if not 0 <= identities <= most:
+        raise config.error("zero_expert_num", f"{identities:,} is not between 0 and {most}")
     return config.experts(
         replace(routing, num_experts=routing.num_experts + identities),
         size_key="expert_ffn_hidden_size",
