@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +17,8 @@ from nvcli.errors import ConfigError, first_line
 from nvcli.job.compression import compression_of
 from nvcli.job.own_files import is_table
 
-InputFormat = Literal["jsonl", "json", "csv", "text", "parquet", "arrow"]
-"""json: one array, or a row on each line. csv: TSV as well. text: a prompt on each line."""
+InputFormat = Literal["jsonl", "json", "csv", "text", "parquet", "arrow", "pdf"]
+"""json: one array, or a row on each line. csv: TSV as well. text: a prompt on each line. pdf: a row for each page."""
 
 _INPUT_FORMATS: dict[str, InputFormat] = {
     ".jsonl": "jsonl",
@@ -29,11 +30,18 @@ _INPUT_FORMATS: dict[str, InputFormat] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".feather": "arrow",
+    ".pdf": "pdf",
 }
 """The formats of inputs by suffix; a file with another one is JSONL."""
 _ROW_SUFFIXES = ("", ".jsonl", ".ndjson", ".json")
 """The suffixes of outputs that are JSONL, before that of a compression."""
-_KINDS = {"gz": "gzip data", "zst": "zstd data", "parquet": "a Parquet table", "arrow": "an Arrow table"}
+_KINDS = {
+    "gz": "gzip data",
+    "zst": "zstd data",
+    "parquet": "a Parquet table",
+    "arrow": "an Arrow table",
+    "pdf": "a PDF file",
+}
 _UNREAD = {
     b"PK\x03\x04": "a spreadsheet or another ZIP archive, which is not read; save it as CSV, or unpack it",
     b"\xfd7zXZ\0": "xz data, which is not read; unpack it, or pack it with gzip or zstd",
@@ -42,11 +50,14 @@ _UNREAD = {
 }
 """Descriptions of files by their first bytes, and what to do with them."""
 _TABLE_KINDS = {"parquet": "Parquet", "arrow": "Arrow"}
-"""Formats that pyarrow reads, which have their own compression."""
+"""Formats that pyarrow reads."""
+_PACKED_KINDS = {**_TABLE_KINDS, "pdf": "PDF"}
+"""Formats that have their own compression."""
 _STATE_FILE, _SPLITS_FILE = "state.json", "dataset_dict.json"
 """Files in which `datasets` describes a folder that it saved."""
-_SIDE_FORMATS = ("json", "text")
-"""Formats in which folders of data also hold descriptions and licences; they count where there is nothing else."""
+_SIDE_FORMATS = ("json", "text", "pdf")
+"""Formats in which folders of data also hold descriptions, licences and what rows name; they count where there is
+nothing else."""
 
 
 def plain_name(name: str) -> str:
@@ -84,6 +95,11 @@ def check_pyarrow(what: str) -> None:
         ) from None
 
 
+def is_pdf(name: str) -> bool:
+    """Tell whether an input is a PDF file by its name."""
+    return input_format(name) == "pdf"
+
+
 def check_output_format(path: Path) -> None:
     """Raise ConfigError where the name of an output asks for a format that is not written."""
     name = plain_name(path.name)
@@ -108,14 +124,14 @@ def check_input_format(path: Path) -> None:
         raise ConfigError(f"the input {path} holds {unread}")
     table = input_format(path.name)
     compression = compression_of(path.name)
-    if table in _TABLE_KINDS and compression:
+    if table in _PACKED_KINDS and compression:
         raise ConfigError(
-            f"the input {path} is a compressed {_TABLE_KINDS[table]} file, which is not read; unpack it, as such "
-            "tables have a compression of their own"
+            f"the input {path} is a compressed {_PACKED_KINDS[table]} file, which is not read; unpack it, as such "
+            "files have a compression of their own"
         )
-    said = table if table in _TABLE_KINDS else compression
+    said = table if table in _PACKED_KINDS else compression
     found = _kind_of(start)
-    if not start or found == said:
+    if not start or found == said or (said == "pdf" and not found):  # a PDF file may begin with anything
         return
     plain = path.with_name(path.name.removesuffix(f".{said}")) if said else path
     if found:
@@ -136,13 +152,14 @@ def _kind_of(start: bytes) -> str:
         return "zst"
     if start == b"ARROW1" or start[:4] == b"\xff\xff\xff\xff":  # a file; a stream
         return "arrow"
-    return "parquet" if start[:4] == b"PAR1" else ""
+    return "parquet" if start[:4] == b"PAR1" else "pdf" if start[:5] == b"%PDF-" else ""
 
 
-def folder_files(folder: Path) -> list[Path]:
+def folder_files(folder: Path, leave_out: Callable[[list[str]], list[str]]) -> list[str]:
     """Return the data files of a folder in the order of its rows; none where there are none.
 
-    The folder is a dataset that `datasets` saved to disk, or holds files of one format.
+    The folder is a dataset that `datasets` saved to disk, or holds files of one format. `leave_out` is given all files
+    of data in it, and returns those that may be inputs.
 
     Raises ConfigError where it holds several splits or files of several formats, so that one has to be named.
     """
@@ -155,18 +172,17 @@ def folder_files(folder: Path) -> list[Path]:
                 f"the input {folder} is a dataset with a selection of its rows; make them rows of their own: "
                 "dataset.flatten_indices().save_to_disk(…)"
             )
-        return [folder / name for name in _names(state, "_data_files")]
-    by_format: dict[str, list[Path]] = {}
-    for file in sorted(folder.iterdir()):
-        format = data_format(file.name)
-        if format is not None and file.is_file() and not file.name.startswith((".", "_")):
-            by_format.setdefault(format, []).append(file)
+        return leave_out([str(folder / name) for name in _names(state, "_data_files")])
+    found = [file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith((".", "_"))]
+    by_format: dict[str, list[str]] = {}
+    for name in leave_out([str(file) for file in found if data_format(file.name) is not None]):
+        by_format.setdefault(input_format(name), []).append(name)
     formats = [format for format in by_format if format not in _SIDE_FORMATS] or list(by_format)
     if len(formats) > 1:
-        first = [str(by_format[format][0].name) for format in formats]
+        first = [Path(by_format[format][0]).name for format in formats]
         raise ConfigError(
             f"the input {folder} is a folder with files of several formats ({', '.join(first)}); name files of one, "
-            f"such as '{folder / f'*{by_format[formats[0]][0].suffix}'}'"
+            f"such as '{folder / f'*{Path(first[0]).suffix}'}'"
         )
     return by_format[formats[0]] if formats else []
 

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.core.system.file_limits import why_not_writable
@@ -20,6 +21,7 @@ from nvcli.job.file_formats import (
     check_pyarrow,
     folder_files,
     input_format,
+    is_pdf,
     pyarrow_format,
 )
 from nvcli.job.own_files import is_parquet, is_shard_output, is_sidecar, is_table, own_files
@@ -74,16 +76,20 @@ def _expand_folder(name: str, output: str | None) -> list[str]:
 
     The output and what lies beside it are left out, and so are files that would be the output of another file.
     """
+
+    def without_outputs(files: list[str]) -> list[str]:
+        outputs = [choose_output([file], None) for file in files]
+        if output is not None:
+            outputs += [choose_output([file], output) for file in files] if is_folder(output) else [output]
+        return _without_outputs(files, outputs, output)
+
     try:
-        found = list(map(str, folder_files(Path(name))))
+        found = folder_files(Path(name), without_outputs)
     except OSError as error:
         raise ConfigError(f"the input {name} cannot be read: {error.strerror}") from None
     if found and output is None:
         raise ConfigError(f"name the output with -o FILE: it cannot follow from the folder {name}")
-    outputs = [choose_output([file], None) for file in found]
-    if output is not None:
-        outputs += [choose_output([file], output) for file in found] if is_folder(output) else [output]
-    return _without_outputs(found, outputs, output) or [name]
+    return found or [name]
 
 
 def _without_outputs(files: Sequence[str], outputs: Sequence[str], output: str | None) -> list[str]:
@@ -121,8 +127,10 @@ def check_inputs(inputs: Sequence[str]) -> None:
             raise ConfigError(f"the input {name} cannot be read: no permission")
         if table := pyarrow_format(name):
             check_pyarrow(f"the input {name} is {table}")
-            if not path.is_file():
-                raise ConfigError(f"the input {name} is not a regular file, which {table} must be")
+        if is_pdf(name) and find_spec("pypdfium2") is None:
+            raise ConfigError(f"the input {name} is a PDF file, which needs pypdfium2: pip install 'nvcli[pdf]'")
+        if (table or is_pdf(name)) and not path.is_file():
+            raise ConfigError(f"the input {name} is not a regular file, which {table or 'a PDF file'} must be")
         if path.is_file():
             check_input_format(path)
     seen: set[str] = set()
@@ -206,7 +214,7 @@ def choose_output(inputs: Sequence[str], output: str | None, shard: Shard | None
         return str(path.with_suffix(f"{part}.out.parquet"))
     if format == "csv":
         return str(path.with_name(f"{Path(name).stem}{part}.out{Path(name).suffix.lower()}"))
-    stem = Path(name).stem if format == "text" else name.removesuffix(".jsonl").removesuffix(".json") or name
+    stem = Path(name).stem if format in ("text", "pdf") else name.removesuffix(".jsonl").removesuffix(".json") or name
     return str(path.with_name(f"{stem}{part}.out.jsonl"))
 
 

@@ -395,7 +395,7 @@ def test_the_images_of_two_parts_are_prepared_at_a_time(rows: Rows, monkeypatch:
     vision = load_model_config(rows.model).vision
     assert vision is not None
     images = RowImages(read_processor(rows.model, vision), IMAGE_ID, ImageFolders.of((), (str(rows.folder),)))
-    images.num_processes = 1  # so that a part has two images
+    images.processes.count = 1  # so that a part has two images
     monkeypatch.setattr(images, "_read_one", lambda image: RowError("invalid_image", "bad"))
     jobs = [
         Job(

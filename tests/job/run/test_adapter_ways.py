@@ -14,6 +14,7 @@ from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.lora_config import LoraConfig, adapter_choice
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
+from nvcli.job.input.reader import RowReader
 from nvcli.job.output.manifest import WAYS_FACT
 from nvcli.job.planning.adapter_costs import AdapterWork, choose_merged
 from nvcli.job.planning.job_time import gpu_speed
@@ -69,8 +70,7 @@ def chosen(
         engine_config(max_num_seqs=8, merged_adapters=(3,)),
         adapters,
         load_model_config(demo_path()),
-        [str(folder / "in.jsonl")],
-        lambda: RowParser({}, RowKeys(adapter=ADAPTER_KEY), adapters=NAMES),
+        lambda: RowReader([str(folder / "in.jsonl")], RowParser({}, RowKeys(adapter=ADAPTER_KEY), adapters=NAMES)),
         begun,
         limit=limit,
         can_count=can_count,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from nvcli.job.compression import compression_of
-from nvcli.job.file_formats import input_format
+from nvcli.job.file_formats import input_format, is_pdf
 from nvcli.job.images.image_parts import images_of
 from nvcli.job.job import Job, JobResult
 
@@ -21,11 +21,13 @@ _CHUNK_BYTES = 1 << 22
 
 
 def have_images(inputs: Sequence[str], first_rows: Iterable[Job | JobResult]) -> bool:
-    """Tell whether the first rows of inputs have images, or their files look so.
+    """Tell whether the first rows of inputs have images, or their files are of pages or look so.
 
     Files of text are searched, the first 256 MiB of all together. Of others, such as compressed files and tables, the
     first rows count alone.
     """
+    if any(map(is_pdf, inputs)):
+        return True
     if any(isinstance(row, Job) and row.messages is not None and images_of(row.messages) for row in first_rows):
         return True
     left = _MAX_BYTES

@@ -16,6 +16,7 @@ from nvcli.job.rows.image_values import MAX_PIXELS
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+ENCRYPTED = "the file is encrypted; save it without its password"
 _POINTS_PER_INCH = 72
 
 
@@ -90,5 +91,5 @@ def _opened(source: Path | bytes) -> Iterator[Any]:
             yield document
     except pypdfium2.PdfiumError as error:
         if "password" in str(error).lower():
-            raise Unreadable("the file is encrypted; save it without its password") from None
+            raise Unreadable(ENCRYPTED) from None
         raise Unreadable(f"cannot be read: {error}") from None

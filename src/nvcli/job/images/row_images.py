@@ -7,19 +7,15 @@ of the image's digest: prompts with other images never begin alike, and nothing 
 
 from __future__ import annotations
 
-import os
-import queue
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from hashlib import shake_128
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
-
-import msgspec
 
 from nvcli.core.messages import pack
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, PromptImage
@@ -28,25 +24,21 @@ from nvcli.errors import CapacityError, RowError
 from nvcli.job.images.all_pages import AllPages
 from nvcli.job.images.image_fetch import refused
 from nvcli.job.images.image_parts import images_of, images_of_row
-from nvcli.job.images.image_process import PageCount, Prepared, Question
+from nvcli.job.images.image_process import PageCount, Question
+from nvcli.job.images.image_processes import AHEAD, ImageProcesses
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.pdf_page import PdfPage
 from nvcli.job.images.pixel_memory import PixelMemory, Pixels
+from nvcli.job.input.pdf_source import PdfFile
 from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.conversation import DETAIL, IMAGE
-from nvcli.job.rows.pdf_part import DPI, PAGE
-from nvcli.job.text.guarded_process import GuardedProcess, NoAnswer
+from nvcli.job.rows.pdf_part import DPI, FILE, PAGE
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.image_size import AreaRule
 from nvcli.models.vision.vision_config import ImageText
 
-_MAX_SECONDS = 30.0
-"""Seconds for one image."""
-_MAX_PROCESSES = 16
 LOW_DETAIL_PIXELS = 512 * 512
 """The most pixels of an image of low `detail`, as OpenAI's models get it."""
-_AHEAD = 2
-"""Images of a batch of rows for each process."""
 _SIGN, _LARGEST = 1 << 31, (1 << 30) - 1
 _DIGEST_TOKENS = 64
 """Tokens whose numbers say which image it is; with the number of tokens they are as good as its digest."""
@@ -87,19 +79,8 @@ class RowImages:
         """`token_id` stands for an image in rendered conversations, once it is written as `text` says; None: chat
         templates write it."""
         self._processor, self._token_id, self._folders, self._text = processor, token_id, folders, text
-        self.num_processes = max(1, min(_MAX_PROCESSES, len(os.sched_getaffinity(0))))
-        # Threads also wait for servers.
-        self._threads = ThreadPoolExecutor(_AHEAD * self.num_processes, thread_name_prefix="nvcli-images")
-        self._idle: queue.LifoQueue[GuardedProcess] = queue.LifoQueue()
-        self._processes = [
-            GuardedProcess(
-                "nvcli.job.images.image_process:main", None, name=f"image process {number}", max_seconds=_MAX_SECONDS
-            )
-            for number in range(self.num_processes)
-        ]
-        for process in reversed(self._processes):
-            self._idle.put(process)  # the first one is taken first, so that few images start few processes
-        self._pages = AllPages(self._count_pages, self._threads)
+        self.processes = ImageProcesses()
+        self._pages = AllPages(self._count_pages, self.processes.threads)
         self._memory = PixelMemory()
         self._known: WeakValueDictionary[Any, Pixels] = WeakValueDictionary()
         """Pixels that some row still holds, by what was read."""
@@ -113,7 +94,7 @@ class RowImages:
         for row in self._pages.with_all_pages(rows):
             parts[-1].append(row)
             num_images += len(images_of_row(row))
-            if num_images >= _AHEAD * self.num_processes:
+            if num_images >= AHEAD * self.processes.count:
                 parts.append([])
                 num_images = 0
         for part, following in zip_longest(parts, parts[1:], fillvalue=()):
@@ -128,7 +109,7 @@ class RowImages:
         """Begin to prepare the images of a row, those that are not begun."""
         for image in images[:MAX_PROMPT_IMAGES]:
             if id(image) not in self._begun:
-                self._begun[id(image)] = image, self._threads.submit(self._read_one, image)
+                self._begun[id(image)] = image, self.processes.threads.submit(self._read_one, image)
 
     def _drop(self, images: Sequence[dict[str, Any]]) -> None:
         for image in images:
@@ -205,28 +186,31 @@ class RowImages:
         return [*expanded, *ids[start:]], PromptImages(images, tuple(pixels), self._token_id)
 
     def _read_one(self, part: dict[str, Any]) -> Pixels | RowError:
-        source = part[IMAGE]
+        """Prepare an image. Raises CapacityError and WorkerError, and InputChanged for a page of a changed input."""
+        source, page = part[IMAGE], PdfPage(part[PAGE], part[DPI]) if PAGE in part else None
+        file: PdfFile | None = part.get(FILE)
         try:
-            found = self._folders.find(source)
+            found = self._folders.find(source) if file is None else Path(file.name)
             processor = limited(self._processor, part)
-            identity = _identity(found)
+            known = (_identity(found), page, processor)
+            if (pixels := self._known.get(known)) is not None:
+                return pixels
+            size = 3 * processor.rule.most_pixels
+            offset = self._memory.reserve(size)
+            prepared = self.processes.ask(Question(found, processor, self._memory.path, offset, page))
         except RowError as error:
             return error
         except OSError as error:  # the file is gone since it was found
             return refused(source, f"cannot be read: {error.strerror}")
-        page = PdfPage(part[PAGE], part[DPI]) if PAGE in part else None
-        known = (identity, page, processor)
-        if (pixels := self._known.get(known)) is not None:
-            return pixels
-        size = 3 * processor.rule.most_pixels
-        offset = self._memory.reserve(size)
-        prepared = self._ask(Question(found, processor, self._memory.path, offset, page))
-        if isinstance(prepared, RowError) or prepared.problem:
+        finally:
+            if file is not None:
+                file.check_unchanged()
+        if prepared.problem:
             self._memory.free(offset, size)  # where the process may have written before it was ended
-        if isinstance(prepared, RowError):
-            return prepared
         if prepared.has_no_memory:
             raise CapacityError(f"the image {show(shorten(source))}: {prepared.problem}")
+        if prepared.problem and file is not None:
+            return RowError("invalid_image", prepared.problem)
         if prepared.problem:
             return refused(source, prepared.problem if page is None else f"page {page.number}: {prepared.problem}")
         pixels = Pixels(self._memory, offset, prepared.height, prepared.width, prepared.key, prepared.tile)
@@ -235,32 +219,15 @@ class RowImages:
 
     def _count_pages(self, source: str) -> int | RowError:
         try:
-            counted = self._ask(PageCount(self._folders.find(source)))
+            counted = self.processes.ask(PageCount(self._folders.find(source)))
         except RowError as error:
             return error
-        if isinstance(counted, RowError):
-            return counted
         return refused(source, counted.problem) if counted.problem else counted.num_pages
-
-    def _ask(self, question: Question | PageCount) -> Prepared | RowError:
-        """Ask an idle process; one that is ended instead of answering is a problem of the image, or the run's end."""
-        process = self._idle.get()
-        try:
-            answer = process.ask(question)
-        finally:
-            self._idle.put(process)
-        if not isinstance(answer, NoAnswer):
-            return msgspec.msgpack.decode(answer, type=Prepared)
-        if not answer.reason:
-            return RowError("aborted", "the run ends")
-        return Prepared(problem=f"its process {answer.reason}")
 
     def close(self) -> None:
         """End the processes, even while they work. Pixels that rows hold stay. Idempotent."""
         self._folders.fetcher.close()
-        for process in self._processes:
-            process.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.processes.close()
 
 
 def _other_count(found: int, num_images: int) -> RowError:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvcli.errors import ConfigError
+from nvcli.job.file_formats import is_pdf
 from nvcli.job.job import Job, JobResult, RowForm
 from nvcli.job.line_splitter import DroppedLine
 from nvcli.job.rows.native_row import RowKeys
@@ -130,7 +131,10 @@ def wrong_columns(name: str, rows: Sequence[JobResult], keys: RowKeys, rules: Pr
     columns = list(dict.fromkeys(column for row in rows for column in row.context.extra))
     which = "its only row has no prompt" if len(rows) == 1 else f"none of its first {len(rows)} rows has a prompt"
     there = f"its columns are {shown_columns(columns)}" if columns else "it has no columns beside `id` and `sampling`"
-    if rules.has_template:
+    if is_pdf(name):
+        read = "a PDF file has none"
+        way_out = "say what to do with each page: --prompt-template 'Transcribe this page.'"
+    elif rules.has_template:
         read = f"the template reads {shown_columns(sorted(rules.columns))}"
         way_out = "name columns of the input in the template"
     else:

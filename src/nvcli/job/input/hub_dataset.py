@@ -31,7 +31,7 @@ _PARQUET_BRANCH = "refs/convert/parquet"
 _SHARD = re.compile(r"(?P<split>.+?)-\d+-of-\d+(-[0-9a-f]+)?")
 _DEFAULT = "default"
 """The name of the only configuration of most datasets."""
-_PREFERRED = ("parquet", "arrow", "jsonl", "csv", "json", "text")
+_PREFERRED = ("parquet", "arrow", "jsonl", "csv", "json", "text", "pdf")
 """Formats in order of preference, for a split that comes in several."""
 
 

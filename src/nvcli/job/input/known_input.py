@@ -79,6 +79,15 @@ class KnownInput:
             "input as it was: put it back, and the same command continues; or use the new contents with --update"
         )
 
+    def check_state(self) -> None:
+        """Raise InputChanged if the file may have other bytes, or another one has taken its place."""
+        try:
+            is_same = FileState.of(self.name) == self.state
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise self.changed("another program wrote to it, removed it, or put another file in its place")
+
     def is_described_by(self, file: str) -> bool:
         """Tell whether a file has the same size and digest."""
         try:

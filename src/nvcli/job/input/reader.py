@@ -8,7 +8,7 @@ out.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from nvcli.job.files import STREAM
 from nvcli.job.input.column_check import MAX_HELD_ROWS, ColumnsError, ReadRow, judged, refusal
 from nvcli.job.input.known_input import KnownInput
 from nvcli.job.input.line_source import DamagedInput, LineSource, Source, TextSource
+from nvcli.job.input.pdf_source import PdfFile, PdfSource
 from nvcli.job.job import Job, JobId, JobResult
 from nvcli.job.line_splitter import BlankLines
 from nvcli.job.row_set import AnsweredRows
@@ -83,12 +84,14 @@ class RowReader:
         check_columns: bool = False,
         shard: Shard = WHOLE,
         digests: RowDigests | None = None,
+        pdfs: Mapping[str, PdfFile] | None = None,
     ) -> None:
         """Read at most `limit` rows. Rows that are `answered` are passed over; they count as read.
 
         So are rows that are not of the `shard`. `known` are inputs that must be what they were when the job began. With
         `check_columns`, an input whose first rows all lack a prompt is an error, and its rows are not given out.
-        `digests` takes the digests of rows, of all shards, before they are given out.
+        `digests` takes the digests of rows, of all shards, before they are given out. `pdfs` are the inputs that are
+        PDF files, by name.
         """
         self._inputs = list(inputs)
         self._parser = parser
@@ -96,6 +99,7 @@ class RowReader:
         self._answered = answered or AnsweredRows()
         self._known = {each.name: each for each in known}
         self._digests = digests
+        self._pdfs = pdfs or {}
         self._check_columns = check_columns
         self._looks_for_faults = False
         self._shard = shard
@@ -217,7 +221,7 @@ class RowReader:
 
     def _lines(self, name: str) -> Iterator[Row | None]:
         """Yield the lines of one input that are rows, and None before a read that may have to wait."""
-        source = self._source = _open_source(name, self._known.get(name), self._parser.has_prompt)
+        source = self._source = self._open_source(name)
         self._line_number = 0
         is_empty = True
         for line in source.lines():
@@ -238,6 +242,28 @@ class RowReader:
             self._parser.warnings.add_empty(_label(name))
         self._bytes_before += source.bytes_read
         self._source = None
+
+    def _open_source(self, name: str) -> Source:
+        known = self._known.get(name)
+        match "jsonl" if name == STREAM else input_format(name):
+            case "jsonl":
+                return LineSource(name, known)
+            case "json":
+                from nvcli.job.input.json_source import JsonSource
+
+                return JsonSource(name, known, has_prompt=self._parser.has_prompt)
+            case "csv":
+                from nvcli.job.input.csv_source import CsvSource
+
+                return CsvSource(name, known)
+            case "text":
+                return TextSource(name, known)
+            case "pdf":
+                return PdfSource(self._pdfs[name], known)
+            case "parquet" | "arrow" as kind:
+                from nvcli.job.input.table_source import ArrowSource, ParquetSource
+
+                return ParquetSource(name, known) if kind == "parquet" else ArrowSource(name, known)
 
     def _broken_off(self, name: str, error: Exception, way_out: str) -> ConfigError:
         """Return the error of an input that could only be read in part."""
@@ -289,17 +315,24 @@ class RowReader:
 
 
 def check_first_rows(
-    inputs: Sequence[str], make_parser: Callable[[], RowParser], *, limit: int | None = None
+    inputs: Sequence[str],
+    make_parser: Callable[[], RowParser],
+    *,
+    limit: int | None = None,
+    pdfs: Mapping[str, PdfFile] | None = None,
 ) -> list[Job | JobResult]:
     """Read the first rows of each input and return them. Raises ColumnsError if those of an input are all at fault.
 
-    Other trouble is left to whoever reads the input. `limit` is the number of rows that are wanted of each.
+    Other trouble is left to whoever reads the input. `limit` is the number of rows that are wanted of each, and
+    `pdfs` are those of `RowReader`.
     """
     rows: list[Job | JobResult] = []
     for name in inputs:
         with (
             contextlib.suppress(StopIteration, InputChanged),
-            contextlib.closing(RowReader([name], make_parser(), limit=limit, check_columns=True).batches()) as batches,
+            contextlib.closing(
+                RowReader([name], make_parser(), limit=limit, check_columns=True, pdfs=pdfs).batches()
+            ) as batches,
         ):
             try:
                 rows += next(batches)
@@ -308,26 +341,6 @@ def check_first_rows(
             except ConfigError:
                 continue
     return rows
-
-
-def _open_source(name: str, known: KnownInput | None, has_prompt: Callable[[Collection[str]], bool]) -> Source:
-    match "jsonl" if name == STREAM else input_format(name):
-        case "jsonl":
-            return LineSource(name, known)
-        case "json":
-            from nvcli.job.input.json_source import JsonSource
-
-            return JsonSource(name, known, has_prompt=has_prompt)
-        case "csv":
-            from nvcli.job.input.csv_source import CsvSource
-
-            return CsvSource(name, known)
-        case "text":
-            return TextSource(name, known)
-        case "parquet" | "arrow" as kind:
-            from nvcli.job.input.table_source import ArrowSource, ParquetSource
-
-            return ParquetSource(name, known) if kind == "parquet" else ArrowSource(name, known)
 
 
 def _label(name: str) -> str:

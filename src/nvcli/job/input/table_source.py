@@ -19,7 +19,6 @@ from pyarrow import types
 
 from nvcli.core.validation import shorten
 from nvcli.errors import ConfigError, NvcliError, RowError, first_line
-from nvcli.job.file_state import FileState
 from nvcli.job.input.line_source import Source
 from nvcli.job.line_splitter import MAX_LINE_BYTES, too_long
 from nvcli.job.rows.parser import Row
@@ -99,14 +98,8 @@ class TableSource(Source):
         return ConfigError(f"{self.name}: cannot be read as {self.kind}: {why}; replace it with an intact file")
 
     def _check(self) -> None:
-        if self.known is None:
-            return
-        try:
-            is_same = FileState.of(self.name) == self.known.state
-        except OSError:
-            is_same = False
-        if not is_same:
-            raise self.known.changed("another program wrote to it, removed it, or put another file in its place")
+        if self.known is not None:
+            self.known.check_state()
 
 
 class ParquetSource(TableSource):

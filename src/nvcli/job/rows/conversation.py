@@ -153,9 +153,9 @@ def _read_image(part: dict[str, Any], name: str) -> dict[str, Any]:
     return {"type": IMAGE, IMAGE: value, DETAIL: detail, **limits}
 
 
-def with_images(messages: list[dict[str, Any]], images: Any, key: str) -> list[dict[str, Any]]:
-    """Return messages with images before the text of the last user message. `images` is what a row has under `key`: the
-    name of an image, or a list of names, which may be JSON text. Raises InvalidValue."""
+def image_parts(images: Any, key: str) -> list[dict[str, Any]]:
+    """Return what a row has under `key` as parts: the name of an image, or a list of names, which may be JSON text.
+    Raises InvalidValue."""
     with suppress(msgspec.DecodeError):  # a path may begin with a bracket
         images = decode_list(images)
     names = [
@@ -167,13 +167,19 @@ def with_images(messages: list[dict[str, Any]], images: Any, key: str) -> list[d
             (key,),
             f"`{key}` is {show(images)}; allowed: the path of an image, its bytes in a table, or a list of these",
         )
+    return [{"type": IMAGE, IMAGE: name} for name in names]
+
+
+def with_images(messages: list[dict[str, Any]], images: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with parts that are images before the text of the last user message. Raises RowError."""
     at = next((n for n, message in reversed([*enumerate(messages)]) if message["role"] == "user"), None)
     if at is None:
-        raise InvalidValue((key,), f"`{key}` is given, and no message of the row is the user's; add one")
+        raise RowError(
+            "invalid_value", "the row has images, and none of its messages is the user's, where they belong; add one"
+        )
     content = messages[at].get("content") or ""
     text = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    parts = [*({"type": IMAGE, IMAGE: name} for name in names), *text]
-    return [*messages[:at], {**messages[at], "content": parts}, *messages[at + 1 :]]
+    return [*messages[:at], {**messages[at], "content": [*images, *text]}, *messages[at + 1 :]]
 
 
 def _with_object(call: Any, name: str) -> Any:

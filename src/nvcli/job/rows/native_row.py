@@ -15,7 +15,7 @@ from nvcli.core.sampling_params import MAX_INT, SamplingParams
 from nvcli.core.validation import InvalidValue, convert, show
 from nvcli.errors import RowError
 from nvcli.job.job import Job, JobId, PromptTask, RowContext
-from nvcli.job.rows.conversation import check_messages, conversation_options, with_images
+from nvcli.job.rows.conversation import check_messages, conversation_options, image_parts, with_images
 from nvcli.job.rows.prompt_rules import PromptKind, PromptRules
 from nvcli.job.rows.raw_values import decode, decode_list, is_null
 
@@ -114,14 +114,18 @@ def native_job(
     *,
     task: PromptTask | None,
     becomes_message: bool,
+    image: dict[str, Any] | None = None,
 ) -> Job:
     """Make the job of a row. `columns` are all values of the row as they were read, for the job's template, `kind` is
-    that of its prompt, and `becomes_message` says whether a text of this kind becomes a conversation."""
+    that of its prompt, `becomes_message` says whether a text of this kind becomes a conversation, and `image` is the
+    part of a row that is an image itself."""
     variables = row.get(keys.chat_template_kwargs)
     prompt = row.get(keys.prompt)
-    images = None if keys.image is None else row.get(keys.image)
+    images = [] if image is None else [image]
+    if keys.image is not None and (given_images := row.get(keys.image)) is not None:
+        images += image_parts(given_images, keys.image)
     if (
-        images is None
+        not images
         and isinstance(prompt, str)
         and keys.messages not in row
         and keys.prompt_token_ids not in row
@@ -130,12 +134,12 @@ def native_job(
     ):
         return Job(context=context, prompt=prompt, sampling=sampling, task=task)  # most rows
     given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
-    if (becomes_message or images is not None) and "prompt" in given:
+    if (becomes_message or images) and "prompt" in given:
         given = {"messages": rules.conversation(given["prompt"])}
-    if images is not None:
+    if images:
         if "messages" not in given:
             raise RowError("conflicting_prompts", f"`{keys.image}` is given beside token ids; leave one of the two out")
-        given["messages"] = with_images(given["messages"], images, str(keys.image))
+        given["messages"] = with_images(given["messages"], images)
     if "messages" in given:
         given["chat_template_kwargs"] = rules.variables(variables, under=(keys.chat_template_kwargs,))
         given |= conversation_options(row)

@@ -45,9 +45,21 @@ class Cells(dict[str, str]):
     """The cells of one row by the names of their columns, without the empty ones."""
 
 
-Row = Line | str | dict[str, Any] | Cells | RowError
-"""A row as read: a line of JSON, a line of text, the values of a table's row, the cells of a CSV record, or the error
-of a row that cannot be read."""
+class PageRow(dict[str, Any]):
+    """A page of a PDF file: its columns, and its image."""
+
+    def __init__(
+        self, columns: dict[str, Any], key: str, *, image: dict[str, Any] | None = None, problem: RowError | None = None
+    ) -> None:
+        """`image` is a part as `job.rows.conversation` reads them, or there is a `problem`. `key` tells whether it is
+        the page of an earlier run, whose file has the same bytes."""
+        super().__init__(columns)
+        self.key, self.image, self.problem = key, image, problem
+
+
+Row = Line | str | dict[str, Any] | Cells | PageRow | RowError
+"""A row as read: a line of JSON, a line of text, the values of a table's row, the cells of a CSV record, a page of a
+PDF file, or the error of a row that cannot be read."""
 
 _SHOWN_BYTES = 60
 """Bytes of a line that messages show."""
@@ -156,7 +168,11 @@ class RowParser:
                 context.id, context.is_named = row_id, False
                 if not self._seen.add(row_id):
                     raise _repeated(row_id, is_native)
-            return self._job(context, given, values, kind, is_native, warnings, defaults)
+            page = row if isinstance(row, PageRow) else None
+            if page is not None and page.problem is not None:
+                raise page.problem
+            image = None if page is None else page.image
+            return self._job(context, given, values, kind, is_native, warnings, defaults, image)
         except (RowError, InvalidValue) as error:
             if not context.id and context.is_named:
                 context.id = self._seen.name(index)
@@ -171,8 +187,10 @@ class RowParser:
         is_native: bool,
         warnings: RowWarnings,
         defaults: RowDefaults,
+        image: dict[str, Any] | None,
     ) -> Job:
-        """Make the job of a row. `values` are those of nvcli's own keys. Raises RowError and InvalidValue."""
+        """Make the job of a row. `values` are those of nvcli's own keys, and `image` is the row's own image beside
+        them. Raises RowError and InvalidValue."""
         task, rules = self._task, self.rules
         if is_native:
             key = self.keys.sampling
@@ -187,6 +205,7 @@ class RowParser:
                 sampling,
                 task=None if task is None else task.task_of(values, given),
                 becomes_message=kind in rules.chat,
+                image=image,
             )
         elif task is not None:
             job = task.openai_job(values, context)
@@ -197,7 +216,7 @@ class RowParser:
         if self._adapters:
             default = None if self.keys.adapter in given else defaults.adapter  # null says that there is none
             job = self._with_adapter(job, values, default, is_native=is_native)
-        if kind is not None:
+        if kind is not None and image is None and self.keys.image not in values:  # else it is a message anyway
             self.kinds.add(kind)
         if job.messages is None:
             if rules.is_for_conversations:

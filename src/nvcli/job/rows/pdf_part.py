@@ -12,10 +12,12 @@ PDF = "pdf"
 """The type of such a part."""
 PAGE, DPI = "page", "dpi"
 """The number of a page, from 1, and its resolution in dots an inch, beside the name of the file."""
+FILE = "file"
+"""Beside a page of an input that is a PDF file itself: that file (`job.input.pdf_source.PdfFile`)."""
 FIRST_PAGE = "first_page"
 """In place of `PAGE`: all pages from this one, as many as the file has."""
 _NAMING_KEYS = ("path", PDF, "url")
-_DPI, _MOST_DPI = 200, 1200
+DEFAULT_DPI, _MOST_DPI = 200, 1200
 _MOST_PAGES = 1_000_000
 _FORM = '{"type": "pdf", "path": PATH, "pages": "1-3"}'
 _PAGES_FORM = 'pages from 1, such as "2", "1-3,7" or "5-" for the fifth and all after it'
@@ -29,7 +31,7 @@ def pdf_pages(part: dict[str, Any], name: str) -> tuple[str, list[dict[str, Any]
     file = next((part[key] for key in _NAMING_KEYS if part.get(key) is not None), None)
     if not isinstance(file, str) or not file:
         raise InvalidValue((), f"`{name}` is {show(part)}; allowed: {_FORM}")
-    dpi = part.get(DPI, _DPI)
+    dpi = part.get(DPI, DEFAULT_DPI)
     if not isinstance(dpi, int) or isinstance(dpi, bool) or not 1 <= dpi <= _MOST_DPI:
         raise InvalidValue((), f"`{name}.{DPI}` is {show(dpi)}; allowed: 1 to {_MOST_DPI}")
     return file, [{**page, DPI: dpi} for page in _pages(part.get("pages"), f"{name}.pages")]

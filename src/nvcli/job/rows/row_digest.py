@@ -16,7 +16,7 @@ from nvcli.errors import RowError
 from nvcli.job.job import JobId
 from nvcli.job.line_splitter import DroppedLine
 from nvcli.job.row_set import RowSet
-from nvcli.job.rows.parser import Row
+from nvcli.job.rows.parser import PageRow, Row
 
 DIGEST_BYTES = 16
 _CONTENT_BYTES = 10
@@ -34,6 +34,8 @@ def row_digest(row: Row, own_id: JobId | None) -> bytes:
         data = row.encode()
     elif isinstance(row, DroppedLine):
         data = b"%d" % row.num_bytes
+    elif isinstance(row, PageRow):
+        data = row.key.encode(errors="surrogateescape")
     elif isinstance(row, RowError):
         data = f"{row.type}: {row.message}".encode()
     else:

@@ -25,7 +25,6 @@ from nvcli.job.job import Job
 from nvcli.job.output.manifest import WAYS_FACT
 from nvcli.job.planning.adapter_costs import AdapterWork, choose_merged
 from nvcli.job.planning.job_time import GpuSpeed, gpu_speed
-from nvcli.job.rows.parser import RowParser
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.adapters.row_adapters import check_row_adapter
 from nvcli.models.config import ModelConfig
@@ -81,15 +80,14 @@ def choose_ways(
     config: EngineConfig,
     adapters: Mapping[str, Adapter],
     model: ModelConfig,
-    inputs: Sequence[str],
-    make_parser: Callable[[], RowParser],
+    make_reader: Callable[[], RowReader],
     begun: Mapping[str, Any] | None,
     *,
     limit: int | None,
     can_count: bool,
 ) -> tuple[int, ...]:
     """Return `EngineConfig.merged_adapters` of a job. `begun` holds the facts of its output, which goes on as it was
-    begun; None: it has none. `can_count`: whether the inputs can be read twice."""
+    begun; None: it has none. `can_count`: whether the inputs can be read twice, by `make_reader`."""
     choice = adapter_choice(run.lora)
     if not adapters or choice.mode != "auto":
         return config.merged_adapters
@@ -100,7 +98,7 @@ def choose_ways(
         return tuple(sorted({*kept, *config.merged_adapters}))
     if run.job.order == "input" or not run.job.plan or not can_count:
         return config.merged_adapters  # rows come in an order of their own
-    work = _count(inputs, make_parser(), len(adapters), limit=limit, has_answers=run.task == "generate")
+    work = _count(make_reader(), len(adapters), limit=limit, has_answers=run.task == "generate")
     return choose_by_cost(work, config, list(adapters.values()), model, ways)
 
 
@@ -129,9 +127,7 @@ def describe_ways(run: RunConfig, config: EngineConfig) -> list[str]:
     return [f"rows of {list_some(merged, 3)} run adapter by adapter, each merged into the weights in its turn{beside}"]
 
 
-def _count(
-    inputs: Sequence[str], parser: RowParser, num_adapters: int, *, limit: int | None, has_answers: bool
-) -> dict[int, AdapterWork]:
+def _count(reader: RowReader, num_adapters: int, *, limit: int | None, has_answers: bool) -> dict[int, AdapterWork]:
     """Count the requests of each adapter among the first rows. If there are more rows, each adapter has its share of
     the counted ones at least."""
     most = _MOST_ROWS if limit is None else min(limit, _MOST_ROWS)
@@ -139,7 +135,7 @@ def _count(
     tokens: Counter[int] = Counter()
     num_rows = 0
     try:
-        for rows in RowReader(inputs, parser).batches():
+        for rows in reader.batches():
             for row in rows:
                 if isinstance(row, Job) and num_rows < most:
                     requests[row.adapter] += row.sampling.num_samples

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.core.config import RunConfig
 from nvcli.errors import ConfigError, RowError
+from nvcli.job.file_formats import is_pdf
 from nvcli.job.images.row_images import limited
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
@@ -28,7 +30,7 @@ def with_tower(run: RunConfig, model_path: Path, model: ModelConfig) -> ModelCon
 def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str | None:
     """Return why a run reads no images, as the second half of a sentence; None: it reads them."""
     if model.vision is None:
-        return f"this model ({model.architecture}) is read as one of text alone"
+        return f"this model ({model.architecture}) is read as one of text alone; take one that reads images"
     if run.images == "never":
         return "`images` is never"
     deep, stages = len(model.vision.deepstack_layers), run.pipeline_parallel_size
@@ -46,6 +48,13 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
     if not has_processor(model_path):
         return f"{model_path} has no {PROCESSOR_FILES[1]}; copy it from the model's files"
     return None
+
+
+def check_reads_pdfs(run: RunConfig, model_path: Path, model: ModelConfig, inputs: Sequence[str]) -> None:
+    """Raise ConfigError if one of the inputs is a PDF file, and the run reads no images."""
+    name = next(filter(is_pdf, inputs), None)
+    if name is not None and (why_not := why_no_images(run, model_path, model)) is not None:
+        raise ConfigError(f"the input {name} is a PDF file, whose pages are images, and {why_not}")
 
 
 def image_processor(run: RunConfig, model_path: Path, vision: VisionConfig) -> ImageProcessor:

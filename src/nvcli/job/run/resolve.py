@@ -25,13 +25,16 @@ from nvcli.core.validation import shorten
 from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM, check_inputs, check_output, choose_output, expand_inputs
 from nvcli.job.images.image_source import ImageFolders
+from nvcli.job.images.pdf_files import PdfFiles, count_pages_of_inputs
 from nvcli.job.images.row_images import RowImages
 from nvcli.job.input.fetch import fetch_inputs
 from nvcli.job.input.known_input import KnownInput, is_repeatable, know_inputs
+from nvcli.job.input.pdf_source import PdfFile
 from nvcli.job.input.reader import RowDigests, RowReader
 from nvcli.job.job import JobResult
 from nvcli.job.output.manifest import Manifest, load_manifest
 from nvcli.job.row_set import AnsweredRows
+from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.prompt_rules import PromptKind, TextKinds, describe_kind
 from nvcli.job.rows.row_digest import InputRows
 from nvcli.job.rows.row_warnings import RowWarnings
@@ -40,7 +43,7 @@ from nvcli.job.run.chat_choice import ChatChoice, keep_choice
 from nvcli.job.run.default_sampling import check_default_sampling
 from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
 from nvcli.job.run.feeder import Feeder, RowSource, portions
-from nvcli.job.run.image_settings import image_processor, why_no_images
+from nvcli.job.run.image_settings import check_reads_pdfs, image_processor, why_no_images
 from nvcli.job.run.job_facts import job_facts
 from nvcli.job.run.row_needs import RowNeeds, needs_of_rows
 from nvcli.job.run.row_settings import RowSettings, read_row_settings
@@ -163,6 +166,8 @@ class ResolvedJob(ResolvedModel):
     """Whether the inputs can be read again, so that another run may continue the output."""
     known_inputs: tuple[KnownInput, ...]
     """The inputs as they were when the job was resolved; empty if one of them cannot be read again."""
+    pdfs: Mapping[str, PdfFile]
+    """The inputs that are PDF files, by name."""
     manifest: Manifest
     """Everything the answers depend on, to be kept beside the output."""
     notes: tuple[str, ...] = ()
@@ -203,6 +208,7 @@ class ResolvedJob(ResolvedModel):
             check_columns=self.run.job.check_columns,
             shard=self.shard or WHOLE,
             digests=digests,
+            pdfs=self.pdfs,
         )
 
     def identify_rows(self) -> InputRows:
@@ -239,20 +245,20 @@ def resolve_job(
     check_output(names, output)
     names = fetch_inputs(names)
     settings = _find_model(run, weights=weights, setter_of=setter_of)
+    pdfs = _pdf_files(settings, names)
     can_continue = is_repeatable(names)
     begun = None if overwrite or not can_continue else _facts_of(output)
-    chat = _chat_choice(settings, names, begun, setter_of)
+    chat = _chat_choice(settings, partial(RowReader, names, pdfs=pdfs), begun, setter_of)
     needs = RowNeeds()
     if can_continue and run.job.check_columns:
-        needs = needs_of_rows(settings, chat.kinds, names, limit=limit)
+        needs = needs_of_rows(settings, chat.kinds, names, limit=limit, pdfs=pdfs)
     resolved = _with_engines(settings, needs, found_device=found_device, gpus=gpus, setter_of=setter_of)
     merged_adapters = choose_ways(
         run,
         resolved.config,
         resolved.row_adapters,
         resolved.model,
-        names,
-        partial(resolved.make_parser, chat.kinds),
+        lambda: RowReader(names, resolved.make_parser(chat.kinds), pdfs=pdfs),
         begun,
         limit=limit,
         can_count=can_continue,
@@ -274,7 +280,7 @@ def resolve_job(
             task=resolved.task,
             chat=chat.fact,
         ),
-        inputs=[(known.name, known.description) for known in known_inputs],
+        inputs=[_described(known, pdfs.get(known.name)) for known in known_inputs],
     )
     return ResolvedJob(
         **(_values(resolved) | {"config": config}),
@@ -285,10 +291,22 @@ def resolve_job(
         shard=shard,
         can_continue=can_continue,
         known_inputs=known_inputs,
+        pdfs=pdfs,
         manifest=manifest,
         notes=() if chat.note is None else (chat.note,),
         first_kinds=needs.kinds,
     )
+
+
+def _pdf_files(settings: RowSettings, inputs: Sequence[str]) -> PdfFiles:
+    """Return the inputs that are PDF files. Raises ConfigError if the run cannot read them."""
+    check_reads_pdfs(settings.run, settings.model_path, settings.model, inputs)
+    return count_pages_of_inputs(inputs)
+
+
+def _described(known: KnownInput, pdf: PdfFile | None) -> tuple[str, str]:
+    """Return the name and the description of an input, as a manifest has them."""
+    return known.name, known.description if pdf is None else f"{known.description}, {pdf.description}"
 
 
 def _facts_of(output: str) -> Mapping[str, Any] | None:
@@ -301,13 +319,17 @@ def _facts_of(output: str) -> Mapping[str, Any] | None:
 
 
 def _chat_choice(
-    settings: RowSettings, inputs: Sequence[str], begun: Mapping[str, Any] | None, setter_of: SetterOf
+    settings: RowSettings,
+    make_reader: Callable[[RowParser], RowReader],
+    begun: Mapping[str, Any] | None,
+    setter_of: SetterOf,
 ) -> ChatChoice:
-    """Return which texts of the inputs become messages. Raises ConfigError. `begun` holds the output's facts."""
+    """Return which texts of the inputs become messages. Raises ConfigError. `begun` holds the output's facts, and
+    `make_reader` makes a reader of the inputs."""
 
     def has_rows(kinds: TextKinds) -> bool:
         parser = settings.make_parser(frozenset())
-        return any(not kinds.isdisjoint(parser.kinds) for _ in RowReader(inputs, parser).batches())
+        return any(not kinds.isdisjoint(parser.kinds) for _ in make_reader(parser).batches())
 
     is_task = settings.task is not None
     return keep_choice(

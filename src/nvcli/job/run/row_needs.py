@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nvcli.job.images.image_rows import have_images
+from nvcli.job.input.pdf_source import PdfFile
 from nvcli.job.input.reader import check_first_rows
 from nvcli.job.job import Job
 from nvcli.job.rows.prompt_rules import PromptKind, TextKinds
@@ -25,12 +26,19 @@ class RowNeeds:
     """Whether rows want structured answers, whose grammars are then prepared early."""
 
 
-def needs_of_rows(settings: RowSettings, chat: TextKinds, inputs: Sequence[str], *, limit: int | None) -> RowNeeds:
+def needs_of_rows(
+    settings: RowSettings,
+    chat: TextKinds,
+    inputs: Sequence[str],
+    *,
+    limit: int | None,
+    pdfs: Mapping[str, PdfFile],
+) -> RowNeeds:
     """Look at the first rows of inputs that can be read twice. Raises ConfigError if their columns are not those of a
-    job."""
+    job. `pdfs` are those of `RowReader`."""
     sampled = inputs if limit is None else inputs[:1]
     parsers = [settings.make_parser(chat) for _ in sampled]
-    rows = check_first_rows(sampled, iter(parsers).__next__, limit=limit)
+    rows = check_first_rows(sampled, iter(parsers).__next__, limit=limit, pdfs=pdfs)
     run = settings.run
     reads_images = run.images == "auto" and why_no_images(run, settings.model_path, settings.model) is None
     return RowNeeds(

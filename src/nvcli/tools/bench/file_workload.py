@@ -11,9 +11,11 @@ import msgspec
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM, check_inputs, expand_inputs
+from nvcli.job.images.pdf_files import count_pages_of_inputs
 from nvcli.job.input.fetch import fetch_inputs
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import JobResult
+from nvcli.job.run.image_settings import check_reads_pdfs
 from nvcli.job.run.open_rows import OpenRow
 from nvcli.job.run.resolve import ResolvedModel
 from nvcli.job.text.prepare import PreparedRow
@@ -31,9 +33,11 @@ def prepared_rows(
     inputs = expand_inputs([input_file], STREAM)
     check_inputs(inputs)
     inputs = fetch_inputs(inputs)
+    check_reads_pdfs(model.run, model.model_path, model.model, inputs)
     check_tokenizer_files(model.model_path)
     parser = model.make_parser(model.choose_chat(is_task=False))
-    reader = RowReader(inputs, parser, limit=limit, check_columns=model.run.job.check_columns)
+    pdfs = count_pages_of_inputs(inputs)
+    reader = RowReader(inputs, parser, limit=limit, check_columns=model.run.job.check_columns, pdfs=pdfs)
     for rows in model.prepare(reader, model.load_tokenizer(), has_grammars=False):
         yield from rows
 

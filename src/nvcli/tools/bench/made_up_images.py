@@ -52,7 +52,7 @@ class MadeUpImages:
         what `RowImages.read` raises."""
         self._token_id, self._seed = token_id, seed
         rng = np.random.default_rng(seed)
-        count = reader.num_processes
+        count = reader.processes.count
         with closing(reader):
             started = [_url(rng, size) for _ in range(count)]
             self._pixels = _prepared(reader, started, size)
