@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from PIL import Image
+
+_NUMBER = re.compile(rb"-?\d+(\.\d+)?")
+_NUMBERS = (b"0", b"-1", b"1", b"65536", b"2147483647", b"4294967296", b"99999999999999999999", b"1e999", b"0.000001")
 
 
 def picture(mode: str = "RGB", height: int = 33, width: int = 47, seed: int = 0) -> Image.Image:
@@ -98,16 +102,15 @@ def bombs() -> dict[str, bytes]:
     }
 
 
-def mutated(count: int, seed: int = 0) -> Iterator[bytes]:
-    """Yield valid images in which bytes were changed, taken out, put in, or cut off."""
+def mutated(files: Sequence[bytes], count: int, seed: int = 0) -> Iterator[bytes]:
+    """Yield files in which bytes were changed, taken out, put in, or cut off, or numbers made others."""
     rng = random.Random(seed)
-    images = [*valid_images().values()]
     for number in range(count):
-        data = bytearray(images[number % len(images)])
+        data = bytearray(files[number % len(files)])
         for _ in range(rng.choice((1, 1, 2, 5, 20))):
             # The beginning holds sizes and tables, where a change does most.
             at = rng.randrange(len(data) if rng.random() < 0.6 else min(len(data), 100))
-            way, length = rng.randrange(6), rng.choice((1, 2, 4, 16))
+            way, length = rng.randrange(7), rng.choice((1, 2, 4, 16))
             if way == 0:
                 data[at] ^= 1 << rng.randrange(8)
             elif way == 1:
@@ -118,9 +121,11 @@ def mutated(count: int, seed: int = 0) -> Iterator[bytes]:
                 del data[at : at + length]
             elif way == 4:
                 data[at:at] = data[at : at + length]
-            else:
-                other = rng.choice(images)
+            elif way == 5:
+                other = rng.choice(files)
                 data[at : at + 16] = other[at : at + 16]
+            elif found := _NUMBER.search(data, at):
+                data[found.start() : found.end()] = rng.choice(_NUMBERS)
             if len(data) < 2:
                 break
         yield bytes(data if rng.random() < 0.8 else data[: rng.randrange(len(data) + 1)])

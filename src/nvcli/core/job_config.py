@@ -109,12 +109,13 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "--chat/--no-chat",
             PROMPTS,
             "Send prompts as user messages, through the chat template, or as they are [default: as user messages "
-            "those of --prompt-field and --prompt-template, if the model has a chat template]",
+            "those of --prompt-field and --prompt-template, or all with --image-field, if the model has a chat "
+            "template]",
             switch=("always", "never"),
         ),
     ] = "auto"
-    """auto: those of a `prompt_field` that is not `prompt` and of `prompt_template` are messages, if answers are
-    generated and the model has a template."""
+    """auto: those of a `prompt_field` that is not `prompt` and of `prompt_template`, or all where there is an
+    `image_field`, are messages, if answers are generated and the model has a template."""
     system: Annotated[str | None, Flag("--system", PROMPTS, "System message for conversations without one.")] = None
     chat_template: Annotated[
         Name | None, Flag("--chat-template", PROMPTS, "Jinja chat template instead of the model's own.", "FILE")

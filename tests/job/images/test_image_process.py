@@ -146,13 +146,14 @@ def test_equal_pixels_have_one_key_and_others_another() -> None:
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        (b"", "it is in none of the formats"),
+        (b"", "it is empty"),
+        (b"%PDF-1.4", 'it is a PDF file; name it in a part {"type": "pdf"'),
         (b"hello", "it is in none of the formats"),
         (encoded(noise(60, 60), "PNG")[:200], "cannot be read"),
         (encoded(noise(2, 600), "PNG"), "its longer side is more than 200 times as long"),
         (encoded(noise(60, 60), "ICO"), "it is in none of the formats"),
     ],
-    ids=["empty", "text", "cut off", "too long", "another format"],
+    ids=["empty", "PDF", "text", "cut off", "too long", "another format"],
 )
 def test_what_cannot_be_read_is_a_problem(data: bytes, problem: str) -> None:
     assert prepare(data).problem.startswith(problem)

@@ -107,6 +107,7 @@ def test_every_form_of_an_image_gets_the_same_answer(rows: Rows) -> None:
         user("What?", "@a.png"),
         user("@b.jpg", "What?"),
         {"prompt": "What?"},
+        user("What?"),
         {**batch, "body": {"messages": [openai], "max_tokens": 6, "temperature": 0}},
         job=JobConfig(image_field="photo"),
     )
@@ -114,6 +115,7 @@ def test_every_form_of_an_image_gets_the_same_answer(rows: Rows) -> None:
     answers = texts(found)
     assert len(set(answers[:8])) == 1
     assert len({answers[0], *answers[8:10]}) == 3
+    assert answers[10] == answers[11], "beside images, texts are user messages too"
     assert last["response"]["body"]["choices"][0]["message"]["content"] == answers[0]
 
 

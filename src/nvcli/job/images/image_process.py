@@ -124,9 +124,13 @@ def _decoded(question: Question) -> tuple[Image, Fit]:
     from PIL import ImageOps, UnidentifiedImageError
 
     data = question.image if isinstance(question.image, bytes) else question.image.read_bytes()
+    if not data:
+        raise Unreadable("it is empty")
     try:
         opened = images.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
+        if b"%PDF-" in data[:1024]:
+            raise Unreadable('it is a PDF file; name it in a part {"type": "pdf", "path": …}') from None
         raise Unreadable(f"it is in none of the formats {', '.join(FORMATS)}, or damaged") from None
     with opened:
         check_pixels(opened.height, opened.width)

@@ -45,7 +45,9 @@ def choose_chat(
         return _ALWAYS
     if job.chat == "never" or not has_chat_template or is_task:
         return frozenset()
-    return _FACTS["user messages"] if names_prompt(job) else frozenset((PromptKind.INSTRUCTION,))
+    if names_prompt(job) or job.image_field is not None:  # images are parts of messages, so all prompts are some
+        return _FACTS["user messages"]
+    return frozenset((PromptKind.INSTRUCTION,))
 
 
 def names_prompt(job: JobConfig) -> bool:
