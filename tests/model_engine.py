@@ -21,7 +21,8 @@ class ModelEngine(SchedulerEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         runner = ModelRunner(config, RankContext(rank=0, report_phase=lambda phase: None))
-        super().__init__(config, num_blocks=NUM_BLOCKS, executor=RankExecutor(runner))
+        num_blocks = min(NUM_BLOCKS, runner.ready.num_blocks)
+        super().__init__(config, num_blocks=num_blocks, executor=RankExecutor(runner))
 
 
 def write_byte_model(folder: Path, **settings: Any) -> Path:
