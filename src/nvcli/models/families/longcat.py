@@ -5,6 +5,7 @@ layers of the decoder. Some of the experts return their input."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
@@ -21,7 +22,12 @@ _NAMES_OF_HEAD = (
     (f"{_HEAD}layers.0.transformer_layer.mlp.", f"{LAYER}.mlp."),
     (f"{_HEAD}norm.", f"{NORM}."),
 )
-_KNOWN = {"attention_method": "MLA", "router_bias": False, "zero_expert_type": "identity", "norm_topk_prob": False}
+_KNOWN: dict[str, Any] = {
+    "attention_method": "MLA",
+    "router_bias": False,
+    "zero_expert_type": "identity",
+    "norm_topk_prob": False,
+}
 """Keys with the only values that are computed."""
 _LAYOUT = CheckpointLayout(
     renamed=(
