@@ -32,10 +32,10 @@ class Program:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Program | None:
-        """Return a rank's program, or None if nothing is to be compiled ahead: there is no GPU, only one core to
-        compile on, or several ranks, which would have to skip the same launches at once."""
+        """Return a rank's program, or None if nothing is to be compiled ahead: there is no GPU, or only one core to
+        compile on."""
         is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        if config.device != "cuda" or config.num_ranks > 1 or is_interpreted or find_spec("triton") is None:
+        if config.device != "cuda" or is_interpreted or find_spec("triton") is None:
             return None
         if len(os.sched_getaffinity(0)) == 1:
             return None

@@ -3,7 +3,8 @@
 
 Otherwise the warm-up would compile one kernel after another. Here the warm-up's steps run with their launches skipped
 (`kernels/triton/launch/compile_ahead.py`). The outputs that the kernels would write are zero meanwhile, so that torch's
-operations find no index out of range.
+operations find no index out of range. Several ranks do so together, each on its share of the cores: they make the same
+steps, so that those of their collectives that are not kernels of ours meet.
 """
 
 from __future__ import annotations

@@ -323,7 +323,8 @@ class ModelRunner:
                 self._kernel_imports.join()
         program = Program.of(self.config)
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        if program is None or program.was_compiled(gpu) or not program.takes_notes():
+        is_due = program is not None and not program.was_compiled(gpu) and program.takes_notes()
+        if not self._groups.world.min(int(is_due)) or program is None:  # ranks skip the same launches, or none
             return
         with self._phase("compile kernels"), closing(self._context.compilers or CompileProcesses()) as processes:
             self._use_kv_cache(1)
