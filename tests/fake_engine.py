@@ -85,7 +85,7 @@ class FakeEngine:
         for request in requests:
             assert request.request_id not in self._running
             prompt = list(unpack(request.prompt_ids))
-            assert 0 < len(prompt) + request.max_tokens <= self.config.max_model_len
+            assert 0 < len(prompt) + request.max_tokens <= self.config.max_request_tokens
             self._running[request.request_id] = request, prompt[::-1]
         self.requests += requests
         self.max_held = max(self.max_held, len(self._running))

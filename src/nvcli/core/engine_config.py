@@ -261,9 +261,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_num_seqs * MOST_IMAGE_BYTES if self.max_image_tokens else 0
 
     @property
+    def max_request_tokens(self) -> int:
+        """Maximum tokens of a prompt and its answer. A prompt that is embedded may fill `max_model_len`: the token
+        that ends its request comes behind it, and is never computed."""
+        return self.max_model_len + (self.embedding_size > 0)
+
+    @property
     def max_row_tokens(self) -> int:
-        """Maximum tokens of a request in the KV cache: drafts may reach beyond the longest answer."""
-        return self.max_model_len + self.max_draft_tokens
+        """Maximum tokens of a request in the tables of a slot: drafts may reach beyond the longest answer."""
+        return self.max_request_tokens + self.max_draft_tokens
 
     @property
     def max_blocks_per_seq(self) -> int:

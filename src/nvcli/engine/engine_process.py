@@ -88,7 +88,7 @@ def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimit
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
+        max_model_len=config.max_request_tokens,
         block_size=config.block_size,
         whole_image_tokens=config.max_image_tokens if config.keeps_images_whole else 0,
         num_micro_batches=config.pipeline_parallel_size,

@@ -58,14 +58,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """An id unique in the run, chosen by the parent. The samples of a row have consecutive ids, starting with this
     one."""
     prompt_ids: bytes
-    """Packed int32 (`messages.pack`): at least one id, and fewer than `max_model_len`. The tokens of images have
-    negative numbers made of the image's digest, so that prompts with other images never begin alike."""
+    """Packed int32 (`messages.pack`): at least one id, and fewer than `EngineConfig.max_request_tokens`. The tokens of
+    images have negative numbers made of the image's digest, so that prompts with other images never begin alike."""
     images: list[PromptImage] = []
     """The images of the prompt, in order."""
     image_token_id: int = 0
     """The model's id for the tokens of images."""
     max_tokens: int
-    """At least 1; prompt and answer together must fit `max_model_len`."""
+    """At least 1; prompt and answer together must fit `EngineConfig.max_request_tokens`."""
     sampling: SamplingParams
     stop_ids: list[int]
     """Ids that end the answer: end-of-sequence ids unless ignored, and `stop_token_ids`."""

@@ -279,6 +279,19 @@ def test_embeddings_are_those_of_transformers(
         assert "choices" not in row
 
 
+def test_a_text_of_the_full_length_is_embedded_and_a_longer_one_cut_where_allowed(
+    jobs: Jobs, hidden: Callable[[str], Any]
+) -> None:
+    cut_right: dict[str, Any] = {"job": {"on_too_long": "truncate-right"}}
+    texts = ["b" + "a" * 510, "c" + "a" * 510, "a" * 512]
+    rows = jobs([{"prompt": text} for text in texts], "embed", embed={"normalize": False})
+    assert [row["error"] and row["error"]["type"] for row in rows] == [None, None, "prompt_too_long"]
+    cut = jobs([{"prompt": texts[2]}], "embed", name="cut.jsonl", embed={"normalize": False}, **cut_right)
+    for text, row in zip(["b" + "a" * 510, "c" + "a" * 510, "a" * 511], [*rows[:2], *cut], strict=True):
+        np.testing.assert_allclose(row["embedding"], hidden(text)[-1], atol=1e-4)
+        assert row["usage"]["prompt_tokens"] == 512
+
+
 def test_the_files_of_a_checkpoint_say_how_embeddings_are_made(
     jobs: Jobs, model: Path, hidden: Callable[[str], Any], tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ from nvcli.job.text.prompt_tasks import (
     PreparedTask,
     ScoredText,
     check_dimensions,
+    fit_whole,
     scored_continuations,
     scored_prompt,
 )
@@ -221,15 +222,15 @@ class Preparer:
                 raise RowError("empty_prompt", "the prompt has no tokens, and the model no token to begin with")
             if isinstance(task, EmbedTask):
                 check_dimensions(task, limits.hidden_size)
-                prompt, _ = fit_prompt(prompt, job.sampling, limits, "sampling")
             elif not texts and images is not None:
                 raise RowError(
                     "unsupported_content", "the row has images, whose tokens have no probabilities; give a continuation"
                 )
-            elif not texts:
-                prompt, texts = scored_prompt(
-                    prompt, job.prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long
-                )
+            if not texts:
+                fitting = fit_whole(prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long)
+                text, prompt = job.prompt if fitting is prompt else None, fitting
+                if isinstance(task, ScoreTask):
+                    prompt, texts = scored_prompt(prompt, text)
             prompt_ids, prepared = packed(prompt, images, num_tokens), PreparedTask(task=task, texts=texts)
             extra = job.context.extra
             num_bytes = _ROW_BYTES + len(prompt_ids) + 8 * prepared.num_tokens + (_num_bytes(extra) if extra else 0)

@@ -99,22 +99,24 @@ def scored_continuations(
     return prompt, tuple(texts)
 
 
-def scored_prompt(
-    ids: list[int], text: str | None, *, max_model_len: int, on_too_long: OnTooLong
-) -> tuple[list[int], tuple[ScoredText, ...]]:
+def fit_whole(ids: list[int], *, max_model_len: int, on_too_long: OnTooLong) -> list[int]:
+    """Return a prompt that may fill `max_model_len`, because nothing follows it, cut if needed. Raises RowError."""
+    if len(ids) <= max_model_len:
+        return ids
+    if on_too_long == "error":
+        raise RowError(
+            "prompt_too_long",
+            f"the prompt has {len(ids)} tokens, and `max_model_len` is {max_model_len}; shorten it, or set "
+            "`job.on_too_long` to cut it",
+        )
+    return ids[-max_model_len:] if on_too_long == "truncate-left" else ids[:max_model_len]
+
+
+def scored_prompt(ids: list[int], text: str | None) -> tuple[list[int], tuple[ScoredText, ...]]:
     """Return the first token of a prompt that is scored itself, and the rest.
 
-    `text` is that of the prompt; None: it was given as token ids. Raises RowError.
+    `text` is that of the prompt; None: it was given as token ids, or cut. Raises RowError.
     """
-    if len(ids) > max_model_len:
-        if on_too_long == "error":
-            raise RowError(
-                "prompt_too_long",
-                f"the prompt has {len(ids)} tokens, and `max_model_len` is {max_model_len}; shorten it, or set "
-                "`job.on_too_long` to cut it",
-            )
-        ids = ids[-max_model_len:] if on_too_long == "truncate-left" else ids[:max_model_len]
-        text = None
     if len(ids) < 2:
         raise RowError("empty_prompt", "the prompt has one token, so there is nothing to predict it from")
     num_bytes = None if text is None else len(text.encode())

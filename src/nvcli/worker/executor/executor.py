@@ -52,7 +52,7 @@ class Executor:
             steps=max_step_input_bytes(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.most_step_tokens,
-                max_model_len=config.max_model_len,
+                max_model_len=config.max_request_tokens,
                 max_blocks_per_seq=config.max_blocks_per_seq * MAX_KV_GROUPS,  # the ranks will report their number
                 max_draft_tokens=config.max_draft_tokens,
             )
