@@ -22,15 +22,18 @@ def test_every_command_names_what_it_lacks(tmp_path: Path) -> None:
     script = f"""
         {nvcli} generate --help > /dev/null || echo no help
         (ulimit -n 10; {nvcli} generate in.jsonl -m demo; echo "exit code $?")
+        (ulimit -v 500000; {nvcli} generate in.jsonl -m demo; echo "exit code $?")
         mkdir {gone}; cd {gone}; rmdir {gone}
         {nvcli} profile-memory -m demo; echo "exit code $?"
     """
     command = ["bash", "-c", script]
     result = subprocess.run(command, cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.split("\n") == ["exit code 2", "exit code 2", ""]
-    first, second = result.stderr.splitlines()
+    assert result.stdout.split("\n") == ["exit code 2", "exit code 3", "exit code 2", ""]
+    first, *of_rank, last = result.stderr.splitlines()
     assert "open 10 files (`ulimit -n`), but a run needs at least 256; raise it" in first
-    assert "the current folder cannot be used" in second
+    (failure,) = (line for line in of_rank if "rank 0 failed at import" in line)
+    assert "use 488.28 MiB of address space (`ulimit -v`, RLIMIT_AS), which may be the cause" in failure
+    assert "the current folder cannot be used" in last
 
 
 def test_limits_that_a_process_may_raise_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from nvcli import errors
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
+from nvcli.core.system.process_limits import with_address_space
 from nvcli.core.weight_changes import WeightsChange, WeightsChanged
 from nvcli.engine.protocol import (
     AbortRequests,
@@ -207,12 +208,11 @@ class EngineClient:
         try:
             message = self._decoder.decode(self._process.control.recv_bytes())
         except (EOFError, OSError):
-            raise WorkerError(
-                f"the {self._process.name} (pid {self._process.pid}) {self._process.describe_exit()}; "
-                f"it was at: {self._phase}"
-            ) from None
+            ended = f"the {self._process.name} (pid {self._process.pid}) {self._process.describe_exit()}"
+            raise with_address_space(WorkerError(f"{ended}; it was at: {self._phase}")) from None
         if isinstance(message, EngineFailed):
-            raise errors.named(message.kind, message.message, message.traceback)
+            error = errors.named(message.kind, message.message, message.traceback)
+            raise with_address_space(error) if isinstance(error, WorkerError) else error
         return message
 
     def _has_message(self, timeout: float | None) -> bool:

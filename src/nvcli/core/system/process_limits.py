@@ -1,11 +1,12 @@
-"""Checks the limit on open files and the working folder that this process started with."""
+"""Checks the limits on open files and address space, and the working folder, that this process started with."""
 
 from __future__ import annotations
 
 import os
 import resource
 
-from nvcli.errors import ConfigError
+from nvcli.core.byte_sizes import format_bytes
+from nvcli.errors import ConfigError, WorkerError, reworded
 
 MIN_OPEN_FILES = 256
 """A run with one rank on a CPU has about 20 files open at once. Further ranks, copies and GPU drivers add some."""
@@ -40,3 +41,16 @@ def check_process() -> None:
             f"the path of the current folder has {len(os.fsencode(folder)):,} bytes, but Linux allows fewer "
             f"than {_MAX_PATH_BYTES:,}; `cd` to another folder, and name the files from there"
         )
+
+
+def with_address_space(error: WorkerError) -> WorkerError:
+    """Return the error of a process that failed, which also names the limit on address space if there is one: what it
+    makes fail has many names, such as libraries that cannot be mapped and threads that cannot be started."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return error
+    return reworded(
+        error,
+        f"{error}; this shell lets a program use {format_bytes(limit)} of address space (`ulimit -v`, RLIMIT_AS), "
+        "which may be the cause: a rank reserves far more than it uses; lift it with: ulimit -v unlimited",
+    )
