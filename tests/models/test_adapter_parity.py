@@ -124,6 +124,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "interleaved experts": ("gpt-oss", {"target_modules": ["o_proj"], "target_parameters": EXPERTS}),
+    "experts beside identities": ("longcat-flash", {"target_modules": ["down_proj"], "target_parameters": EXPERTS}),
     "experts, one projection": ("gpt-oss", {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
 }
 

@@ -167,17 +167,20 @@ class AdapterReader:
 
     def _add_stack(self, module: ModuleTensors, parameter: str) -> None:
         """Add the products for all experts: A is [experts × rank, in], expert by expert, and B [out, rank × experts],
-        in which neighbours belong to different experts."""
+        in which neighbours belong to different experts. Experts that return their input may come last; theirs are
+        unused."""
         name = self._names.find(parameter)
         if name is None or set(module.tensors) != {"up", "down"}:
             raise self.unknown(module.any_tensor)
         experts = self._names.places_in_stack(name)
         rank, scaling = self._config.scaling(parameter)
         up, down = module.tensors["up"], module.tensors["down"]
-        self._check_product(up, down, rank, experts[0], num=len(experts))
+        num_routed = self._names.num_routed(name)
+        num_held = num_routed if up.shape[0] == rank * num_routed else len(experts)
+        self._check_product(up, down, rank, experts[0], num=num_held)
         for number, places in enumerate(experts):
             own_down = replace(down, shape=(rank, down.shape[1]), first_row=number * rank)
-            own_up = replace(up, shape=(rank, up.shape[1]), first_row=number, row_step=len(experts))
+            own_up = replace(up, shape=(rank, up.shape[1]), first_row=number, row_step=num_held)
             for place in places:
                 change = LowRankChange(up=own_up, down=own_down, scaling=scaling, features=place.features)
                 self._add_change(place.name, change)

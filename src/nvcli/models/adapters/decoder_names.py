@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from nvcli.models.checkpoint_layout import CheckpointLayout, fused_parts, stacked_parts
 from nvcli.models.tensor_info import Features
+from nvcli.models.tensor_spec import EXPERTS
 
 _TEXT = ("model.layers.", "model.embed_tokens", "model.norm.", "lm_head.")
 """Prefixes of the decoder's own names."""
@@ -54,6 +55,10 @@ class DecoderNames:
             [Place(name=part, features=Features(first=first, step=step)) for first, part in enumerate(parts)]
             for parts in experts
         ]
+
+    def num_routed(self, name: str) -> int:
+        """Return the number of experts that the router of a stack chooses from; some may have no weights."""
+        return self.shapes[f"{name.partition(f'.{EXPERTS}.')[0]}.gate.weight"][0]
 
     def is_left(self, name: str) -> bool:
         """Whether a tensor that was not found belongs to another part of the model, which stays on disk."""
