@@ -44,7 +44,8 @@ from nvcli.core.messages import SlotSampling
 from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.errors import NvcliError, first_line
 from nvcli.job.run.engine_settings import load_model, resolve_engine_config
-from nvcli.kernels import candidates, embedding, late_masks, lora, token_mask
+from nvcli.kernels import candidates, embedding, fp4_rows, fp8, late_masks, lora, token_mask
+from nvcli.kernels.fp8_types import LowRankSum
 from nvcli.kernels.lora_types import BLOCK_FIELDS, AdaptedLayer, AdapterBank, feature_blocks, page_columns
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
 from nvcli.kernels.triton.launch.compile_ahead import Placeholder
@@ -215,6 +216,19 @@ def launch_rare(runner: ModelRunner) -> None:
         memory.add_rms_norm(memory.part(num_rows), residual, residual[0], 1e-6)
     memory.max(packed)
     launch_adapters(model.hidden_size, runner.dtype, device)
+    if fp4_rows.has_kernel(device):
+        launch_fp8_weights(model.hidden_size, runner.dtype, device)
+
+
+def launch_fp8_weights(columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Launch what makes FP8 weights: of NVFP4 and MXFP4 when they are loaded, and of adapters merged in turn."""
+    rows = 8
+    packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
+    for block in (16, 32):
+        codes, scales = fp4_rows.fp4_to_fp8(packed, torch.empty(rows, columns // block, device=device))
+    values = torch.empty(rows, columns, dtype=dtype, device=device)
+    for low_rank in (None, LowRankSum(values[:, :1].float(), values[:1].float(), 0.0)):
+        fp8.quantise_weight_to(values, "channel", codes, scales, low_rank)
 
 
 def launch_adapters(hidden: int, dtype: torch.dtype, device: torch.device) -> None:
