@@ -102,7 +102,7 @@ def test_a_process_that_is_stopped_costs_no_row() -> None:
         for _ in range(2):
             error = refusal(maker, choice=["never"])
             assert error.type in RETRYABLE_ERRORS
-            assert "each of two processes for it is not done after 0.5 seconds" in error.message
+            assert "each of two processes for it is not done after 0.5 s" in error.message
             assert "--retry-errors" in error.message
         assert len(questions) == 1
 
@@ -119,7 +119,7 @@ def test_work_that_does_not_end_is_ended_and_the_next_is_done() -> None:
     with closing(process):
         one = process.ask("one")
         started = time.monotonic()
-        assert process.ask("wait") == NoAnswer("is not done after 0.3 seconds", is_late=True)
+        assert process.ask("wait") == NoAnswer("is not done after 0.3 s", is_late=True)
         assert time.monotonic() - started < 30
         assert process.ask("die") == NoAnswer("exited with code 3")
         two = process.ask("two")

@@ -2,7 +2,8 @@
 
 Many conversations go to the process at a time. When they are not rendered within the limit of one conversation, or when
 the process dies, a new process takes them one by one, so that the one at fault is known and the others are rendered.
-How much memory the process may take is limited too.
+Once several have taken too long, the template is what is at fault, and conversations get a tenth of the time, once: a
+file of them must not take hours. How much memory the process may take is limited too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from nvcli.job.text.tokenizer import Tokenizer
 
 MAX_SECONDS = 10.0
 """Timeout of a conversation. Ordinary ones take well under a millisecond."""
+_PATIENCE = 3
+"""Conversations that may take that long."""
+_SHARE_BEHIND = 0.1
+"""The share of the timeout that the others get once so many have."""
 
 
 class ChatRenderer:
@@ -39,6 +44,9 @@ class ChatRenderer:
             max_seconds=max_seconds,
             env={"OPENBLAS_NUM_THREADS": "1"},  # numpy comes with transformers, and has nothing to do here
         )
+        self._max_seconds = max_seconds
+        self._num_late = 0
+        """Conversations that were not rendered in time."""
         self._decode = msgspec.msgpack.Decoder(list[Rendered]).decode
 
     def render(self, conversations: Sequence[Conversation]) -> list[str | RowError]:
@@ -49,7 +57,10 @@ class ChatRenderer:
         """
         if not conversations:
             return []
-        answer = self.worker.ask(list(conversations), is_last=len(conversations) == 1)
+        is_patient = self._num_late < _PATIENCE
+        seconds = self._max_seconds if is_patient else _SHARE_BEHIND * self._max_seconds
+        is_last = is_patient and len(conversations) == 1
+        answer = self.worker.ask(list(conversations), is_last=is_last, max_seconds=seconds)
         if not isinstance(answer, NoAnswer):
             return [
                 RowError(each.error_type, each.error) if each.error_type else each.text for each in self._decode(answer)
@@ -58,6 +69,9 @@ class ChatRenderer:
             if not answer.reason:
                 return [RowError("aborted", "the run ends")]
             problem = f"the chat template cannot render `messages`: its process {answer.reason}"
+            if answer.is_late and not is_patient:
+                problem += f", all that is left once {_PATIENCE} rows have taken more than {self._max_seconds:g} s"
+            self._num_late += answer.is_late
             return [RowError("chat_template_error", problem)]
         return [text for conversation in conversations for text in self.render([conversation])]
 

@@ -54,14 +54,14 @@ class GuardedProcess:
         """Held while the process is in use."""
         self._closed = False
 
-    def ask(self, question: Any, *, is_last: bool = True) -> bytes | NoAnswer:
-        """Send a question, which is pickled, and return the answer.
+    def ask(self, question: Any, *, is_last: bool = True, max_seconds: float | None = None) -> bytes | NoAnswer:
+        """Send a question, which is pickled, and return the answer, within `max_seconds` if that is given.
 
         One that takes too long is asked once more, unless the caller has another way to ask it (`is_last` is False).
         Raises LoadError with the reason that the process gives at its start, and WorkerError where none can be started.
         """
         with self._lock:
-            return self._ask(question, is_last=is_last)
+            return self._ask(question, is_last=is_last, max_seconds=max_seconds or self._max_seconds)
 
     def close(self) -> None:
         """Kill the process, even while it works. Nothing is answered after that. Idempotent."""
@@ -72,7 +72,7 @@ class GuardedProcess:
         with self._lock:
             self._drop()
 
-    def _ask(self, question: Any, *, is_last: bool) -> bytes | NoAnswer:
+    def _ask(self, question: Any, *, is_last: bool, max_seconds: float) -> bytes | NoAnswer:
         missing = NoAnswer("")
         for _ in range(2):
             if self._closed:
@@ -80,9 +80,9 @@ class GuardedProcess:
             process = self.process or self._start()
             try:
                 process.control.send(question)
-                if self._wait(process, self._max_seconds):
+                if self._wait(process, max_seconds):
                     return process.control.recv_bytes()
-                missing = NoAnswer(f"is not done after {self._max_seconds:g} seconds", is_late=True)
+                missing = NoAnswer(f"is not done after {max_seconds:g} s", is_late=True)
             except (EOFError, OSError):
                 missing = NoAnswer("" if self._closed else process.describe_exit())
             self._drop()
