@@ -16,11 +16,13 @@ from rank_weights import load_model
 from torch import Tensor
 
 from batches import RequestState, make_batch
-from checkpoints import reference_logits_of, write_tiny_model
+from checkpoints import reference_logits_of, reference_model, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import LONGEST_SHORT_RUN, SHAPES
 from model_driver import ModelDriver
 from nvcli.models.config import load_model_config
+from nvcli.models.experts import Router
+from nvcli.models.stored_routers import with_stored_routers
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.tensor_parallel import StageState, TensorParallelGroup
 from tensor_parallel_ranks import run_ranks
@@ -30,6 +32,12 @@ PROMPT = random.Random(0).choices(range(97), k=LENGTH)
 OTHER = [*PROMPT[:32], *random.Random(1).choices(range(97), k=20)]
 """A prompt with the same first 32 tokens."""
 
+
+WIDE_ROUTERS = (
+    *("deepseek v2, best groups", "deepseek v3", "dots 1", "ernie 4.5 moe", "glm 4.5", "longcat-flash", "solar open"),
+    *("hunyuan v3", "nemotron-h"),
+)
+"""Families whose routers transformers computes in float32."""
 
 Checkpoints = Callable[[str], Path]
 
@@ -63,26 +71,35 @@ def assert_close(found: Tensor, expected: Tensor, *, name: str = "") -> None:
     assert expected.std() > 0.3, "the reference must not be so flat that everything agrees"
 
 
-@pytest.mark.parametrize("name", ["ernie 4.5 moe", "glm 4.5"])
-def test_routers_in_float32_choose_as_published(name: str, checkpoint_of: Checkpoints) -> None:
-    """All of 4,096 tokens get the same experts where everything else is in bfloat16. Ernie's routers alone keep weights
-    of float32; transformers 5.24 keeps those of others too, which are rounded here."""
-    path, dtype = checkpoint_of(name), torch.bfloat16
-    reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    layer = reference.config.num_hidden_layers - 1
-    published = reference.model.layers[layer].mlp
-    router: Any = load_model(path, dtype=dtype).get_submodule(f"model.layers.{layer}.mlp.gate")
-    published.gate.weight.data = published.gate.weight.to(router.weight.dtype)
-    x = torch.randn(4096, reference.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+@pytest.mark.parametrize("name", WIDE_ROUTERS)
+def test_routers_stored_in_float32_choose_as_published(name: str, checkpoint_of: Checkpoints) -> None:
+    """All of 4,096 tokens in bfloat16 get the same experts."""
+    path = checkpoint_of(name)
+    published = [
+        module for module in reference_model(path).modules() if type(module).__name__.lower().endswith("router")
+    ]
+    modules = load_model(path, dtype=torch.bfloat16).modules()
+    router: Any = [module for module in modules if isinstance(module, Router)][-1]
+    assert router.weight.dtype == torch.float32
+    x = torch.randn(4096, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.inference_mode():
-        _, weights, experts = published.gate(x)
+        correction = (router.e_score_correction_bias,) if name == "hunyuan v3" else ()
+        _, weights, experts = published[-1](x.float(), *correction)
         routes = router(x)
-    assert router.weight.dtype == (torch.float32 if name == "ernie 4.5 moe" else dtype)
     (found, places), (expected, others) = routes.experts.sort(1), experts.sort(1)
     assert torch.equal(found, expected)
-    torch.testing.assert_close(
-        routes.weights.gather(1, places), weights.float().gather(1, others), atol=1e-2, rtol=1e-2
-    )
+    torch.testing.assert_close(routes.weights.gather(1, places), weights.gather(1, others), atol=1e-5, rtol=1e-5)
+
+
+def test_routers_stored_in_bfloat16_stay_so(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    """Whatever they are called in the files, and however many files there are."""
+    path = checkpoint_of("longcat-flash")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    config = load_model_config(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert not with_stored_routers(config, tmp_path).stores_wide_routers
+    assert with_stored_routers(config, path).stores_wide_routers
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -67,6 +67,8 @@ class ModelConfig:
     attention_dp: bool = False
     """Whether each rank of a layer computes the attention of other requests, with all heads (`enable_attention_dp`),
     rather than some heads of all requests."""
+    stores_wide_routers: bool = False
+    """Whether the checkpoint stores the routers of experts in float32 (`stored_routers.py`)."""
     quantisation: Quantisation | None = None
     """How the checkpoint's linear layers or experts are quantised; None if they are not."""
     quantization: KeptWeights = "none"

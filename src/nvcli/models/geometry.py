@@ -82,6 +82,7 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         dtype=dtype,
         expert_parallel=config.expert_parallel,
         attention_dp=config.attention_dp,
+        stores_wide_routers=config.stores_wide_routers,
     )
     embedding = matrix(EMBEDDING, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "embeddings")
     if stage.is_first:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ def check_same_architecture(
     if difference is not None:
         name, ours, theirs = difference
         raise LoadError(f"{path}: `{name}` is {theirs}, and {ours} in the loaded model; {_WAY_OUT}")
+    other = replace(other, stores_wide_routers=loaded.stores_wide_routers)  # the other's are converted
     for tensor in model_tensors(other, dtype, stage):
         found = tensors.get(tensor.name)
         if found is None or list(_differences("", found, tensor)):

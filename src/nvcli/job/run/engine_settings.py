@@ -29,6 +29,7 @@ from nvcli.models.checkpoint_check import check_tensors, read_model_tensors
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
 from nvcli.models.same_tokens import check_same_tokens
+from nvcli.models.stored_routers import with_stored_routers
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
 
@@ -57,12 +58,13 @@ def load_model(
 
 def load_checkpoint(run: RunConfig, model_path: Path) -> ModelConfig:
     """Load a checkpoint's configuration as it is. Raises LoadError and ConfigError."""
-    return load_model_config(
+    model = load_model_config(
         model_path,
         expert_parallel=run.enable_expert_parallel,
         attention_dp=run.enable_attention_dp,
         overrides=run.hf_overrides,
     )
+    return with_stored_routers(model, model_path)
 
 
 def load_with_adapters(

@@ -19,7 +19,7 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 
 def read_deepseek_v2(config: ModelFile) -> DecoderConfig:
     """Read DeepSeek-V2, whose experts are chosen by a softmax, without a correction."""
-    experts = config.experts(_routing(config), shared=shared_experts(config, "n_shared_experts"))
+    experts = config.experts(_routing(config), has_wide_router=True, shared=shared_experts(config, "n_shared_experts"))
     attention = read_latent_attention(config, is_interleaved=True)
     layers = (LayerConfig(mixer=attention, mlp=mlp) for mlp in first_layers_dense(config, experts))
     return config.decoder(layers, layout=layout_without_predictions(config))

@@ -31,6 +31,7 @@ def read_experts(config: ModelFile, *, renormalises: bool = True) -> ExpertsConf
     return config.experts(
         config.routing_with_groups(routing),
         has_correction=True,
+        has_wide_router=True,
         shared=shared_experts(config, "n_shared_experts"),
     )
 

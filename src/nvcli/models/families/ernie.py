@@ -32,9 +32,8 @@ def read_paddleocr(config: ModelFile) -> DecoderConfig:
 
 
 def read_ernie_moe(config: ModelFile) -> DecoderConfig:
-    """Read which layers have experts. They are chosen by softmax scores with a correction, of
-    a router in float32. Layers for multi-token
-    prediction stay on disk."""
+    """Read which layers have experts. They are chosen by softmax scores with a correction, of a router in float32.
+    Layers for multi-token prediction stay on disk."""
     if config.get("use_bias", bool, False):
         raise config.error("use_bias", "true is not supported beside experts, only false")
     routing = config.routing(keys=("moe_num_experts",), chosen_key="moe_k", renormalise=True)

@@ -115,6 +115,7 @@ def _experts(config: ModelFile) -> ExpertsConfig:
         config.routing_with_groups(routing),
         activation=ExpertActivation(kind="relu2"),
         has_correction=True,
+        has_wide_router=True,
         latent_size=latent_size,
         shared=_mlp(config, "moe_shared_expert_intermediate_size"),
     )

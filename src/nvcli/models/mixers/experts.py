@@ -37,7 +37,7 @@ class ExpertsConfig(FeedForward):
     has_factors: bool = False
     """Whether each expert's weight for a token is multiplied by a number from the checkpoint; see `route`."""
     has_wide_router: bool = False
-    """Whether the router's weight is one of float32, whatever the type of the others."""
+    """Whether the router's weight is kept in float32 where a checkpoint stores it so (`stored_routers.py`)."""
     num_identities: int = 0
     """The last of the router's experts, which return their input; they have no weights (zero-computation experts,
     https://arxiv.org/abs/2509.01322)."""
@@ -125,7 +125,7 @@ class ExpertsConfig(FeedForward):
         num_experts, size = self.routing.num_experts, self.intermediate_size
         num_stored = self.num_stored
         read = hidden if self.latent_size is None else self.latent_size
-        router_dtype = "float32" if self.has_wide_router else dtype
+        router_dtype = "float32" if self.has_wide_router and context.stores_wide_routers else dtype
         yield matrix(f"{path}.gate", (num_experts, hidden), Sharding.REPLICATED, router_dtype, "MLP")
         vectors = {
             "bias": self.bias,

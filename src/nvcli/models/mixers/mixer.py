@@ -63,6 +63,8 @@ class LayerContext:
     expert_parallel: bool = False
     attention_dp: bool = False
     """Whether each rank has all weights of token mixers (`ModelConfig.attention_dp`)."""
+    stores_wide_routers: bool = False
+    """Whether the checkpoint stores routers in float32 (`ModelConfig.stores_wide_routers`)."""
 
     def norm_tensors(self, name: str, *, factor: float = 1.0) -> Iterator[TensorSpec]:
         """Yield the weight of a norm of the residual stream, and its bias if it has one; the weight's `factor` applies
