@@ -95,7 +95,7 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         width = decoder.num_layers * inputs.size
         yield matrix(LAYER_EMBEDDING, (inputs.vocab_size, width), Sharding.VOCAB, dtype, "embeddings")
         shape = width, hidden
-        yield matrix("model.per_layer_model_projection", shape, Sharding.REPLICATED, dtype, "embeddings")
+        yield matrix("model.per_layer_model_projection", shape, Sharding.REPLICATED, dtype, "MLP")
         yield context.norm_weight("model.per_layer_projection_norm", inputs.size)
     layers = decoder.layers
     for number in decoder.stage_layers(stage):
