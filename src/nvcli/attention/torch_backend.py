@@ -334,7 +334,8 @@ class TorchBackend(AttentionBackend):
         mask = self._masks[window]
         end = mask.shape[1] - _QUERY_CHUNK + num_queries
         mask = mask[:num_queries, end - num_seen : end]
-        return mask.contiguous() if mask.is_cuda else mask  # GPU kernels read masks from aligned addresses
+        # GPU kernels read masks from aligned addresses; `contiguous` would leave a single row where it is.
+        return mask.clone(memory_format=torch.contiguous_format) if mask.is_cuda else mask
 
 
 def read_blocks(kv_cache: KVCache, layer: int, block_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
