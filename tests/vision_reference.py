@@ -31,11 +31,14 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
     """transformers' model of a checkpoint.
 
     In `forward`, Gemma 4 12B attends to images both ways in all of its layers; its masks for `generate`, and Google's
-    code, do so only in those with a window (https://github.com/huggingface/transformers/issues/46711).
+    code, do so only in those with a window (https://github.com/huggingface/transformers/issues/46711). Version 5.17
+    interpolates PaddleOCR-VL's positions from corner to corner, and version 5.23 from border to border.
     """
     model = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
     if model.config.model_type == "gemma4_unified":
         modeling_gemma4_unified.create_masks_for_generate = modeling_gemma4_unified.create_masks_for_vision_model
+    if model.config.model_type == "paddleocr_vl":
+        model.model.visual.vision_model.embeddings.interpolation_align_corners = False
     return model
 
 
