@@ -7,6 +7,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,10 +20,11 @@ from family_shapes import SHAPES
 from model_driver import ModelDriver
 from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.whole_images import WholeImage
+from nvcli.models.vision.patch_grid import patch_grid
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
 from nvcli.models.vision.tower import PixelScale
 from nvcli.models.vision.vision_config import VisionConfig
-from nvcli.sizing.images import tower_batch_tokens, tower_bytes
+from nvcli.sizing.images import largest_tower_batch, tower_batch_tokens, tower_bytes
 from vision_reference import allowed_size, load_reference, make_image, model_inputs, pixel_inputs
 
 SCALE = PixelScale(factor=1 / 255, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
@@ -74,6 +76,16 @@ def test_memory_of_towers_is_planned(name: str, driver_of) -> None:
     config = engine_config(max_image_tokens=64)
     patches = tower_batch_tokens(config) * vision.merge_size**2
     assert tower_bytes(config, vision) > patches * vision.patch_values * 4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_towers_have_positions_for_the_largest_batch(name: str, driver_of) -> None:
+    _, driver, _ = driver_of(name)
+    vision = driver.model.config.vision
+    sizes = largest_tower_batch(vision, 4096)
+    assert 4000 < sum(rows * columns for rows, columns in sizes) <= 4096
+    taps = patch_grid(vision, [(rows * vision.merge_size, columns * vision.merge_size) for rows, columns in sizes]).taps
+    assert taps is None or taps.max() < np.prod(vision.position_shape)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,6 +11,8 @@ _KEPT_TOKENS, _KEPT_SHARE = 8192, 256
 `_KEPT_SHARE`th part."""
 _BATCH_TOKENS = 4096
 """Tokens of the images that the tower computes together; a larger image goes alone."""
+_COLUMNS = 128
+"""Tokens in a row of an image that is made up."""
 
 
 def kept_image_bytes(config: EngineConfig, vision: VisionConfig, total: int) -> int:
@@ -35,6 +37,17 @@ def _token_bytes(config: EngineConfig, vision: VisionConfig) -> int:
 def tower_batch_tokens(config: EngineConfig) -> int:
     """Return the most tokens of the images that the tower computes together, and of one image."""
     return max(_BATCH_TOKENS, config.max_image_tokens)
+
+
+def largest_tower_batch(vision: VisionConfig, num_tokens: int) -> list[tuple[int, int]]:
+    """Return the rows and columns of tokens of images that have `num_tokens` together: one, if it has no tiles and the
+    tower has positions for it."""
+    if tile := vision.tile_tokens:
+        return [(max(1, num_tokens // tile**2) * tile, tile)]
+    longest = vision.longest_side or num_tokens
+    columns = min(_COLUMNS, longest, num_tokens)
+    rows = num_tokens // columns
+    return [(min(longest, rows - first), columns) for first in range(0, rows, longest)]
 
 
 def tower_bytes(config: EngineConfig, vision: VisionConfig) -> int:

@@ -143,11 +143,11 @@ def _count_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     if patch * kernel != vision.token_pixels:
         raise file.error("patch_size", f"{patch} × {kernel} is not {vision.token_pixels}, the pixels of a token")
     count = or_default(file, "max_soft_tokens", 280)
-    if count not in _TOKEN_COUNTS or count * vision.merge_size > vision.num_positions:
+    if count not in _TOKEN_COUNTS or count > vision.longest_side:
         raise file.error(
             "max_soft_tokens",
             f"{count} is not supported; supported: {', '.join(map(str, _TOKEN_COUNTS))}, "
-            f"if the tower has positions for as many in a row ({vision.num_positions // vision.merge_size})",
+            f"if the tower has positions for as many in a row ({vision.longest_side})",
         )
     return CountRule(side=vision.token_pixels, max_tokens=count)
 

@@ -185,6 +185,11 @@ class VisionConfig:
         by_axis = {"axes": (2, count), "turns": (count, 2)}
         return by_axis.get(self.interpolation, (count + self.has_class_token,))
 
+    @property
+    def longest_side(self) -> int:
+        """The most tokens of an image's side, as far as a table of positions for each axis goes; 0: any number."""
+        return self.num_positions // self.merge_size if self.interpolation in ("axes", "turns") else 0
+
     def is_whole_in(self, window: int | None) -> bool:
         """Whether images are attended both ways in the decoder's layers with this window."""
         return self.attends_both_ways == "all" or (self.attends_both_ways == "windows" and window is not None)

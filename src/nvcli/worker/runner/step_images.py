@@ -38,7 +38,7 @@ from nvcli.models.vision.image_processor import read_processor
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
 from nvcli.models.vision.tower import PixelScale, VisionTower
 from nvcli.models.vision.vision_config import VisionConfig
-from nvcli.sizing.images import image_buffer_bytes, kept_image_bytes, tower_batch_tokens
+from nvcli.sizing.images import image_buffer_bytes, kept_image_bytes, largest_tower_batch, tower_batch_tokens
 from nvcli.worker.runner.memory import device_bytes
 from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
 from nvcli.worker.runner.uploader import to_device
@@ -328,14 +328,15 @@ class StepImages:
         the smallest image."""
         if self._tower is None:
             return
-        side, tile = self._vision.token_pixels, self._vision.tile_tokens
-        num_rows, num_columns = (self._batch_tokens // 128 or 1, min(128, self._batch_tokens))
-        if tile:
-            num_rows, num_columns = max(1, self._batch_tokens // tile**2) * tile, tile
-        if self._device.type == "cpu":
-            num_rows = num_columns = tile or 1
-        image = torch.zeros(num_rows * side, num_columns * side, 3, dtype=torch.uint8, device=self._device)
-        self._tower([image], self._scale)
+        side, smallest = self._vision.token_pixels, self._vision.tile_tokens or 1
+        sizes = [(smallest, smallest)]
+        if self._device.type != "cpu":
+            sizes = largest_tower_batch(self._vision, self._batch_tokens)
+        images = [
+            torch.zeros(rows * side, columns * side, 3, dtype=torch.uint8, device=self._device)
+            for rows, columns in sizes
+        ]
+        self._tower(images, self._scale)
 
 
 def _spans(images: Sequence[PromptImage]) -> list[ImageSpan]:
