@@ -20,7 +20,7 @@ from nvcli.kernels.patch_types import Runs
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.merger import SquareMerger, make_merger
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
-from nvcli.models.vision.tower_parts import Linear, Norm, Scale, Weights, activate, activate_and_multiply
+from nvcli.models.vision.tower_parts import Linear, Norm, Scale, Weights, activate_and_multiply
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
 
 
@@ -199,8 +199,12 @@ class _Block(nn.Module):
     def forward(self, x: Tensor, delta: Tensor | None, angles: Tensor | None, segments: Segments) -> Tensor:
         """Return what is to be added to `x`, [P, H], after `delta` and what attention gives were, in place."""
         attended = self._attend(self.norm1(x, delta), angles, segments)
-        inner, kind = self.up(self.norm2(x, self._result(self.proj(attended), 0))), self.config.activation
-        inner = activate_and_multiply(inner, kind) if self.config.is_gated else activate(inner, kind)
+        inner, kind = self.norm2(x, self._result(self.proj(attended), 0)), self.config.activation
+        if self.config.is_gated:
+            inner = self.up(inner)
+            inner = activate_and_multiply(inner, kind)
+        else:
+            inner = self.up.activated(inner, kind)
         return self._result(self.down(inner), 1)
 
     def _result(self, x: Tensor, number: int) -> Tensor:
