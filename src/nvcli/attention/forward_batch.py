@@ -25,8 +25,9 @@ from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
+from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.key_copies import KeyCopies
-from nvcli.kernels.lora_types import BatchAdapters
+from nvcli.kernels.lora_types import AdapterRows, BatchAdapters
 from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.state_rows import StateRows
 
@@ -190,6 +191,17 @@ class ForwardBatch:
     @property
     def num_single_rows(self) -> int:
         return self.shape.num_single_rows
+
+    @property
+    def token_adapters(self) -> AdapterRows | None:
+        """The LoRA adapters of all tokens; None: they have none."""
+        return None if self.adapters is None else self.adapters.tokens
+
+    def states(self, group: int, layer: int) -> tuple[Tensor, Tensor, StateRows, KeptInputs | None]:
+        """Return what `KVCache.state` does of a layer, where the rows find their states in its KV group and leave them,
+        and what is kept of drafts."""
+        kept = None if self.kept_states is None else self.kept_states.layer(layer)
+        return *self.kv_cache.state(layer), self.state_rows(group), kept
 
     def state_rows(self, group: int) -> StateRows:
         """Return where the rows find their recurrent states in a KV group, and leave them."""

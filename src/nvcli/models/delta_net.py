@@ -45,9 +45,7 @@ class GatedDeltaNet(TokenMixer):
         spec: StateSpec,
         cache_layer: int,
     ) -> None:
-        super().__init__()
-        self.spec = spec
-        self.cache_layer = cache_layer
+        super().__init__(spec, cache_layer)
         size = build.group.size
         self.heads = RecurrentHeads(
             config.num_key_heads // size, config.key_dim, config.num_value_heads // size, config.value_dim
@@ -65,11 +63,9 @@ class GatedDeltaNet(TokenMixer):
         """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to
         advance their states later."""
         assert isinstance(x, Tensor), "its input is not quantised"
-        conv_pool, pool = batch.kv_cache.state(self.cache_layer)
-        rows = batch.state_rows(self.spec.kv_group)
-        kept = None if batch.kept_states is None else batch.kept_states.layer(self.cache_layer)
+        conv_pool, pool, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
         heads, num_heads = self.heads, self.heads.num_value_heads
-        projected = self.in_proj(x, None if batch.adapters is None else batch.adapters.tokens)
+        projected = self.in_proj(x, batch.token_adapters)
         gate_end = heads.num_channels + num_heads * heads.value_dim
         qkv = causal_conv(projected[:, : heads.num_channels], self.conv.weight.squeeze(1), conv_pool, rows, kept)
         gates = DeltaGates(

@@ -21,7 +21,7 @@ from nvcli.models.layers import Angles, Norm, TokenMixer
 from nvcli.models.mixers.latent_attention import FROM_LATENTS, LATENTS, LatentAttentionConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard
-from nvcli.models.qkv import QueryScaleTable
+from nvcli.models.qkv import query_scale_table
 
 
 class LatentAttention(TokenMixer):
@@ -38,8 +38,8 @@ class LatentAttention(TokenMixer):
         spec: AttentionSpec,
         cache_layer: int,
     ) -> None:
-        super().__init__()
-        self.config, self.spec, self.cache_layer = config, spec, cache_layer
+        super().__init__(spec, cache_layer)
+        self.config = config
         self.heads = LatentHeads(
             num_heads=spec.num_heads,
             plain_dim=config.plain_dim,
@@ -57,9 +57,7 @@ class LatentAttention(TokenMixer):
         self.from_latents = TensorShard(build, f"{path}.{FROM_LATENTS}.weight")
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
         self.by_head = invariant_by_head if build.batch_invariant else _by_head
-        scaling = config.query_scaling
-        scales = scaling is not None and build.max_positions > scaling.length
-        self.query_scales = QueryScaleTable(scaling, build.max_positions) if scaling is not None and scales else None
+        self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
 
     @property
     def input_proj(self) -> ColumnParallelLinear:
@@ -68,7 +66,7 @@ class LatentAttention(TokenMixer):
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Store the tokens' latents and rotated keys, and attend to those of all tokens."""
         config, heads = self.config, self.heads
-        adapters = None if batch.adapters is None else batch.adapters.tokens
+        adapters = batch.token_adapters
         projected = self.in_proj(x, adapters)
         queries, latents = projected[:, : -config.key_dim], projected[:, -config.key_dim :]
         if self.q_b_proj is not None:

@@ -40,7 +40,7 @@ from nvcli.models.parallel import (
     TensorShards,
     linear_piece,
 )
-from nvcli.models.qkv import QKVPreparation, QueryScaleTable
+from nvcli.models.qkv import QKVPreparation, query_scale_table
 from nvcli.models.rope import RotaryTable
 
 
@@ -124,6 +124,11 @@ class TokenMixer(nn.Module, ABC):
     static_kv_scales: Tensor | None = None
     """[2] float32, the checkpoint's scales of all keys and all values in an FP8 cache, set when they are loaded; None:
     each token and head gets its own."""
+
+    def __init__(self, spec: CacheSpec, cache_layer: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.cache_layer = cache_layer
 
     @property
     def input_proj(self) -> ColumnParallelLinear | None:
@@ -218,11 +223,9 @@ class Attention(TokenMixer):
         spec: AttentionSpec,
         cache_layer: int,
     ) -> None:
-        super().__init__()
+        super().__init__(spec, cache_layer)
         self.config = config
         self.rotation = config.rotation
-        self.spec = spec
-        self.cache_layer = cache_layer
         self.eps = norm.eps
         projections: tuple[str | LinearPiece, ...] = ("q_proj", "k_proj", "v_proj")
         projections = projections[: 1 if config.shares_kv else 2 if config.keys_are_values else 3]
@@ -242,9 +245,7 @@ class Attention(TokenMixer):
         self.k_norm = Norm(build, f"{path}.k_norm", norm) if norms_heads and not config.shares_kv else None
         self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
         self.prepare = QKVPreparation(build, path, config, norm.eps) if QKVPreparation.is_needed(config) else None
-        scaling = config.query_scaling
-        scales = scaling is not None and build.max_positions > scaling.length
-        self.query_scales = QueryScaleTable(scaling, build.max_positions) if scaling is not None and scales else None
+        self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
 
     @property
     def input_proj(self) -> ColumnParallelLinear | None:
@@ -253,13 +254,13 @@ class Attention(TokenMixer):
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Store the tokens' keys and values, and attend: [T, H] → [T, this rank's heads × D], the input of `o_proj`."""
         k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
-        qkv = self.qkv_proj(x, None if batch.adapters is None else batch.adapters.tokens)
+        qkv = self.qkv_proj(x, batch.token_adapters)
         gates: Tensor | None = None
         if self.config.has_wide_gate:
             gates = qkv[:, -self.spec.num_heads * self.spec.head_dim :]
             qkv = qkv[:, : -gates.shape[1]]
         elif self.head_gates is not None:
-            gates = self.head_gates(x, None if batch.adapters is None else batch.adapters.tokens)
+            gates = self.head_gates(x, batch.token_adapters)
         if self.config.shares_kv:
             return self._attend_to_cache(qkv, angles, batch)
         scales = batch.kv_cache.scales(self.cache_layer)

@@ -39,9 +39,7 @@ class Mamba(TokenMixer):
         spec: StateSpec,
         cache_layer: int,
     ) -> None:
-        super().__init__()
-        self.spec = spec
-        self.cache_layer = cache_layer
+        super().__init__(spec, cache_layer)
         num_heads, key_dim, value_dim = spec.recurrent_shape
         num_groups = config.groups_per_rank(build.group.size)
         self.heads = RecurrentHeads(num_groups, key_dim, num_heads, value_dim, rule="scan")
@@ -59,11 +57,9 @@ class Mamba(TokenMixer):
         """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to
         advance their states later."""
         assert isinstance(x, Tensor), "its input is not quantised"
-        conv_pool, pool = batch.kv_cache.state(self.cache_layer)
-        rows = batch.state_rows(self.spec.kv_group)
-        kept = None if batch.kept_states is None else batch.kept_states.layer(self.cache_layer)
+        conv_pool, pool, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
         heads, channels = self.heads, self.heads.num_channels
-        projected = self.in_proj(x, None if batch.adapters is None else batch.adapters.tokens)
+        projected = self.in_proj(x, batch.token_adapters)
         gates_end = channels + heads.num_value_heads * heads.value_dim
         qkv = causal_conv(projected[:, :channels], self.conv.weight.squeeze(1), conv_pool, rows, kept, self.conv.bias)
         gates = ScanGates(

@@ -89,3 +89,10 @@ class QueryScaleTable(DerivedModule):
 
     def forward(self, positions: Tensor) -> Tensor:
         return self.table.index_select(0, positions).view(-1, 1, 1)
+
+
+def query_scale_table(scaling: QueryScaling | None, max_positions: int) -> QueryScaleTable | None:
+    """Return the table for runs of `max_positions` tokens; None: no factor is other than 1."""
+    if scaling is None or max_positions <= scaling.length:
+        return None
+    return QueryScaleTable(scaling, max_positions)

@@ -29,9 +29,7 @@ class ShortConv(TokenMixer):
         spec: StateSpec,
         cache_layer: int,
     ) -> None:
-        super().__init__()
-        self.spec = spec
-        self.cache_layer = cache_layer
+        super().__init__(spec, cache_layer)
         self.in_proj = ColumnParallelLinear(build, f"{path}.bcx_proj", ("b_proj", "c_proj", "x_proj"))
         self.conv = Taps(build, {name: f"{path}.conv.{name}" for name in ("weight", "bias")})
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
@@ -43,10 +41,8 @@ class ShortConv(TokenMixer):
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Compute the tokens' outputs, and store the convolution's last inputs; for rows with drafts, store what is
         needed to advance these later."""
-        pool, _ = batch.kv_cache.state(self.cache_layer)
-        rows = batch.state_rows(self.spec.kv_group)
-        kept = None if batch.kept_states is None else batch.kept_states.layer(self.cache_layer)
-        projected = self.in_proj(x, None if batch.adapters is None else batch.adapters.tokens)
+        pool, _, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
+        projected = self.in_proj(x, batch.token_adapters)
         before, after, values = projected.chunk(3, dim=1)
         taps = self.conv.weight.squeeze(1)
         convolved = causal_conv(before * values, taps, pool, rows, kept, self.conv.bias, activates=False)

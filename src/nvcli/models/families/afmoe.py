@@ -13,7 +13,6 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import AttentionConfig, OutputGate
-from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.rope_config import read_rope
 
 _AFMOE_LAYOUT = CheckpointLayout(
@@ -69,9 +68,7 @@ def read_laguna(config: ModelFile) -> DecoderConfig:
             scoring="sigmoid", renormalise=True, scale=config.positive_number("moe_routed_scaling_factor", 1.0)
         ),
         has_correction=True,
-        shared=MLPConfig(
-            intermediate_size=config.positive("shared_expert_intermediate_size"), activation=config.activation()
-        ),
+        shared=config.mlp(size_key="shared_expert_intermediate_size"),
     )
     dense = config.mlp()
     kinds = config.layer_types() or [FULL] * count

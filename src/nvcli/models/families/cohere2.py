@@ -33,7 +33,7 @@ def read_moe(config: ModelFile) -> DecoderConfig:
     is_sparse = config.with_values({"first_k_dense_replace": 0, **config.values}).sparse_layers()
     dense: MLPConfig | ExpertsConfig = experts
     if not all(is_sparse):
-        dense = replace(config.mlp(), intermediate_size=config.positive("prefix_dense_intermediate_size"))
+        dense = config.mlp(size_key="prefix_dense_intermediate_size")
     local, full = _attention(config)
     rotates_dense = config.get("prefix_dense_sliding_window_pattern", int, 1) == 1
     full_of_dense = replace(full, rope=local.rope) if rotates_dense else full

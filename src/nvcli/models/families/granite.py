@@ -50,8 +50,7 @@ def read_granite4(config: ModelFile) -> DecoderConfig:
     weights for a token add up to 1, beside it."""
     attention = _attention(config, rotates=config.values.get("position_embedding_type") == "rope")
     mixers = [attention if kind in ATTENTION else read_mamba(config) for kind in _layer_types(config)]
-    sizes = {**config.values, "intermediate_size": config.positive("shared_intermediate_size")}
-    dense = config.with_values(sizes).mlp()
+    dense = config.mlp(size_key="shared_intermediate_size")
     if not config.get("num_local_experts", int, 8):
         return _read(config, mixers, dense, _DENSE_LAYOUT)
     routing = config.routing(keys=("num_local_experts",), renormalise=True)

@@ -89,8 +89,7 @@ def _lfm3_attention(config: ModelFile, kind: str) -> AttentionConfig:
         rope=lambda head_dim: read_rope(config, head_dim=head_dim, default_theta=None, layer_type=kind),
         window=config.bounded(config.window(256)) if kind == SLIDING else None,
         qk_norm="head",
-        qkv_bias=config.bias(),
-        o_bias=config.bias(),
+        bias=config.bias(),
         gate=OutputGate(is_of_heads=True) if config.get("use_attention_gate", bool, True) else None,
     )
 

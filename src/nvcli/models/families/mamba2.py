@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nvcli.models.families.family import Family
-from nvcli.models.families.mamba import MambaKeys, read_mamba
+from nvcli.models.families.mamba import read_mamba
 from nvcli.models.families.model_file import ModelFile
-from nvcli.models.families.nemotron_h import MIXER_ALONE, backbone_layout
+from nvcli.models.families.nemotron_h import KEYS, MIXER_ALONE, backbone_layout
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mixer import NormConfig
 
-_KEYS = MambaKeys(
-    heads="num_heads",
-    head_dim="head_dim",
-    groups="n_groups",
-    state="state_size",
-    taps="conv_kernel",
-    conv_bias="use_conv_bias",
-    bias="use_bias",
-    activation="hidden_act",
-    eps="layer_norm_epsilon",
-)
+_KEYS = replace(KEYS, heads="num_heads", head_dim="head_dim", state="state_size", activation="hidden_act")
 
 
 def read_mamba2(config: ModelFile) -> DecoderConfig:

@@ -28,7 +28,7 @@ _PREFIXES = ("backbone.", "model.")
 """Prefixes of names in older and newer files."""
 _BEFORE_MIXER, _BEFORE_MLP = "input_layernorm", "post_attention_layernorm"
 MIXER_ALONE = LayerNorms(before_attention=_BEFORE_MIXER, before_mlp=None)
-_KEYS = MambaKeys(
+KEYS = MambaKeys(
     heads="mamba_num_heads",
     head_dim="mamba_head_dim",
     groups="n_groups",
@@ -52,8 +52,8 @@ def read_nemotron_h(config: ModelFile) -> DecoderConfig:
         if kind in ATTENTION:
             blocks[kind] = attention
         elif kind in MAMBA:
-            inner_size = config.positive(_KEYS.heads) * config.positive(_KEYS.head_dim)
-            blocks[kind] = read_mamba(config, _KEYS, inner_size=inner_size)
+            inner_size = config.positive(KEYS.heads) * config.positive(KEYS.head_dim)
+            blocks[kind] = read_mamba(config, KEYS, inner_size=inner_size)
         else:
             blocks[kind] = _mlp(config, "intermediate_size") if kind == "mlp" else _experts(config)
     layers: list[LayerConfig] = []

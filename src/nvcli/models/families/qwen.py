@@ -101,7 +101,7 @@ QWEN3_VL = Family(
 
 def read_qwen2_moe(config: ModelFile) -> DecoderConfig:
     """Read Qwen2's attention, with routed experts and a gated shared expert."""
-    shared = replace(config.mlp(), intermediate_size=config.positive("shared_expert_intermediate_size"))
+    shared = config.mlp(size_key="shared_expert_intermediate_size")
     return with_mlps(read_qwen2(config), read_mlps(config, shared=shared, gates_shared=True))
 
 

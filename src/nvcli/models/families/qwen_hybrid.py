@@ -5,7 +5,6 @@ unless a run drafts tokens by it."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
@@ -28,7 +27,7 @@ _MAX_TAPS = 16
 
 def read_qwen3_next(config: ModelFile) -> DecoderConfig:
     """Read Qwen3-Next: a mixture of experts, with the delta nets' projections fused head by head."""
-    shared = replace(config.mlp(), intermediate_size=config.positive("shared_expert_intermediate_size"))
+    shared = config.mlp(size_key="shared_expert_intermediate_size")
     return _read(config, read_mlps(config, shared=shared, gates_shared=True), is_fused_by_head=True)
 
 
@@ -39,10 +38,7 @@ def read_qwen3_5(config: ModelFile) -> DecoderConfig:
 
 def read_qwen3_5_moe(config: ModelFile) -> DecoderConfig:
     """Read a mixture of experts, with a shared expert. The weights of a token's experts add up to 1."""
-    shared = replace(
-        config.with_values({**config.values, "intermediate_size": 1}).mlp(),
-        intermediate_size=config.positive("shared_expert_intermediate_size"),
-    )
+    shared = config.mlp(size_key="shared_expert_intermediate_size")
     experts = config.experts(config.routing(renormalise=True), shared=shared, gates_shared=True)
     return _read(config, [experts] * config.num_layers())
 
