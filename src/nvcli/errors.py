@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+from os.path import basename
 from typing import TypeVar
 
 INTERNAL_ERROR = "internal_error"
@@ -147,6 +148,9 @@ def reworded(error: Error, message: str) -> Error:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the class and the first line of an exception's message."""
+    """Return the class and the first line of an exception's message; for an assertion without a message, its place."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if lines:
+        return f"{type(error).__name__}: {lines[0]}"
+    place = traceback.extract_tb(error.__traceback__)[-1:] if isinstance(error, AssertionError) else []
+    return "".join([type(error).__name__, *(f" at {basename(at.filename)}:{at.lineno}" for at in place)])

@@ -15,7 +15,7 @@ import pytest
 from fake_engine import FakeEngine
 from kept_lines import KeptLines
 from nvcli.core.config import RunConfig
-from nvcli.errors import RowError, WorkerError
+from nvcli.errors import RowError, WorkerError, first_line
 from nvcli.job.job import Job, JobResult, RowContext, failed
 from nvcli.job.output import writer
 from nvcli.job.progress.summary import Summary
@@ -169,3 +169,12 @@ def test_tracebacks_of_rows_are_few_and_small(tmp_path: Path) -> None:
     size = (tmp_path / "out.jsonl.traceback.txt").stat().st_size
     assert 200_000 < size < 400_000
     assert len(said) == 1
+
+
+def test_an_assertion_without_a_message_says_where_it_failed() -> None:
+    """Nothing else of it may reach those who report it."""
+    failing = compile("\nassert False", "/src/nvcli/engine/scheduler.py", "exec")
+    with pytest.raises(AssertionError) as caught:
+        exec(failing)
+    assert first_line(caught.value) == "AssertionError at scheduler.py:2"
+    assert first_line(ValueError()) == "ValueError"
