@@ -406,6 +406,16 @@ def test_contexts_that_grow_do_not_count_as_the_cost_of_drafts() -> None:
     assert costs.ratio(16, drafts) > 1.2, "what they add is measured again"
 
 
+def test_costs_are_known_where_the_first_steps_kept_the_surest_drafts() -> None:
+    """They say nothing about others: what these take is guessed, or known from other sizes."""
+    costs = DraftCosts(has_head=True)
+    for size, drafts, seconds in ((16, Form(2.0, False), 0.03), (256, Form(2), 0.05)):
+        for form in (Form(1), drafts, drafts):
+            costs.learn(size, form, 0.02 if form == Form(1) else seconds, 0.0)
+        assert costs.ratio(16, Form(2.0, False)) == pytest.approx(1.5)
+        assert costs.ratio(16, Form(3)) == pytest.approx(1.04 if size == 16 else 1.16, abs=0.01)
+
+
 def test_drafted_and_accepted_tokens_are_counted() -> None:
     policy = DraftPolicy(Drafting(widths=(3,), policy="always"))
     step = StepInput(

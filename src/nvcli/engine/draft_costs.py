@@ -99,14 +99,20 @@ class DraftCosts:
         """Return the time of a step with drafts relative to one without. At a size that was not measured, drafts are
         assumed to take the same share of a step as with the nearest number of rows that was, or with fewer rows as many
         seconds per row. The size must have a measured time without drafts."""
-        if not self._extras:
-            return 1 + _GUESSED_COST * (form.mean - 1)
         mean, plain = self._extras.get((size, form)), self._plain[size][0]
         if mean is not None:
             return 1 + max(0.0, mean[0]) / plain
-        rows = min((rows for rows, _ in self._extras), key=lambda rows: abs(math.log(rows / size)))
+        measured = {rows for rows, known in self._extras if self._is_guide(known)}
+        if not measured:
+            return 1 + _GUESSED_COST * (form.mean - 1)
+        rows = min(measured, key=lambda rows: abs(math.log(rows / size)))
         extra = self._extra(rows, form.mean)
         return 1 + (extra / self._plain[rows][0] if rows < size else extra / rows * size / plain)
+
+    def _is_guide(self, form: Form) -> bool:
+        """Whether the time of a form says what others take: with a head, uneven ones have the passes of the longest
+        rows."""
+        return form.is_even or not self._has_head
 
     def _extra(self, rows: int, width: float) -> float:
         """Return the extra seconds of a step with drafts, at a size that was measured: on the line through the two
@@ -116,7 +122,7 @@ class DraftCosts:
         points = {
             known.mean: extra
             for (size, known), (extra, _) in self._extras.items()
-            if size == rows and (known.is_even or not self._has_head)
+            if size == rows and self._is_guide(known)
         }
         first, *others = sorted(points.items(), key=lambda point: (abs(point[0] - width), point))
         if self._has_head:
