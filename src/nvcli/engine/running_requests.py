@@ -92,7 +92,7 @@ class RunningRequests:
         the cache. Only the later half of the requests is considered, so that the earlier ones finish; if all of these
         share blocks, it is the request admitted last.
         """
-        states = self._states if len(self.homes) == 1 else self._at_home(home)
+        states = self._at_home(home)
         later = islice(reversed(states), len(states) // 2)
         victims = (state for state in later if not self.homes.tables_of(state).shares_blocks(state))
         return next(victims, next(reversed(states)))
