@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,10 +330,11 @@ def test_rows_wait_where_they_cannot_be_computed_again(vocabulary: Vocabulary, m
     runner.config = msgspec.structs.replace(config, pipeline_parallel_size=2)
     assert not runner._may_hold_rows()
     runner.config = config
-    groups = runner._kv_groups
-    runner._kv_groups = [*groups, msgspec.structs.replace(groups[0], is_state=True)]
+    attention = runner._attention
+    groups = (*attention.kv_groups, msgspec.structs.replace(attention.kv_groups[0], is_state=True))
+    runner._attention = replace(attention, kv_groups=groups)
     assert not runner._may_hold_rows()
-    runner._kv_groups = groups
+    runner._attention = attention
     monkeypatch.setattr(runner.backend, "needs_exact_lens", True)
     assert not runner._may_hold_rows()
     runner._make_slots()

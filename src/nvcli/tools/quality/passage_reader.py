@@ -44,8 +44,8 @@ class PassageReader(ModelRunner):
         for note in self._notes:
             say(note)
         # In every group, a passage's blocks run from its first token to its last; all passages use the same ones.
-        num_groups, num_columns = self._kv_spec.num_groups, -(-max_tokens // config.block_size)
-        self.kv_cache = KVCache(self._kv_spec, 1 + num_groups * num_columns, self.device)
+        num_groups, num_columns = self._attention.kv_spec.num_groups, -(-max_tokens // config.block_size)
+        self.kv_cache = KVCache(self._attention.kv_spec, 1 + num_groups * num_columns, self.device)
         blocks = torch.arange(1, 1 + num_groups * num_columns, dtype=torch.int32, device=self.device)
         self._block_tables = blocks.view(num_groups, 1, num_columns)
 

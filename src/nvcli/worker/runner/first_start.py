@@ -15,15 +15,35 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import NvcliError, first_line
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.worker.runner.compiled_programs import Program
 from nvcli.worker.runner.device import own_cores
 
 _MOST_PROCESSES = 32
 """A model has hardly more kernels than this."""
 _PROCESS_BYTES = 512 << 20
 """Memory per process: compiling the largest kernel takes 113 MiB, and the assembler as much again or more."""
+
+
+def due_program(config: EngineConfig, device: torch.device, world: TensorParallelGroup) -> Program | None:
+    """Return the program whose kernels all ranks of `world` compile now, as ranks skip the same launches or none; None:
+    they were compiled before, or are not compiled side by side."""
+    program = Program.of(config)
+    is_due = program is not None and not program.was_compiled(_gpu(device)) and program.takes_notes()
+    return program if world.min(int(is_due)) else None
+
+
+def note_compiled(program: Program, device: torch.device) -> None:
+    """Note in the cache that a program's kernels are compiled for this GPU."""
+    program.note_compiled(_gpu(device))
+
+
+def _gpu(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def compile_kernels(processes: CompileProcesses, device: torch.device, run: Callable[[], None]) -> str | None:

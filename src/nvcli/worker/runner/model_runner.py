@@ -14,16 +14,13 @@ from contextlib import closing, contextmanager
 import msgspec
 import torch
 
-from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kept_states import KeptStates
-from nvcli.attention.kv_cache import KVCache, KVCacheSpec, torch_kv_dtype
-from nvcli.attention.selection import select_backend
+from nvcli.attention.kv_cache import KVCache
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, MemoryUse, StepInput
 from nvcli.core.structured import MAX_END_IDS
 from nvcli.core.weight_changes import WeightsChange
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
-from nvcli.models.kv_groups import kv_groups
 from nvcli.models.registry import build_model
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
@@ -33,11 +30,10 @@ from nvcli.worker.distributed.process_group import divide_ranks, join_process_gr
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.stage_link import StageLink
 from nvcli.worker.masks.mask_workers import MaskWorkers
-from nvcli.worker.runner.compiled_programs import Program
 from nvcli.worker.runner.constraints import Constraints, start_workers
 from nvcli.worker.runner.device import has_fp8_units, import_on_thread, kept_weights_note, open_device
 from nvcli.worker.runner.draft_limits import why_no_drafts, with_limited_drafts
-from nvcli.worker.runner.first_start import compile_kernels
+from nvcli.worker.runner.first_start import compile_kernels, due_program, note_compiled
 from nvcli.worker.runner.graph_shapes import GraphShapes
 from nvcli.worker.runner.home_buffers import HomeBuffers
 from nvcli.worker.runner.input_buffers import InputBuffers
@@ -58,6 +54,7 @@ from nvcli.worker.runner.memory import (
 from nvcli.worker.runner.memory_regions import MemoryRegion, make_region
 from nvcli.worker.runner.model_drafter import ModelDrafter
 from nvcli.worker.runner.rank_adapters import RankAdapters
+from nvcli.worker.runner.rank_attention import RankAttention
 from nvcli.worker.runner.rank_weights import RankWeights, read_files
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
@@ -110,25 +107,7 @@ class ModelRunner:
         self._weight_changes = WeightChanges(
             self.weights, self._kv_region, self.world, self.device, activation_bytes=self._activation_bytes
         )
-        self.ready = EngineReady(
-            num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not usable
-            block_size=config.block_size,
-            kv_cache_bytes=self.kv_cache.num_bytes,
-            kv_cache_tokens=tokens_in_blocks(self.kv_cache.num_blocks - 1, config, self.model_config),
-            weight_bytes=self._weight_bytes,
-            attention_backend=self.backend.name,
-            kv_groups=[
-                msgspec.structs.replace(group, token_bytes=self._kv_spec.token_bytes(number))
-                for number, group in enumerate(self._kv_groups)
-            ],
-            reads_segments=self._max_shared_rows > 0,
-            max_draft_step_tokens=self.config.max_draft_step_tokens if self._may_draft else 0,
-            prefix_tile_tokens=self._prefix_tile_tokens,
-            max_loaded_adapters=self._adapters.num_places,
-            seconds=self._seconds,
-            notes=self._notes,
-            memory=[self._memory_use],
-        )
+        self.ready = self._report()
 
     # ------------------------------------------------------------------ start-up, in this order
 
@@ -137,7 +116,6 @@ class ModelRunner:
             self.device = open_device(self.config, self._context.rank)
             self._kernel_imports = import_on_thread() if self.device.type == "cuda" else None
             self.dtype: torch.dtype = getattr(torch, self.config.dtype)
-            self.kv_dtype = torch_kv_dtype(self.config.kv_dtype)
             self._clock = StepClock(self.device, looks_into_steps=self.config.record_steps)
 
     def _join_process_group(self) -> None:
@@ -219,42 +197,12 @@ class ModelRunner:
             self.world.meet("weights are loaded")
 
     def _select_attention(self) -> None:
-        """Select a backend that serves every kind of attention in the model, and define the shape of the KV cache."""
-        config = self.config.of_home
-        case = AttentionCase(
-            device=self.device,
-            dtype=self.dtype,
-            specs=self.model.attention_kinds,
-            block_size=config.block_size,
-            kv_dtype=self.kv_dtype,
-            max_num_seqs=config.max_padded_rows,
-            max_num_batched_tokens=config.max_padded_tokens,
-            max_decode_width=1 + config.max_draft_tokens,
-            max_draft_step_tokens=config.max_draft_step_tokens,
-            max_model_len=config.max_row_tokens,
-            batch_invariant=config.batch_invariant,
-            has_states=any(layer.is_state for layer in self.model.cache_layers),
-            max_shared_rows=config.max_shared_rows,
-        )
-        self.backend, notes = select_backend(config.attention_backend, case)
-        self._notes += notes
-        self._max_shared_rows = config.max_shared_rows if self.backend.reads_segments else 0
-        # Stages pad a step to one shape, and a stage whose layers all have windows cannot plan one with prefixes.
-        tile_tokens = self.backend.prefix_tile_tokens if config.max_shared_rows else 0
-        self._prefix_tile_tokens = self._groups.world.min(tile_tokens)
-        self._kv_groups = kv_groups(self.model_config, self.stage)
-        group_layers = tuple(group.layers for group in self._kv_groups)
-        self._kv_spec = KVCacheSpec.of_layers(
-            self.model.cache_layers,
-            group_layers,
-            block_size=config.block_size,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-        )
+        self._attention = RankAttention.of(self.config.of_home, self.model, self.device, self.dtype, self._groups.world)
+        self.backend = self._attention.backend
+        self._notes += self._attention.notes
 
     def _choose_graphs(self) -> None:
-        has_states = any(group.is_state for group in self._kv_groups)
-        reason = why_no_drafts(self.config, self.backend, has_states=has_states)
+        reason = why_no_drafts(self.config, self.backend, has_states=self._attention.has_states)
         self._draft_widths = () if reason else self.config.draft_widths
         self._may_draft = bool(self._draft_widths)
         if self.config.max_draft_tokens and reason:
@@ -264,8 +212,8 @@ class ModelRunner:
             self.model_config,
             self.backend,
             self.device,
-            max_shared_rows=self._max_shared_rows,
-            shares_prefixes=self._prefix_tile_tokens > 0,
+            max_shared_rows=self._attention.max_shared_rows,
+            shares_prefixes=self._attention.prefix_tile_tokens > 0,
             draft_widths=self._draft_widths,
         )
 
@@ -273,15 +221,17 @@ class ModelRunner:
         """Make the empty tables and buffers of the steps, large enough for padded steps."""
         config = self.config
         self.link = StageLink(self._groups, config.max_padded_tokens, self.model_config.hidden_size, self.dtype)
-        self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
+        self.slots = SlotTable(config, self._attention.kv_spec.num_groups, self.device)
         vocab_size = self.model_config.vocab_size
         self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
         self._images = StepImages.of(config, self.model, self.slots, self.device)
         follows = self._context.rank == config.output_rank
-        has_states = self._may_draft and bool(self._kv_spec.state_groups)
-        self.kept_states = KeptStates(self._kv_spec, config.max_draft_step_tokens, self.device) if has_states else None
-        self._model_drafter = None
+        self.kept_states: KeptStates | None = None
+        self._model_drafter: ModelDrafter | None = None
         if self._may_draft:
+            kv_spec = self._attention.kv_spec
+            if kv_spec.state_groups:
+                self.kept_states = KeptStates(kv_spec, config.max_draft_step_tokens, self.device)
             self._model_drafter = ModelDrafter.of(self.model, self.slots, self.sampler, config, self._images)
         self.constraints = Constraints(
             config.model_path,
@@ -314,22 +264,20 @@ class ModelRunner:
         """Whether a step may give fewer tokens for a row than it computed, so that the next one computes them again."""
         if self.config.pipeline_parallel_size > 1 or self.backend.needs_exact_lens:
             return False
-        return not any(group.is_state for group in self._kv_groups)  # without drafts, they take in a token at once
+        return not self._attention.has_states  # without drafts, they take in a token at once
 
     def _compile_kernels(self) -> None:
         """Compile the kernels of the model's first start side by side; later starts load them in the warm-up."""
         if self._kernel_imports is not None:
             with self._phase("import kernels"):
                 self._kernel_imports.join()
-        program = Program.of(self.config)
-        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        is_due = program is not None and not program.was_compiled(gpu) and program.takes_notes()
-        if not self._groups.world.min(int(is_due)) or program is None:  # ranks skip the same launches, or none
+        program = due_program(self.config, self.device, self._groups.world)
+        if program is None:
             return
         with self._phase("compile kernels"), closing(self._context.compilers or CompileProcesses()) as processes:
             self._use_kv_cache(1)
             note = compile_kernels(processes, self.device, self._run_steps_to_compile)
-            program.note_compiled(gpu)  # after a failure too, which would recur at the next start
+            note_compiled(program, self.device)  # after a failure too, which would recur at the next start
             torch.cuda.empty_cache()
             self._notes += [note] if note else []
 
@@ -352,8 +300,8 @@ class ModelRunner:
             self.launch,
             self.config,
             self.device,
-            max_shared_rows=self._max_shared_rows,
-            shares_prefixes=self._prefix_tile_tokens > 0,
+            max_shared_rows=self._attention.max_shared_rows,
+            shares_prefixes=self._attention.prefix_tile_tokens > 0,
             projects_latents=self.backend.can_project,
             draft_widths=self._draft_widths,
             num_places=self._adapters.num_places,
@@ -375,7 +323,7 @@ class ModelRunner:
     def _size_kv_cache(self) -> None:
         self.memory_plan = plan_memory(
             self.config,
-            self._kv_spec,
+            self._attention.kv_spec,
             self.device,
             weights=self._weight_bytes,
             adapters=self._adapters.num_bytes,
@@ -389,11 +337,11 @@ class ModelRunner:
 
     def _allocate_kv_cache(self) -> None:
         with self._phase("kv cache"):
-            self._kv_region = make_region(self._num_blocks * self._kv_spec.block_bytes, self.device)
+            self._kv_region = make_region(self._num_blocks * self._attention.kv_spec.block_bytes, self.device)
             self._use_kv_cache(self._num_blocks, None if self._kv_region is None else self._kv_region.memory)
 
     def _use_kv_cache(self, num_blocks: int, memory: torch.Tensor | None = None) -> None:
-        self.kv_cache = KVCache(self._kv_spec, num_blocks, self.device, memory)
+        self.kv_cache = KVCache(self._attention.kv_spec, num_blocks, self.device, memory)
         self.steps = self._make_steps()
 
     def _make_steps(self) -> StepRunner:
@@ -440,6 +388,28 @@ class ModelRunner:
                     *(peak(), self._graph_bytes, other, self.kv_cache.num_bytes),
                 )
         self._memory_use: MemoryUse = report_memory(self.device, self.model.weight_bytes(), self.memory_plan, measured)
+
+    def _report(self) -> EngineReady:
+        """Return what the engine must know of a rank that is ready."""
+        return EngineReady(
+            num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not usable
+            block_size=self.config.block_size,
+            kv_cache_bytes=self.kv_cache.num_bytes,
+            kv_cache_tokens=tokens_in_blocks(self.kv_cache.num_blocks - 1, self.config, self.model_config),
+            weight_bytes=self._weight_bytes,
+            attention_backend=self.backend.name,
+            kv_groups=[
+                msgspec.structs.replace(group, token_bytes=self._attention.kv_spec.token_bytes(number))
+                for number, group in enumerate(self._attention.kv_groups)
+            ],
+            reads_segments=self._attention.max_shared_rows > 0,
+            max_draft_step_tokens=self.config.max_draft_step_tokens if self._may_draft else 0,
+            prefix_tile_tokens=self._attention.prefix_tile_tokens,
+            max_loaded_adapters=self._adapters.num_places,
+            seconds=self._seconds,
+            notes=self._notes,
+            memory=[self._memory_use],
+        )
 
     def _buffer_bytes(self) -> int:
         """Count the bytes of tensors on a GPU that are not weights, adapters or KV cache, including those that other

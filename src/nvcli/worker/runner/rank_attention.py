@@ -1,0 +1,78 @@
+"""RankAttention: the attention backend of a rank, and what follows from it and the model: the shape of the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nvcli.attention.backend import AttentionBackend, AttentionCase
+from nvcli.attention.kv_cache import KVCacheSpec, torch_kv_dtype
+from nvcli.attention.selection import select_backend
+from nvcli.core.engine_config import EngineConfig
+from nvcli.core.messages import KVGroup
+from nvcli.models.causal_lm import CausalLM
+from nvcli.models.kv_groups import kv_groups
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAttention:
+    """The attention of a rank's stage."""
+
+    backend: AttentionBackend
+    """Serves every kind of attention in the model."""
+    notes: list[str]
+    """Notes for the log about the choice."""
+    max_shared_rows: int
+    """The most decode rows of a step that read shared segments once; 0: the backend cannot do that."""
+    prefix_tile_tokens: int
+    """The tokens of a tile in which chunks attend together to their prefix; 0: one of the stages cannot do that."""
+    kv_groups: tuple[KVGroup, ...]
+    kv_spec: KVCacheSpec
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, model: CausalLM, device: torch.device, dtype: torch.dtype, world: TensorParallelGroup
+    ) -> RankAttention:
+        """Select the backend, alike on all ranks of `world`. `config`: the engine's, of one home
+        (`EngineConfig.of_home`)."""
+        kv_dtype = torch_kv_dtype(config.kv_dtype)
+        case = AttentionCase(
+            device=device,
+            dtype=dtype,
+            specs=model.attention_kinds,
+            block_size=config.block_size,
+            kv_dtype=kv_dtype,
+            max_num_seqs=config.max_padded_rows,
+            max_num_batched_tokens=config.max_padded_tokens,
+            max_decode_width=1 + config.max_draft_tokens,
+            max_draft_step_tokens=config.max_draft_step_tokens,
+            max_model_len=config.max_row_tokens,
+            batch_invariant=config.batch_invariant,
+            has_states=any(layer.is_state for layer in model.cache_layers),
+            max_shared_rows=config.max_shared_rows,
+        )
+        backend, notes = select_backend(config.attention_backend, case)
+        groups = kv_groups(model.config, model.stage)
+        # Stages pad a step to one shape, and a stage whose layers all have windows cannot plan one with prefixes.
+        tile_tokens = backend.prefix_tile_tokens if config.max_shared_rows else 0
+        return cls(
+            backend=backend,
+            notes=notes,
+            max_shared_rows=config.max_shared_rows if backend.reads_segments else 0,
+            prefix_tile_tokens=world.min(tile_tokens),
+            kv_groups=groups,
+            kv_spec=KVCacheSpec.of_layers(
+                model.cache_layers,
+                tuple(group.layers for group in groups),
+                block_size=config.block_size,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+            ),
+        )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep recurrent states."""
+        return any(group.is_state for group in self.kv_groups)
