@@ -41,7 +41,7 @@ class RankProcesses:
         self._status = StatusBoard(wiring.status_fd, config.num_ranks)
         self._ranks: list[ChildProcess] = []
         for rank in range(config.num_ranks):
-            start = RankStart(config=config, rank=rank, runner=runner, wiring=wiring, spawned_at=time.time())
+            start = RankStart(config=config, rank=rank, runner=runner, wiring=wiring, spawned_at=time.monotonic())
             if ahead is None:
                 is_output_rank = rank == config.output_rank
                 self._ranks.append(start_rank(start, wiring, rank, is_output_rank=is_output_rank))

@@ -86,7 +86,7 @@ class RankStart:
     """`module:function`, called with (config, RankContext)."""
     wiring: Wiring
     spawned_at: float
-    """`time.time()` of the executor."""
+    """`time.monotonic()` of the executor."""
 
 
 def start_rank(start: RankStart | None, wiring: Wiring, rank: int, *, is_output_rank: bool) -> ChildProcess:

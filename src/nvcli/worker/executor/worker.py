@@ -101,7 +101,7 @@ def main(start: RankStart | None, control: Connection) -> None:
 
 
 def _run(start: RankStart, control: Connection) -> None:
-    started_at = time.time()
+    started_at = time.monotonic()
     rank = start.rank
     status = StatusBoard(start.wiring.status_fd, start.config.num_ranks)
 

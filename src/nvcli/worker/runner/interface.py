@@ -57,9 +57,9 @@ class RankContext:
     store_path: str = ""
     """The path of the file over which the ranks of the replica meet; empty for a lone rank."""
     spawned_at: float = 0.0
-    """The `time.time()` at which the executor started the process."""
+    """The `time.monotonic()` at which the executor started the process; all processes of a machine share it."""
     started_at: float = 0.0
-    """The `time.time()` at which the process began to run nvcli's code."""
+    """The `time.monotonic()` at which the process began to run nvcli's code."""
     world: World | None = None
     """The ranks of the replica, where this process has met the others already."""
     compilers: CompileProcesses | None = None

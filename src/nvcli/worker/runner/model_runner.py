@@ -79,7 +79,7 @@ class ModelRunner:
         self._context = context
         self._seconds = {
             "spawn": context.started_at - context.spawned_at,
-            "import": time.time() - context.started_at,
+            "import": time.monotonic() - context.started_at,
         }
         self._kv_region: MemoryRegion | None = None
         with torch.inference_mode():
