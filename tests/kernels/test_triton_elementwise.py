@@ -11,12 +11,14 @@ from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import rotary as rotary_reference
 from nvcli.kernels.activation import gelu_tanh_and_mul, silu_and_mul
+from nvcli.kernels.bounds import clamp_parts, clamp_to_each
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.gates import gate_rows, gate_values
 from nvcli.kernels.patch_attention import rotate_patches
+from nvcli.kernels.patch_types import HeadNorms
 from nvcli.kernels.plain_activation import activate as activate_plain
-from nvcli.kernels.triton.elementwise import activation, embedding, gates, norm, plain_activation, rotary
+from nvcli.kernels.triton.elementwise import activation, bounds, embedding, gates, norm, plain_activation, rotary
 from nvcli.kernels.xielu import XIELU
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
@@ -56,14 +58,30 @@ def test_norms_of_rows_without_their_mean(size: int, dtype: torch.dtype) -> None
     assert_close(out, norm_reference.add_rms_norm(delta, x, weight, 1e-5, is_centered=True, bias=bias))
 
 
-def test_rotation_of_patches(dtype: torch.dtype) -> None:
-    qkv, cos_sin = rand(5, 3, 3, 72, dtype=dtype), rand(5, 72, dtype=torch.float32, seed=1)
-    expected = qkv.clone()
-    rotate_patches(expected, cos_sin)
-    found = qkv.to(DEVICE, copy=True)
-    rotary.rotate_patches(found, cos_sin.to(DEVICE))
+@pytest.mark.parametrize("norms", [None, "queries and keys", "values, too"])
+def test_rotation_of_patches(norms: str | None, dtype: torch.dtype) -> None:
+    qkv, cos_sin, *weights = (
+        rand(5, 3, 3, 72, dtype=dtype), rand(5, 72, dtype=torch.float32, seed=1),
+        *(rand(72, dtype=dtype, seed=seed) for seed in (2, 3)),
+    )  # fmt: skip
+    expected, found = qkv.clone(), qkv.to(DEVICE, copy=True)
+    for of, angles in ((expected, cos_sin), (found, cos_sin.to(DEVICE))):
+        queries, keys = (weight.to(of.device) for weight in weights)
+        own = None if norms is None else HeadNorms(queries, keys, 1e-6, of_values=norms == "values, too")
+        rotate_patches(of, angles, own) if of is expected else rotary.rotate_patches(of, angles, own)
     assert_close(found, expected)
-    assert torch.equal(expected[:, 2], qkv[:, 2])
+    assert torch.equal(expected[:, 2], qkv[:, 2]) == (norms != "values, too")
+
+
+def test_bounds(dtype: torch.dtype) -> None:
+    x, low, high = rand(5, 3 * 1025, dtype=dtype), rand(3, dtype=dtype) - 1, rand(3, dtype=dtype, seed=1).abs()
+    x[1, 1] = float("nan")
+    found = bounds.clamp_to_each(x.to(DEVICE), low.to(DEVICE), high.to(DEVICE))
+    torch.testing.assert_close(found.cpu(), clamp_to_each(x, low, high), rtol=0, atol=0, equal_nan=True)
+    in_place = x.to(DEVICE, copy=True)
+    bounds.clamp_parts(in_place, low.to(DEVICE), high.to(DEVICE))
+    clamp_parts(x, low, high)
+    torch.testing.assert_close(in_place.cpu(), x, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvcli.kernels.patch_types import Runs
+from nvcli.kernels.patch_types import HeadNorms, Runs
 from nvcli.kernels.rotary import apply_rope
 
 
@@ -35,16 +35,19 @@ def make_segments(runs: Runs, heads: tuple[int, int], dtype: torch.dtype, device
     return Segments(runs, None)
 
 
-def rotate_patches(qkv: Tensor, cos_sin: Tensor) -> None:
-    """Rotate queries and keys in place. qkv: [P, 3, H, D], contiguous; cos_sin: [P, D] float32, cosines then sines of
-    the D/2 angles, which turn number i of a head with number i + D/2."""
+def rotate_patches(qkv: Tensor, cos_sin: Tensor, norms: HeadNorms | None = None) -> None:
+    """Rotate queries and keys in place, behind `norms`. qkv: [P, 3, H, D], contiguous; cos_sin: [P, D] float32, cosines
+    then sines of the D/2 angles, which turn number i of a head with number i + D/2."""
     if qkv.is_cuda:
         from nvcli.kernels.triton.elementwise import rotary
 
-        rotary.rotate_patches(qkv, cos_sin)
-    else:
-        both = qkv[:, :2]
-        both.copy_(apply_rope(both.flatten(1, 2), cos_sin).view(both.shape))
+        rotary.rotate_patches(qkv, cos_sin, norms)
+        return
+    if norms is not None:
+        for number, weight in enumerate((norms.queries, norms.keys, None)[: 2 + norms.of_values]):
+            qkv[:, number] = F.rms_norm(qkv[:, number], qkv.shape[3:], weight, norms.eps)
+    both = qkv[:, :2]
+    both.copy_(apply_rope(both.flatten(1, 2), cos_sin).view(both.shape))
 
 
 def attend_segments(qkv: Tensor, segments: Segments) -> Tensor:

@@ -54,11 +54,9 @@ def tower_bytes(config: EngineConfig, vision: VisionConfig) -> int:
     """Return what the tower takes besides its weights, at its peak: in its layers or where the patches are cut, always
     beside the patches and the results of its mergers."""
     patches = tower_batch_tokens(config) * vision.merge_size**2
-    clamped = vision.has_bounds * vision.hidden_size
-    in_mlp = (1 + 2 * vision.is_gated + vision.has_bounds) * vision.intermediate_size + clamped
-    in_attention = (
-        6 * vision.hidden_size + clamped
-    )  # projections, and their copies where no kernel takes them as they are
+    clamped = 2 * vision.has_bounds * vision.hidden_size
+    in_mlp = (1 + 2 * vision.is_gated) * vision.intermediate_size + clamped
+    in_attention = 6 * vision.hidden_size  # projections, and their copies where no kernel takes them as they are
     results = vision.num_outputs * vision.out_size // vision.merge_size**2
     kept = vision.patch_values + 4 * vision.hidden_size + results
     size = DTYPE_BYTES[config.dtype]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.kernels.patch_attention import Segments, attend_segments, make_segments, rotate_patches
-from nvcli.kernels.patch_types import Runs
+from nvcli.kernels.patch_types import HeadNorms, Runs
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.merger import SquareMerger, make_merger
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
@@ -219,10 +219,13 @@ class _Block(nn.Module):
             queries, *others = qkv.view(len(x), heads + 2 * kv_heads, -1).split([heads, kv_heads, kv_heads], dim=1)
             qkv = torch.cat([queries, *(part.repeat_interleave(heads // kv_heads, 1) for part in others)], dim=1)
         qkv = qkv.view(len(x), 3, heads, -1)
-        for part, norm in zip((qkv[:, 0], qkv[:, 1]), self.head_norms, strict=False):
-            part.copy_(norm(part if self.config.qk_norm == "head" else part.flatten(1)).view(part.shape))
-        if self.config.norms_values:
-            qkv[:, 2].copy_(F.rms_norm(qkv[:, 2], qkv.shape[3:], eps=self.config.eps))
+        norms = None
+        if self.config.qk_norm == "head":
+            queries, keys = (norm.get_parameter("weight") for norm in self.head_norms)
+            norms = HeadNorms(queries, keys, self.config.eps, self.config.norms_values)
+        elif self.config.qk_norm:
+            for part, norm in zip((qkv[:, 0], qkv[:, 1]), self.head_norms, strict=True):
+                part.copy_(norm(part.flatten(1)).view(part.shape))
         if angles is not None:
-            rotate_patches(qkv, angles)
+            rotate_patches(qkv, angles, norms)
         return attend_segments(qkv, segments)

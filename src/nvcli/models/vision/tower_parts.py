@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nvcli.kernels import plain_activation
 from nvcli.kernels.activation import ACTIVATE_AND_MUL
+from nvcli.kernels.bounds import clamp_parts, clamp_to_each
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.models.parallel import BuildContext, TensorShards
 from nvcli.models.vision.vision_config import BOUNDS
@@ -43,7 +44,8 @@ class Scale(Weights):
 
 
 class Linear(WeightModule):
-    """Projections of one input, multiplied as one unless each has bounds: [P, in] → [P, all their outputs]."""
+    """Projections of one input, multiplied as one unless each has bounds, in which case all have as many outputs:
+    [P, in] → [P, all their outputs]."""
 
     bias: nn.Parameter | None
     input_min: nn.Parameter | None
@@ -80,12 +82,13 @@ class Linear(WeightModule):
     def forward(self, x: Tensor) -> Tensor:
         if self.input_min is None:
             return F.linear(x, self.weight.flatten(1), self.bias)
-        bounds = zip(*(getattr(self, bound) for bound in BOUNDS), strict=True)
-        parts = [
-            F.linear(x.clamp(low, high), weight).clamp_(least, most)
-            for weight, (low, high, least, most) in zip(torch.split(self.weight, self._sizes), bounds, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        low, high, least, most = (getattr(self, bound) for bound in BOUNDS)
+        out = x.new_empty(len(x), sum(self._sizes))
+        parts = torch.split(self.weight, self._sizes), torch.split(out, self._sizes, dim=1)
+        for own, weight, part in zip(clamp_to_each(x, low, high), *parts, strict=True):
+            torch.mm(own, weight.t(), out=part)
+        clamp_parts(out, least, most)
+        return out
 
     def activated(self, x: Tensor, kind: TowerActivation) -> Tensor:
         """Project, and apply an activation to each number, on a GPU within the product where PyTorch can."""

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.patch_types import HeadNorms
 from nvcli.kernels.triton.attention.fp8_kv import quantise_heads, scale_pointers
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
@@ -209,12 +210,16 @@ def qk_norm_rope_store(
 
 @triton.jit
 def _rotate_kernel(
-    qkv_ptr,  # [T, 3, NUM_HEADS, HEAD_DIM], queries and keys are written
+    qkv_ptr,  # [T, 3, NUM_HEADS, HEAD_DIM], queries and keys are written, and values with NORM_VALUES
     cos_sin_ptr,  # [T, HEAD_DIM] float32
+    q_weight_ptr,  # [HEAD_DIM], the weight of the queries' norm; None: heads are not normed
+    k_weight_ptr,
+    eps,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (token). Blocks are powers of two, at least 2 NUM_HEADS and HEAD_DIM / 2."""
@@ -227,11 +232,25 @@ def _rotate_kernel(
     source = qkv_ptr + token * (3 * NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves[None, :]
     await_kernel_before(DEPENDENT)
     first, second, cos, sin = _load_heads(source, cos_sin_ptr + token * HEAD_DIM + halves, mask, inside, HALF, True)
+    if q_weight_ptr is not None:
+        scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
+        weight = tl.where(heads < NUM_HEADS, q_weight_ptr, k_weight_ptr) + halves[None, :]
+        first *= scale * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+        second *= scale * tl.load(weight + HALF, mask=mask, other=0.0).to(tl.float32)
     tl.store(source, (first * cos - second * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
     tl.store(source + HALF, (second * cos + first * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+    if NORM_VALUES:
+        heads = tl.arange(0, BLOCK_HEADS // 2)[:, None]
+        mask = (heads < NUM_HEADS) & inside[None, :]
+        source = qkv_ptr + (3 * token + 2) * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves[None, :]
+        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
+        tl.store(source, (first * scale).to(qkv_ptr.dtype.element_ty), mask=mask)
+        tl.store(source + HALF, (second * scale).to(qkv_ptr.dtype.element_ty), mask=mask)
 
 
-def rotate_patches(qkv: Tensor, cos_sin: Tensor) -> None:
+def rotate_patches(qkv: Tensor, cos_sin: Tensor, norms: HeadNorms | None = None) -> None:
     """See `nvcli.kernels.patch_attention.rotate_patches`."""
     num_patches, _, num_heads, head_dim = qkv.shape
     assert qkv.is_contiguous()
@@ -240,10 +259,14 @@ def rotate_patches(qkv: Tensor, cos_sin: Tensor) -> None:
     _rotate_kernel[(num_patches,)](
         qkv,
         cos_sin,
+        None if norms is None else norms.queries,
+        None if norms is None else norms.keys,
+        0.0 if norms is None else norms.eps,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
+        NORM_VALUES=norms is not None and norms.of_values,
         **dependent(qkv.device),
         num_warps=max(1, min(8, block_heads * block_half // 256)),
     )
