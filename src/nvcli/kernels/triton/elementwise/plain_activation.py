@@ -16,7 +16,7 @@ from nvcli.kernels.xielu import XIELU
 _BLOCK = 2048
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _activate_kernel(
     x_ptr,  # [count], read and written
     alpha_p_ptr,  # the numbers of xIELU, [1] float32 each
@@ -28,7 +28,8 @@ def _activate_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (stretch of BLOCK numbers)."""
+    """Program (stretch of BLOCK numbers). `count` is specialised: numbers are loaded several at a time only where it is
+    known to be a multiple of 16. Otherwise GELU of 66.8 million numbers takes an H200 255 µs instead of 67."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     await_kernel_before(DEPENDENT)
