@@ -167,14 +167,20 @@ class Simulator:
         def either(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
             return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
 
-        def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
+        def load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Tensor:
             places = torch.as_tensor(pointer.offset)
             mask = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.expand(places.shape)
             return torch.where(mask, pointer.data[torch.where(mask, places, 0)], torch.tensor(other).to(pointer.data))
 
-        def store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
-            mask = mask.expand(value.shape)
-            pointer.data[pointer.offset[mask]] = value[mask]
+        def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+            places = torch.as_tensor(pointer.offset)
+            value, mask = (torch.as_tensor(one).expand(places.shape) for one in (value, mask))
+            pointer.data[places[mask]] = value[mask].to(pointer.data.dtype)
+
+        def atomic_add(pointer: Pointer, value: int, sem: str) -> int:
+            before = int(pointer.data[pointer.offset])
+            pointer.data[pointer.offset] += value
+            return before
 
         def allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Memory | Barriers:
             if layout == "barriers":
@@ -190,9 +196,10 @@ class Simulator:
         return types.SimpleNamespace(
             constexpr=object, int32=torch.int32, int64=torch.int64, float32=torch.float32, load=load, store=store,
             BlockedLayout=layout, NVMMADistributedLayout=layout, NVMMASharedLayout=layout, DotOperandLayout=layout,
-            SliceLayout=layout, allocate_shared_memory=allocate, warp_specialize=self._specialise,
-            DistributedLinearLayout=layout, int16=torch.int16, uint8=torch.uint8,
-            float8e4nv=torch.float8_e4m3fn, exp=torch.exp, abs=torch.abs,
+            SliceLayout=layout, SwizzledSharedLayout=layout, DistributedLinearLayout=layout,
+            allocate_shared_memory=allocate, warp_specialize=self._specialise, int16=torch.int16, uint8=torch.uint8,
+            float8e4nv=torch.float8_e4m3fn, float16=torch.float32, exp=torch.exp, abs=torch.abs, floor=torch.floor,
+            atomic_add=atomic_add,
             split=lambda x: x.unbind(-1),
             static_range=range, cdiv=lambda a, b: -(-a // b), exp2=torch.exp2, log2=torch.log2,
             sum=torch.sum, max=maximum_of, minimum=either(torch.minimum), maximum=either(torch.maximum),

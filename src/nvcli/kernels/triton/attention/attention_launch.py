@@ -132,7 +132,6 @@ class AttentionLauncher:
         assert has_shared or strides[1:] == (row_size, key_dim, 1)
         assert not has_shared or self._by_tma is not None
         assert self._by_tma is None or (layer.window is None and strides[0] % row_size == 0)
-        assert self._by_tma is None or has_shared or not shape.tail_dim
         return AttentionKind(
             num_kv_heads=shape.num_kv_heads,
             group=shape.group,

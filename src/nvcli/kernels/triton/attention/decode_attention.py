@@ -1,9 +1,10 @@
 """Paged decode attention in Triton: the query tokens of each request, one or a last token and drafts, over its keys and
 values in blocks.
 
-There are three kernels: that of `decode_kernel.py`, one for FP8 keys and few queries (`fp8_decode_attention.py`), and
-that of batch-invariant runs (`invariant_attention.py`). Their grids hold the most chunks that the rows can be cut into;
-programs behind the list's end leave at once, so that a launch captured in a CUDA graph serves any lengths.
+There are four kernels: that of `decode_kernel.py`, one for FP8 keys and few queries (`fp8_decode_attention.py`), one
+for latents on Hopper GPUs (`hopper_latent_kernel.py`), and that of batch-invariant runs (`invariant_attention.py`). The
+grids of all but Hopper's hold the most chunks that the rows can be cut into; programs behind the list's end leave at
+once, so that a launch captured in a CUDA graph serves any lengths.
 
 Held to `attention/torch_backend.py` by tests/attention.
 Shapes: B rows, T tokens, H query heads, KV heads, G = H / KV, D head_dim.
@@ -36,6 +37,7 @@ from nvcli.kernels.triton.attention.invariant_attention import (
     invariant_draft_tile,
     invariant_registers,
 )
+from nvcli.kernels.triton.attention.latent_shares import LatentDecode, serves_latents
 from nvcli.kernels.triton.launch.dependent_launch import dependent
 from nvcli.kernels.triton.launch.multiprocessors import shared_memory_bytes
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
@@ -106,6 +108,7 @@ class DecodeAttention:
     (`hopper_segment_kernel.py`). It has a part of the multiprocessors, and tiles of half the size, so that twice as
     many programs run on each.
     is_invariant: rows get the same bits in every batch (`invariant_attention.py`).
+    has_plain_blocks: a layer's blocks lie one behind the other, with nothing but scales between their keys.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class DecodeAttention:
         max_tokens: int = 0,
         is_beside: bool = False,
         is_invariant: bool = False,
+        has_plain_blocks: bool = False,
     ) -> None:
         assert not is_invariant or shape.kv_dtype == shape.dtype
         self._shape, self._is_beside, self._is_invariant = shape, is_beside, is_invariant
@@ -132,6 +136,9 @@ class DecodeAttention:
         self._direct_kernel = _load_direct_kernel(shape, self._align)
         self._max_rows = max_rows
         self._lists = {window: self.work_list(window) for window in windows}
+        self._latents: LatentDecode | None = None
+        if has_plain_blocks and not is_beside and not is_invariant and not any(self._lists) and serves_latents(shape):
+            self._latents = LatentDecode(shape, max_rows=max_rows, max_width=max_width)
         most_chunks = max(one.max_partials for one in self._lists.values())
         most_queries, most_tiles = most_chunks * shape.group, max_rows
         for width in range(2, max_width + 1):
@@ -167,6 +174,9 @@ class DecodeAttention:
     def plan(self, seq_lens: Tensor, slots: Tensor, tokens: RowTokens | None = None) -> None:
         """List the step's chunks. seq_lens: [B] int32, keys of each row, 0 for padding; slots: [B] int64, the slot of
         each row, by which its block table is found; tokens: those of rows that may have several (None: one each)."""
+        if self._latents is not None and self._latents.takes(len(seq_lens)):
+            self._latents.plan(seq_lens, slots, tokens)
+            return
         max_partials = MAX_PARTIALS.value
         if tokens is not None:
             queries = self._num_tiles(tokens.width) * self._draft_tile(tokens.width).rows
@@ -187,13 +197,16 @@ class DecodeAttention:
         `own`: the list of the keys that are to be attended, planned by the caller, and the tensor for the log-sum-exp
         of their scores, at least [T, H] float32, base 2.
         """
-        work_list, log_sums = (self._lists[layer.window], None) if own is None else own
         assert out.is_contiguous()
         shape, starts, width = self._shape, None, 1
         num_rows = layer.q.shape[0]
         if tokens is not None:
             starts, width = tokens
             num_rows = len(starts) - 1
+        if self._latents is not None and own is None and self._latents.takes(num_rows):
+            self._latents.run(layer, out, tokens)
+            return
+        work_list, log_sums = (self._lists[layer.window], None) if own is None else own
         memory = out, work_list.items, work_list.num_items, starts, log_sums, *self._memory
         num_heads = shape.num_kv_heads if tokens is None else shape.num_kv_heads * self._num_tiles(width)
         grid: tuple[int, ...] = (num_heads, work_list.capacity(num_rows, tokens))

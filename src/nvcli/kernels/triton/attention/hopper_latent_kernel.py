@@ -1,0 +1,452 @@
+"""Paged decode attention over latents for Hopper GPUs, in Gluon: queries of all heads against one key, whose first
+numbers are its value.
+
+A program has two groups of warps. One brings tiles of 64 keys to shared memory: those in 16 bits by TMA, and those in
+FP8 through registers, where they become float16, which represents them exactly. The other multiplies. Keys are the left
+operand of its products, [keys, D] × [D, queries] and [D, keys] × [keys, queries], as the tensor cores take 64 rows at
+least: with queries in their place most rows would be padding.
+
+There is a program for each multiprocessor. Each takes an equal share of all keys (`latent_shares.py`), and the next
+share's keys are on their way while a result is stored. The last of the programs that share a row to finish reduces
+their results.
+
+A key of an FP8 cache has one scale, for its scores and as a value. Weights times scales are what is multiplied, so the
+scale counts in the reference: the highest product so far.
+
+On an H200 a layer of 20 heads over latents of 512 in bfloat16 takes, in microseconds, against `decode_kernel.py`: 296
+against 424 for 64 rows of 16,000 keys (3,990 GB/s), 313 against 456 for 64 of 8,000 to 24,000, 135 against 148 for 256
+of 1,500, 43 against 156 for one of 16,000; but 104 against 94 for 256 of 100 to 1,620, where each program has the
+results of two or three rows to store and to reduce. 16 heads take 281 (4,210 GB/s; against 336), 296 (363), 119 (118),
+33 (83) and 81 (73), 64 heads 384 (653) for the first and 196 (225) for the third. In FP8 16 heads take 258 (621), 271
+(674), 114 (215), 41 (85) and 80 (130), and 20 heads 407 (874) for the first and 177 (296) for the third.
+
+Gluon has no interpreter: tests simulate it. Shapes: T tokens, H heads, D numbers of a value, ROWS queries of a tile.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention.hopper_prefill_kernel import stage_of
+from nvcli.kernels.triton.launch.triton_version import barrier, reinterpret, tma_load
+
+KEYS = gl.constexpr(64)
+"""Keys of a tile, and columns of what one TMA load brings."""
+_STAGES = gl.constexpr(2)
+_LOADING_WARPS = gl.constexpr(4)
+_LEAST = gl.constexpr(-1e30)
+"""The initial reference of a query: finite, so that it can be subtracted from itself."""
+
+
+@gluon.constexpr_function
+def warps_of(rows):
+    """Return the warps that multiply: their registers hold the sums of D × rows."""
+    return 8 if rows > 32 else 4
+
+
+@gluon.constexpr_function
+def _loading_registers(rows):
+    return 112 if rows > 32 else 240
+
+
+@gluon.jit
+def _load_numbers(cache, block, start, end, KIND: gl.constexpr, PER_WORD: gl.constexpr):
+    """Load a tile of keys in a block to registers, with zeros behind the last one: → [KEYS, D], [KEYS, tail], of FP8 as
+    words of four."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 16 // PER_WORD], [8, 4], [_LOADING_WARPS, 1], [1, 0])
+    ROW: gl.constexpr = KIND.row_size // PER_WORD
+    BODY: gl.constexpr = KIND.head_dim // PER_WORD
+    TAIL: gl.constexpr = KIND.tail_dim // PER_WORD
+    rows = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    body = gl.arange(0, BODY, gl.SliceLayout(0, layout))
+    tail = BODY + gl.arange(0, TAIL, gl.SliceLayout(0, layout))
+    cache += block.to(gl.int64) * (KIND.block_stride // PER_WORD) + start % KIND.block_size * ROW
+    places = (rows * ROW)[:, None]
+    inside = (start + rows < end)[:, None]
+    numbers = gl.load(cache + (places + body[None, :]), mask=inside, other=0)
+    return numbers, gl.load(cache + (places + tail[None, :]), mask=inside, other=0)
+
+
+@gluon.jit
+def _numbers_of_words(words, WIDTH: gl.constexpr):
+    """Return the numbers of words of four: [KEYS, WIDTH] float16."""
+    byte0, byte1, byte2, byte3 = gl.inline_asm_elementwise(
+        """{
+            .reg .b16 low, high;
+            .reg .b32 first_two, last_two;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 first_two, low;
+            cvt.rn.f16x2.e4m3x2 last_two, high;
+            mov.b32 {$0, $1}, first_two;
+            mov.b32 {$2, $3}, last_two;
+        }""",
+        "=h,=h,=h,=h,r",
+        [words],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=True,
+        pack=1,
+    )
+    return gl.join(gl.join(byte0, byte2), gl.join(byte1, byte3)).reshape([KEYS, WIDTH])
+
+
+@gluon.jit
+def _load_scales(scales, block, start, end, KIND: gl.constexpr):
+    """Load the scales of a tile of keys: → [KEYS] float32."""
+    keys = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [_LOADING_WARPS], [0]))
+    scales += block.to(gl.int64) * (KIND.block_stride // 2) + KIND.block_size * KIND.row_size // 2
+    return gl.load(scales + (start % KIND.block_size + keys), mask=start + keys < end, other=1.0).to(gl.float32)
+
+
+@gluon.jit
+def _store_numbers(numbers, tail, stages, stage):
+    """Store what was loaded to a stage."""
+    stages[0].index(stage).store(numbers)
+    stages[1].index(stage).store(tail)
+    fence_async_shared()
+    mbarrier.arrive(stages[3].index(stage), count=1)
+
+
+@gluon.jit
+def _load_by_tma(cache, work, stages, KIND: gl.constexpr):
+    """Run the group of warps that loads keys in 16 bits."""
+    k_desc, numbers_of_cache, _, block_tables, block_table_stride = cache
+    items, first_item, end_item = work
+    k_smem, tail_smem, _, full, free = stages
+    PANELS: gl.constexpr = KIND.head_dim // KEYS
+    BYTES: gl.constexpr = KEYS * (KIND.head_dim + KIND.tail_dim) * 2
+    parts = reinterpret(k_smem, k_smem.dtype, [_STAGES * PANELS, KEYS, KEYS], k_desc.layout)
+    i = 0
+    for index in range(first_item, end_item):
+        item = items + index * ITEM_FIELDS
+        begin = gl.load(item + 1)
+        end = gl.load(item + 2)
+        table = block_tables + gl.load(item + 6).to(gl.int64) * block_table_stride
+        # The next block's id is loaded ahead of its use.
+        last_key = gl.maximum(end - 1, 0)
+        block = gl.load(table + gl.minimum(begin, last_key) // KIND.block_size)
+        for start in range(begin, end, KEYS):
+            stage, phase = stage_of(i, _STAGES)
+            i += 1
+            this_block = block
+            row = block * (KIND.block_stride // KIND.row_size) + start % KIND.block_size
+            block = gl.load(table + gl.minimum(start + KEYS, last_key) // KIND.block_size)
+            if start + KEYS <= end:
+                mbarrier.wait(free.index(stage), phase ^ 1)
+                bar = full.index(stage)
+                mbarrier.expect(bar, BYTES)
+                for panel in gl.static_range(PANELS):
+                    tma_load(k_desc, [row, panel * KEYS], bar, parts.index(stage * PANELS + panel))
+                tma_load(k_desc, [row, KIND.head_dim], bar, tail_smem.index(stage))
+            else:
+                # Behind the last key lies what an earlier owner of the block left: 0 × NaN would be NaN.
+                numbers, tail = _load_numbers(numbers_of_cache, this_block, start, end, KIND, 1)
+                mbarrier.wait(free.index(stage), phase ^ 1)
+                _store_numbers(numbers, tail, stages, stage)
+
+
+@gluon.jit
+def _load_fp8(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr):
+    """Run the group of warps that loads keys in FP8. With AHEAD they hold two tiles in registers."""
+    _, words, scales, block_tables, block_table_stride = cache
+    items, first_item, end_item = work
+    scale_smem = stages[2]
+    free = stages[4]
+    i = 0
+    for index in range(first_item, end_item):
+        item = items + index * ITEM_FIELDS
+        begin = gl.load(item + 1)
+        end = gl.load(item + 2)
+        table = block_tables + gl.load(item + 6).to(gl.int64) * block_table_stride
+        last = gl.maximum(end - 1, 0) // KEYS * KEYS
+        block = gl.load(table + gl.minimum(begin, last) // KIND.block_size)
+        next_words, next_tail = _load_numbers(words, block, begin, end, KIND, 4)
+        next_scale = _load_scales(scales, block, begin, end, KIND)
+        # The id of a block is loaded ahead of its use.
+        block = gl.load(table + gl.minimum(begin + KEYS, last) // KIND.block_size)
+        for start in range(begin, end, KEYS):
+            stage, phase = stage_of(i, _STAGES)
+            i += 1
+            numbers = next_words
+            tail = next_tail
+            scale = next_scale
+            following = gl.minimum(start + KEYS, last)
+            if AHEAD:
+                next_words, next_tail = _load_numbers(words, block, following, end, KIND, 4)
+                next_scale = _load_scales(scales, block, following, end, KIND)
+                block = gl.load(table + gl.minimum(start + 2 * KEYS, last) // KIND.block_size)
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            scale_smem.index(stage).store(scale)
+            numbers = _numbers_of_words(numbers, KIND.head_dim)
+            _store_numbers(numbers, _numbers_of_words(tail, KIND.tail_dim), stages, stage)
+            if not AHEAD:
+                next_words, next_tail = _load_numbers(words, block, following, end, KIND, 4)
+                next_scale = _load_scales(scales, block, following, end, KIND)
+                block = gl.load(table + gl.minimum(start + 2 * KEYS, last) // KIND.block_size)
+
+
+@gluon.jit
+def _store_queries(
+    q, q_parts, q_row, head, is_query, q_stride, KIND: gl.constexpr, ROWS: gl.constexpr, IS_FP8: gl.constexpr
+):
+    """Load the queries of a tile to shared memory: → [ROWS] float32, powers of 2 by which they were divided. Those for
+    an FP8 cache become small numbers, which float16 has room for; others are divided by 1."""
+    WARPS: gl.constexpr = warps_of(ROWS)
+    q_smem, q_tail_smem = q_parts
+    body: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    of_tail: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    dims = gl.arange(0, KIND.head_dim, gl.SliceLayout(0, body))
+    tail_dims = KIND.head_dim + gl.arange(0, KIND.tail_dim, gl.SliceLayout(0, of_tail))
+    offset = q_row * q_stride + head * (KIND.head_dim + KIND.tail_dim)
+    tail_offset = gl.convert_layout(offset, gl.SliceLayout(1, of_tail))
+    in_tail = gl.convert_layout(is_query, gl.SliceLayout(1, of_tail))
+    query = gl.load(q + offset[:, None] + dims[None, :], mask=is_query[:, None], other=0.0)
+    tail = gl.load(q + tail_offset[:, None] + tail_dims[None, :], mask=in_tail[:, None], other=0.0)
+    power = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, body))
+    if IS_FP8:
+        query = query.to(gl.float32)
+        power = gl.exp2(gl.floor(gl.log2(gl.maximum(gl.max(gl.abs(query), 1), 1e-30))))
+        query = query * (1.0 / power)[:, None]
+        tail = tail.to(gl.float32) * gl.convert_layout(1.0 / power, gl.SliceLayout(1, of_tail))[:, None]
+    q_smem.store(query.to(q_smem.dtype))
+    q_tail_smem.store(tail.to(q_smem.dtype))
+    fence_async_shared()
+    return power
+
+
+@gluon.jit
+def _attend(inputs, results, work, q_parts, weight_smem, stages, KIND: gl.constexpr, ROWS: gl.constexpr):
+    """Run the group of warps that multiplies."""
+    q, starts, query_tile, scale_log2, q_stride = inputs
+    out, partial_out, partial_lse, arrivals, num_tiles = results
+    items, first_item, end_item = work
+    k_smem, tail_smem, scale_smem, full, free = stages
+    q_smem, q_tail_smem = q_parts
+    HEAD_DIM: gl.constexpr = KIND.head_dim
+    GROUP: gl.constexpr = KIND.group
+    WARPS: gl.constexpr = warps_of(ROWS)
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, ROWS // (WARPS // 4), 16])
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    by_key: gl.constexpr = gl.SliceLayout(1, of_scores)
+    by_query: gl.constexpr = gl.SliceLayout(0, of_scores)
+    sums_query: gl.constexpr = gl.SliceLayout(0, of_sums)
+    memory_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0]))
+    first_query = query_tile * ROWS
+    no_scores = gl.zeros([KEYS, ROWS], gl.float32, of_scores)
+    lanes = gl.arange(0, KEYS, by_key)
+    i = 0
+    for index in range(first_item, end_item):
+        item = items + index * ITEM_FIELDS
+        row = gl.load(item)
+        begin = gl.load(item + 1)
+        end = gl.load(item + 2)
+        num_chunks = gl.load(item + 3)
+        first_share = gl.load(item + 4)
+        num_keys = gl.load(item + 7)
+        # Query i of a row is head i % G of its token i // G.
+        first_token = row
+        num_tokens = 1
+        if starts is not None:
+            first_token = gl.load(starts + row)
+            num_tokens = gl.load(starts + row + 1) - first_token
+        query = first_query + gl.arange(0, ROWS, memory_row)
+        q_row = (first_token + query // GROUP).to(gl.int64)
+        is_query = query < num_tokens * GROUP
+        power = _store_queries(q, q_parts, q_row, query % GROUP, is_query, q_stride, KIND, ROWS, scale_smem is not None)
+        unit = gl.convert_layout(power, by_query) * scale_log2
+        ends = num_keys - num_tokens + 1 + (first_query + gl.arange(0, ROWS, by_query)) // GROUP
+
+        acc = gl.zeros([HEAD_DIM, ROWS], gl.float32, of_sums)
+        weight_sums = gl.zeros([KEYS, ROWS], gl.float32, of_scores)
+        reference = gl.full([ROWS], _LEAST, gl.float32, by_query)
+        for start in range(begin, end, KEYS):
+            stage, phase = stage_of(i, _STAGES)
+            i += 1
+            mbarrier.wait(full.index(stage), phase)
+            product = warpgroup_mma(
+                k_smem.index(stage), q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True
+            )
+            product = warpgroup_mma(tail_smem.index(stage), q_tail_smem.permute((1, 0)), product, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[product]) * unit[None, :]
+            if scale_smem is not None:
+                scale = gl.maximum(scale_smem.index(stage).load(by_key), 2.0**-80)
+                scores = scores * scale[:, None]
+            keys = start + lanes
+            scores = gl.where((keys < end)[:, None] & (keys[:, None] < ends[None, :]), scores, -float("inf"))
+            if scale_smem is not None:
+                new_reference = gl.maximum(reference, gl.max(scores + gl.log2(scale)[:, None], 0))
+            else:
+                new_reference = gl.maximum(reference, gl.max(scores, 0))
+            weights = gl.exp2(scores - new_reference[None, :])
+            decay = gl.exp2(reference - new_reference)
+            reference = new_reference
+            weight_sums = weight_sums * decay[None, :] + weights
+            if scale_smem is not None:
+                weights = weights * scale[:, None]
+            weight_smem.store(weights.to(weight_smem.dtype).permute([1, 0]))
+            fence_async_shared()
+            acc = acc * gl.convert_layout(decay, sums_query)[None, :]
+            result = warpgroup_mma(k_smem.index(stage).permute((1, 0)), weight_smem.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[result])
+            mbarrier.arrive(free.index(stage), count=1)
+
+        # A row without keys, which is padding, gets zeros.
+        weight_sum = gl.sum(weight_sums, 0)
+        acc = acc * gl.convert_layout(1.0 / gl.where(weight_sum > 0, weight_sum, 1.0), sums_query)[None, :]
+        lse = reference + gl.log2(weight_sum)
+        lane = gl.arange(0, ROWS, by_query)
+        wanted = first_query + lane < num_tokens * GROUP
+        place = gl.arange(0, ROWS, sums_query)
+        dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, of_sums))
+        stored = (first_query + place < num_tokens * GROUP)[None, :]
+        first_place = first_token.to(gl.int64) * GROUP + first_query
+        if num_chunks == 1:
+            places = dims[:, None] + place[None, :] * HEAD_DIM
+            gl.store(out + first_place * HEAD_DIM + places, acc.to(out.dtype.element_ty), mask=stored)
+        else:
+            chunk = gl.load(item + 5)
+            partial = (_partial(first_share, chunk) * num_tiles + query_tile) * ROWS
+            places = dims[:, None] + place[None, :] * HEAD_DIM
+            gl.store(partial_out + partial * HEAD_DIM + places, acc, mask=stored)
+            gl.store(partial_lse + partial + lane, lse, mask=wanted)
+            # All threads have stored before one of them says so; acquire and release order it across programs.
+            barrier()
+            arrival = arrivals + row * num_tiles + query_tile
+            arrived = gl.atomic_add(arrival, 1, sem="acq_rel")
+            if arrived == num_chunks - 1:
+                gl.store(arrival, 0)  # for the next layer
+                _reduce(
+                    results, first_share, query_tile, num_chunks, first_place, num_tokens * GROUP - first_query,
+                    HEAD_DIM, ROWS,
+                )  # fmt: skip
+
+
+@gluon.jit
+def _partial(first_share, chunk):
+    """Return the place of a chunk's result. A share ends within one row at most, and begins within one."""
+    return 2 * (first_share + chunk) + gl.where(chunk == 0, 1, 0)
+
+
+@gluon.jit
+def _reduce(
+    results, first_share, query_tile, num_chunks, first_place, num_queries, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr
+):
+    """Combine the results of a row's chunks for a tile of queries, two chunks at a time."""
+    out, partial_out, partial_lse, _arrivals, num_tiles = results
+    WIDTH: gl.constexpr = 256 if HEAD_DIM > 256 else HEAD_DIM
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [warps_of(ROWS), 1], [1, 0])
+    lanes = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    is_query = lanes < num_queries
+    for part in gl.static_range(HEAD_DIM // WIDTH):
+        dims = part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+        highest = gl.full([ROWS], _LEAST, gl.float32, gl.SliceLayout(1, layout))
+        weight_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+        acc = gl.zeros([ROWS, WIDTH], gl.float32, layout)
+        for first in range(0, num_chunks, 2):
+            # .cg: past the L1 cache, which may hold what was there before the other programs stored.
+            place = (_partial(first_share, first) * num_tiles + query_tile) * ROWS + lanes
+            second = (_partial(first_share, first + 1) * num_tiles + query_tile) * ROWS + lanes
+            is_second = is_query & (first + 1 < num_chunks)
+            lse = gl.load(partial_lse + place, mask=is_query, other=_LEAST, cache_modifier=".cg")
+            second_lse = gl.load(partial_lse + second, mask=is_second, other=-float("inf"), cache_modifier=".cg")
+            value = gl.load(
+                partial_out + (place[:, None] * HEAD_DIM + dims[None, :]),
+                mask=is_query[:, None], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            second_value = gl.load(
+                partial_out + (second[:, None] * HEAD_DIM + dims[None, :]),
+                mask=is_second[:, None], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_highest = gl.maximum(highest, gl.maximum(lse, second_lse))
+            decay = gl.exp2(highest - new_highest)
+            weight = gl.exp2(lse - new_highest)
+            second_weight = gl.exp2(second_lse - new_highest)
+            weight_sum = weight_sum * decay + weight + second_weight
+            acc = acc * decay[:, None] + value * weight[:, None] + second_value * second_weight[:, None]
+            highest = new_highest
+        acc = acc / gl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
+        places = (first_place + lanes)[:, None] * HEAD_DIM + dims[None, :]
+        gl.store(out + places, acc.to(out.dtype.element_ty), mask=is_query[:, None])
+
+
+@gluon.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
+def hopper_latent_kernel(
+    q,  # [T, H, D and the tail], tokens q_stride apart
+    k_desc,  # of the cache as [rows, D and the tail], a row for each token; of an FP8 cache its first number
+    v_desc,
+    block_tables,  # [slots, ...] int32, rows block_table_stride apart
+    sinks,  # there are none
+    cache,  # its first number; of an FP8 cache as int32, each four numbers
+    scales,  # that of an FP8 cache as bfloat16; None: it is in 16 bits
+    out,  # [T, H, D], contiguous
+    items,  # [capacity, ITEM_FIELDS] int32; these and `shares` as `latent_shares.py` lists them
+    shares,  # [shares, 2] int32
+    starts,  # [B + 1] int32, the first token of each row; None: they have one each
+    partial_out,  # [2 × shares, tiles, ROWS, D] float32
+    partial_lse,  # the same without D, base 2
+    arrivals,  # [B, tiles] int32, 0 between launches
+    window,  # there is none
+    scale_log2,
+    q_stride,
+    block_table_stride,
+    KIND: gl.constexpr,
+    ROWS: gl.constexpr,
+    TILES: gl.constexpr,  # tiles of a row's queries
+):
+    """Program (share, tile of queries). It is launched as a dependent (`dependent_launch.py`)."""
+    gdc_wait()
+    gdc_launch_dependents()
+    share = gl.program_id(0) // TILES
+    query_tile = gl.program_id(0) % TILES
+    first_item = gl.load(shares + 2 * share)
+    end_item = gl.load(shares + 2 * share + 1)
+    if first_item >= end_item:
+        return
+    WARPS: gl.constexpr = warps_of(ROWS)
+    dtype: gl.constexpr = q.dtype.element_ty if scales is None else gl.float16
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    k_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.head_dim], layout)
+    tail_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.tail_dim], layout)
+    q_smem = gl.allocate_shared_memory(dtype, [ROWS, KIND.head_dim], layout)
+    q_tail_smem = gl.allocate_shared_memory(dtype, [ROWS, KIND.tail_dim], layout)
+    weight_smem = gl.allocate_shared_memory(dtype, [ROWS, KEYS], layout)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    fence_async_shared()
+    work = items, first_item, end_item
+    inputs = q, starts, query_tile, scale_log2, q_stride
+    results = out, partial_out, partial_lse, arrivals, TILES
+    source = k_desc, cache, scales, block_tables, block_table_stride
+    if scales is None:
+        stages = k_smem, tail_smem, None, full, free
+        gl.warp_specialize(
+            [
+                (_attend, (inputs, results, work, (q_smem, q_tail_smem), weight_smem, stages, KIND, ROWS)),
+                (_load_by_tma, (source, work, stages, KIND)),
+            ],
+            [_LOADING_WARPS],
+            [_loading_registers(ROWS)],
+        )
+    else:
+        scale_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        scale_smem = gl.allocate_shared_memory(gl.float32, [_STAGES, KEYS], scale_layout)
+        stages = k_smem, tail_smem, scale_smem, full, free
+        gl.warp_specialize(
+            [
+                (_attend, (inputs, results, work, (q_smem, q_tail_smem), weight_smem, stages, KIND, ROWS)),
+                (_load_fp8, (source, work, stages, KIND, WARPS == 4)),
+            ],
+            [_LOADING_WARPS],
+            [_loading_registers(ROWS)],
+        )

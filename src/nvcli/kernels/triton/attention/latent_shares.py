@@ -1,0 +1,173 @@
+"""Decode attention over latents on Hopper GPUs: the work list of `hopper_latent_kernel.py`, and its launch.
+
+There is one program for each multiprocessor, and each takes an equal share of all rows' tiles of keys, one row behind
+another. A row that lies in several shares is reduced by the last of their programs to finish. A share of few long rows
+is not below the square root of their tiles, as otherwise there were more results to reduce than keys to attend.
+
+Shapes: B rows, T tokens, H heads, G queries of a row, D numbers of a value.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention.attention_launch import AttentionLauncher, AttentionShape, LayerInputs
+from nvcli.kernels.triton.attention.decode_work_list import RowTokens
+from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
+from nvcli.kernels.triton.launch.triton_version import has_known_gluon
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+
+_KEYS = tl.constexpr(64)
+"""Keys of a tile."""
+_MOST_ROWS = 64
+"""The most queries of a tile."""
+_MOST_ROWS_IN_16_BITS = 64
+"""The most rows of a step that are served from a cache in 16 bits, with up to 64 heads. With 16 heads an H200 takes
+33 µs for 64 rows of 100 to 1,620 keys, where `decode_kernel.py` takes 37, but 81 for 256 of them, where that takes
+73."""
+_ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
+"""The rows of a planning program, and the rows with which it compares them at a time."""
+
+
+@triton.jit
+def _tiles(seq_lens, rows, num_rows):
+    """Count the tiles of rows: one at least, as a row without keys, which is padding, has a result too."""
+    lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
+    return tl.where(rows < num_rows, tl.maximum(tl.cdiv(lens, _KEYS), 1), 0), lens
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_shares"], do_not_specialize_on_alignment=["seq_lens", "slots"])
+def plan_shares_kernel(
+    seq_lens,  # [num_rows] int32, keys of each row
+    slots,  # [num_rows] int64
+    # [num_rows + num_shares, ITEM_FIELDS] int32, written: row, first key, end of the keys, number of the row's chunks,
+    # the share of its first one, number of this chunk, the row's slot, and the row's keys
+    items,
+    shares,  # [num_shares, 2] int32, written: the first item of each share, and the end of its items
+    num_rows,
+    num_shares,
+):
+    """Program i lists the chunks of _ROWS rows. The chunk of row r in share s is item r + s."""
+    columns = tl.arange(0, _COLUMNS)
+    rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
+    num_tiles, lens = _tiles(seq_lens, rows, num_rows)
+    first = tl.zeros([_ROWS], tl.int32)
+    total = tl.zeros([_COLUMNS], tl.int32)
+    for start in range(0, num_rows, _COLUMNS):
+        others = start + columns
+        of_others, _ = _tiles(seq_lens, others, num_rows)
+        total += of_others
+        first += tl.sum(tl.where(others[None, :] < rows[:, None], of_others[None, :], 0), 1)
+    all_tiles = tl.sum(total, 0)
+    longest = tl.max(total, 0)  # where rows are few, each is alone in its column
+    share = tl.maximum(tl.cdiv(all_tiles, num_shares), tl.sqrt(longest.to(tl.float32)).to(tl.int32))
+    if num_rows > _COLUMNS:
+        share = tl.cdiv(all_tiles, num_shares)
+
+    is_row = rows < num_rows
+    row_slots = tl.load(slots + rows, mask=is_row, other=0).to(tl.int32)
+    end = first + num_tiles
+    first_share = first // share
+    num_chunks = tl.where(is_row, (end - 1) // share - first_share + 1, 0)
+    for index in range(tl.max(num_chunks, 0)):
+        is_mine = index < num_chunks
+        place = first_share + index
+        chunk_first = tl.maximum(place * share, first)
+        chunk_end = tl.minimum((place + 1) * share, end)
+        item = items + (rows + place) * ITEM_FIELDS
+        tl.store(item, rows, mask=is_mine)
+        tl.store(item + 1, (chunk_first - first) * _KEYS, mask=is_mine)
+        tl.store(item + 2, tl.minimum((chunk_end - first) * _KEYS, lens), mask=is_mine)
+        tl.store(item + 3, num_chunks, mask=is_mine)
+        tl.store(item + 4, first_share, mask=is_mine)
+        tl.store(item + 5, tl.zeros([_ROWS], tl.int32) + index, mask=is_mine)
+        tl.store(item + 6, row_slots, mask=is_mine)
+        tl.store(item + 7, lens, mask=is_mine)
+        tl.store(shares + 2 * place, rows + place, mask=is_mine & (place * share >= first))
+        is_end = ((place + 1) * share <= end) | (rows == num_rows - 1)
+        tl.store(shares + 2 * place + 1, rows + place + 1, mask=is_mine & is_end)
+    if tl.program_id(0) == 0:
+        for start in range(tl.cdiv(all_tiles, share), num_shares, _COLUMNS):
+            unused = start + columns
+            none = tl.zeros([_COLUMNS], tl.int32)
+            tl.store(shares + 2 * unused, none, mask=unused < num_shares)
+            tl.store(shares + 2 * unused + 1, none, mask=unused < num_shares)
+
+
+def serves_latents(shape: AttentionShape) -> bool:
+    """Tell whether the kernel for Hopper GPUs serves such heads, without windows."""
+    return (
+        shape.device.type == "cuda"
+        and torch.cuda.get_device_capability(shape.device) == (9, 0)
+        and has_known_gluon()
+        and shape.tail_dim == 64
+        and shape.head_dim in (256, 512)
+        and shape.block_size % 64 == 0
+        and shape.num_kv_heads == 1
+        and shape.dtype.itemsize == 2
+        and (shape.is_fp8 or shape.kv_dtype == shape.dtype)
+    )
+
+
+class LatentDecode:
+    """Decode attention over latents: its work list and scratch memory, allocated once for a run.
+
+    Call `plan` each step, then `run` in each layer, as for `DecodeAttention`.
+
+    max_width: the most tokens of a row.
+    """
+
+    def __init__(self, shape: AttentionShape, *, max_rows: int, max_width: int) -> None:
+        from nvcli.kernels.triton.attention import hopper_latent_kernel as kernels
+
+        self._shape, self._kernel, self._warps_of = shape, kernels.hopper_latent_kernel, kernels.warps_of
+        self._launch = AttentionLauncher(shape, by_tma=None if shape.is_fp8 else 64).launch
+        self._num_programs = num_multiprocessors(shape.device)
+        most_queries = next_power_of_2(shape.group * max_width)
+        num_tiles = ceil_div(most_queries, _MOST_ROWS)
+        most_items, device = max_rows + self._num_programs, shape.device
+        self._items = torch.zeros(most_items, ITEM_FIELDS.value, dtype=torch.int32, device=device)
+        self._shares = torch.zeros(self._num_programs, 2, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(max_rows * num_tiles, dtype=torch.int32, device=device)
+        of_shares = 2 * max(self._num_programs, num_tiles) * max(16, min(_MOST_ROWS, most_queries))
+        self._partial_out = torch.empty(of_shares, shape.head_dim, dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(of_shares, dtype=torch.float32, device=device)
+
+    def takes(self, num_rows: int) -> bool:
+        """Tell whether steps of so many rows are served, as they take less time than with `decode_kernel.py`."""
+        shape = self._shape
+        return shape.is_fp8 or shape.group > _MOST_ROWS or num_rows <= _MOST_ROWS_IN_16_BITS
+
+    def _tile(self, tokens: RowTokens | None) -> tuple[int, int, int]:
+        """Return the queries of a tile, the tiles of a row, and the shares."""
+        num_queries = self._shape.group * (1 if tokens is None else tokens.width)
+        rows = max(16, min(_MOST_ROWS, next_power_of_2(num_queries)))
+        num_tiles = ceil_div(num_queries, rows)
+        return rows, num_tiles, max(1, self._num_programs // num_tiles)
+
+    def plan(self, seq_lens: Tensor, slots: Tensor, tokens: RowTokens | None = None) -> None:
+        """List the step's work; the arguments are those of `DecodeAttention.plan`."""
+        num_rows = len(seq_lens)
+        _, _, num_shares = self._tile(tokens)
+        plan_shares_kernel[(triton.cdiv(num_rows, _ROWS.value),)](
+            seq_lens, slots, self._items, self._shares, num_rows, num_shares, num_warps=4
+        )
+
+    def run(self, layer: LayerInputs, out: Tensor, tokens: RowTokens | None = None) -> None:
+        """Attend as planned; the arguments are those of `DecodeAttention.run`."""
+        assert layer.window is None
+        assert layer.soft_cap is None
+        assert layer.sinks is None
+        rows, num_tiles, num_shares = self._tile(tokens)
+        cache, scales = layer.k_cache, None
+        starts = None if tokens is None else tokens.starts
+        if self._shape.is_fp8:
+            scales = cache.view(torch.bfloat16)
+        lists = out, self._items, self._shares, starts, self._partial_out, self._partial_lse, self._arrivals
+        memory = (scales, *lists) if scales is None else (cache.view(torch.int32), scales, *lists)
+        options = {"num_warps": self._warps_of(rows), "launch_pdl": True}
+        self._launch(self._kernel, (num_shares * num_tiles,), layer, memory, None, rows, num_tiles, **options)
