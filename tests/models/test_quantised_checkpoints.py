@@ -224,6 +224,11 @@ REFUSED = {
         edit(lambda t: t.update({f"{Q}.weight.quant_state.bitsandbytes__fp4": torch.ones(0, dtype=torch.uint8)})),
         ["quant_state.bitsandbytes__fp4 has 0 bytes"],
     ),
+    "a description in two dimensions": (
+        "bitsandbytes, fp4",
+        edit(lambda t: t.update({f"{Q}.weight.quant_state.bitsandbytes__fp4": torch.ones(1, 9, dtype=torch.uint8)})),
+        ["quant_state.bitsandbytes__fp4 has shape [1, 9]", "one dimension"],
+    ),
     "smoothing of another size": (
         "modelopt, nvfp4 behind smoothed activations",
         edit(lambda t: t.update({f"{Q}.pre_quant_scale": torch.ones(3)})),
@@ -257,6 +262,16 @@ REFUSED = {
         "modelopt, nvfp4",
         edit(lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, :3].contiguous()})),
         [f"{Q}.weight_scale has shape [64, 3]", "1 × 16", "[64, 4]"],
+    ),
+    "one scale for a weight of FP4": (
+        "modelopt, nvfp4",
+        edit(lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][0, 0].clone()})),
+        [f"{Q}.weight_scale has shape []", "1 × 16", "[64, 4]"],
+    ),
+    "one scale for a weight of integers": (
+        "awq, rows, no zeros",
+        edit(lambda t: t.update({f"{Q}.scales": torch.ones((), dtype=torch.float16)})),
+        [f"{Q}.scales has shape []", "[1, 64]"],
     ),
     "fewer exponents": (
         "modelopt, mxfp8",

@@ -105,6 +105,14 @@ def test_values_are_those_of_the_checkpoint(checkpoints: dict[str, tuple[Path, P
             )
 
 
+def test_weights_of_one_shape_in_parameters_of_several(tmp_path: Path) -> None:
+    """Scales of a query projection are a part of those of all heads, and an output projection's are a whole parameter;
+    both are read together, and memory is such that they might be taken for a stack."""
+    original = write_tiny_model(tmp_path / "original", hidden_size=64, intermediate_size=128, vocab_size=258)
+    quantised, plain = write_quantised(original, tmp_path, FORMATS["modelopt, nvfp4"])
+    torch.testing.assert_close(logits(quantised), reference_logits(plain, IDS), atol=2e-4, rtol=1e-4)
+
+
 def test_stages_give_the_logits_of_one(checkpoints: dict[str, tuple[Path, Path]]) -> None:
     quantised, _ = checkpoints["awq"]
     (expected,) = ModelDriver(quantised, quantization="w4a16").step((RequestState(), IDS))

@@ -71,6 +71,8 @@ def _read_scales(files: ReadsTensors, flat: FlatCodes, blocks: _Blocks, part: sl
 def _read_blocks(files: ReadsTensors, info: TensorInfo, flat: FlatCodes) -> _Blocks:
     """Read the description of a weight, which is JSON, and check that its tensors are as many."""
     state = flat.state
+    if len(state.shape) != 1:
+        raise _damaged(state, f"has shape {list(state.shape)}, and belongs in one dimension")
     if not 0 < math.prod(state.shape) <= _MOST_BYTES:
         raise _damaged(state, f"has {math.prod(state.shape):,} bytes")
     try:

@@ -226,7 +226,8 @@ def _fill_together(group: Sequence[Assignment], kept: KeptPart) -> None:
         step = math.gcd(*(offset - first for offset in offsets))
         places = [(offset - first) // step if step else 0 for offset in offsets]
         is_in_order = places == [*range(len(found))]
-        is_stack = len({target.untyped_storage().data_ptr() for target in found}) == 1
+        # Weights of one shape may be parts of parameters of several: a query and an output projection, with its scales.
+        is_stack = len({(target.untyped_storage().data_ptr(), target.stride()) for target in found}) == 1
         if not (is_stack and step and (is_in_order or step >= _extent(found[0]))):
             for target, value in zip(found, values, strict=True):
                 target.copy_(value)

@@ -181,14 +181,14 @@ def _join_scales(
         scales = replace(scales, shape=scales.shape[::2], has_ones=True)
     if parts.is_transposed:
         scales = replace(scales, shape=scales.shape[::-1], is_transposed=True)
-    if all(length == 1 for length in scales.shape):
-        return scales, (rows, columns)
-    if has_groups and len(scales.shape) == 2 and scales.shape[0] == rows and scales.shape[1]:
-        return scales, (1, 0)
-    if scales.shape in ((rows,), (rows, 1)):
-        return scales, (1, columns)
     block = quantisation.weight_block or (1, quantisation.group_size or columns)
     expected = (*outer, -(-rows // block[0]), -(-columns // block[1]))
+    if has_groups and len(scales.shape) == 2 and scales.shape[0] == rows and scales.shape[1]:
+        return scales, (1, 0)
+    if parts.packing is None and all(length == 1 for length in scales.shape):
+        return scales, (rows, columns)
+    if (parts.packing is None or expected[-1] == 1) and scales.shape in ((rows,), (rows, 1)):
+        return scales, (1, columns)
     if scales.shape == expected:
         return scales, block
     stored, wanted = (list(one[::-1] if parts.is_transposed else one) for one in (scales.shape, expected))
