@@ -8,7 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from nvcli.job.images.image_fetch import refused
 from nvcli.job.job import CallRule, Job, JobResult
+from nvcli.job.rows.image_values import named_images
+from nvcli.job.rows.native_row import RowKeys
 from nvcli.job.rows.parser import Cells, RowParser
 from output_jobs import extra_of
 
@@ -151,3 +154,26 @@ def test_arguments_of_earlier_tool_calls_become_objects(read_rows: ReadRows) -> 
     assert isinstance(result, JobResult)
     assert result.error is not None
     assert "`messages[1].tool_calls` has arguments that are not JSON" in result.error.message
+
+
+def test_a_key_of_images_that_rows_lack_is_told() -> None:
+    parser = RowParser({}, RowKeys(image="photo"))
+    for row in (b'{"prompt": "x", "photo": "a.png"}', b'{"prompt": "x", "pohto": "a.png"}', b'{"prompt": "x"}'):
+        assert isinstance(parser.parse(row, index=0, where="line 7"), Job)
+    (warning,) = parser.warnings.take_new()
+    assert warning == "warning: line 7 has nothing under the key of --image-field, and is sent without an image"
+    assert parser.warnings.totals() == ["2 rows without an image, though --image-field is given"]
+
+
+@pytest.mark.parametrize(("image", "told"), [(["a.png", None], "`photo[1]` is null; allowed"), (7, "`photo` is 7")])
+def test_what_names_no_image(image: Any, told: str) -> None:
+    row = msgspec.json.encode({"prompt": "x", "photo": image})
+    result = RowParser({}, RowKeys(image="photo")).parse(row, index=0, where="line 1")
+    assert isinstance(result, JobResult)
+    assert result.error is not None
+    assert told in result.error.message
+
+
+def test_an_image_of_bytes_is_told_by_their_number() -> None:
+    column = named_images(b"abcd", "photo")
+    assert refused(column, "it is empty").message == "the image of 4 bytes: it is empty"

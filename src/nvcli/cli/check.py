@@ -17,7 +17,9 @@ from nvcli.core.flags import MODEL, RESULT, WORKLOAD, Flag
 
 @with_options(*keys_of("", "speculation", "job", "sampling", without=("device",)))
 def check(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Input files, or - for standard input.")],
+    inputs: Annotated[
+        list[str], typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input.")
+    ],
     *,
     limit: Limit = None,
     shard: ShardName = None,

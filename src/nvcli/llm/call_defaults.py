@@ -11,6 +11,7 @@ from typing import Any
 from nvcli.core.validation import InvalidValue, show
 from nvcli.errors import ConfigError
 from nvcli.job.rows.native_row import RowDefaults
+from nvcli.job.rows.parser import no_adapter
 
 Lora = str | Sequence[str | None] | None
 """The name of an adapter for all rows, or a list with one for each (None: none); None: not given."""
@@ -88,4 +89,4 @@ def check_lora(lora: object, adapters: Sequence[str]) -> None:
             'LLM(model, lora={"adapters": {"NAME": PATH}})'
         )
     if isinstance(lora, str) and lora not in adapters:
-        raise ConfigError(f"`lora` is {show(lora)}, which is no adapter; allowed: {', '.join(sorted(adapters))}")
+        raise ConfigError(no_adapter("lora", lora, adapters))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -311,6 +312,8 @@ class LLM:
         Raises LoadError if the folder has another architecture or cannot be read, and ConfigError while answers are
         still to come; the old weights then stay in use.
         """
+        if not isinstance(folder, str | os.PathLike):
+            raise ConfigError(f"load_weights: {show(folder)} is no path; give a local folder with *.safetensors files")
         path = Path(folder).expanduser().absolute()
         if not path.is_dir():
             raise LoadError(f"load_weights: there is no folder {path}; give a local folder with *.safetensors files")

@@ -19,6 +19,7 @@ _LEAST, _MOST = 1e-30, 1e30
 """Bounds of positive numbers that are not sizes, so that their inverse times a position is finite in float32."""
 MAX_INT = (1 << 31) - 1
 """The largest count, size or token id, as they are sent in 32 bits."""
+_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _MOST_BYTES = 100_000_000
 """The largest JSON file of a checkpoint that is read; the largest known index is about a hundredth of this."""
 
@@ -56,17 +57,17 @@ class JsonFile:
         """The file's top-level keys under which a user has changed something (`hf_overrides`)."""
 
     @classmethod
-    def read(cls, path: Path) -> JsonFile:
-        """Read a file that must exist. Raises LoadError naming the file."""
+    def read(
+        cls, path: Path, *, what: str = "a model is a folder in Hugging Face layout (config.json, weights, tokenizer)"
+    ) -> JsonFile:
+        """Read a file that must exist. `what` says where it belongs. Raises LoadError naming the file."""
         try:
             values = read_json(path)
         except FileNotFoundError as error:
-            way_out = "a model is a folder in Hugging Face layout (config.json, weights, tokenizer)"
-            if path.is_symlink():
-                way_out = "download the file again"
+            way_out = "download the file again" if path.is_symlink() else what
             raise LoadError(f"{path}: {error.strerror}; {way_out}") from None
         if not isinstance(values, dict):
-            raise LoadError(f"{path}: holds a {type(values).__name__} where a JSON object belongs")
+            raise LoadError(f"{path}: holds {show(values)} where a JSON object belongs; download the file again")
         return cls(path, values)
 
     @classmethod
@@ -91,7 +92,7 @@ class JsonFile:
                 raise self.error(key, f"{show(value)} is not a finite number")
             value = float(value)
         if not isinstance(value, kind) or (kind is int and not is_number):
-            raise self.error(key, f"{show(value)} is not of type {kind.__name__}")
+            raise self.error(key, f"{show(value)} is not {_KINDS[kind]}")
         return value
 
     def positive(self, key: str, *, least: int = 1, most: int = MAX_INT) -> int:

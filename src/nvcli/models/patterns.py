@@ -25,5 +25,7 @@ def compile_pattern(pattern: str, expression: str | None = None) -> re.Pattern[s
         raise BadPattern("could take very long to match")
     try:
         return re.compile(pattern if expression is None else expression)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise BadPattern(str(error)) from None
+    except re.error as error:
+        raise BadPattern(f"is not a regular expression ({error.msg})") from None
+    except (OverflowError, RecursionError):
+        raise BadPattern("is too large for a regular expression") from None

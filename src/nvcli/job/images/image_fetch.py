@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from nvcli.core.system.terminal_text import without_secrets
 from nvcli.core.validation import shorten, show
 from nvcli.errors import ConfigError, RowError, first_line
+from nvcli.job.rows.image_values import OF_BYTES
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -243,4 +244,6 @@ def _missing(source: str, problem: str) -> RowError:
 
 
 def _about(source: str, problem: str) -> str:
+    if source.startswith(OF_BYTES):
+        return f"the image of {len(source.rstrip('=')[len(OF_BYTES) :]) * 3 // 4:,} bytes: {problem}"
     return f"the image {show(shorten(without_secrets(source)))}: {problem}"

@@ -114,7 +114,8 @@ def _no_text(name: str, held: Sequence[ReadRow]) -> ColumnsError | None:
         command += f" {shlex.quote(name)} > utf8.jsonl" if Path(name).exists() else ", before the pipe to nvcli"
         what, way_out = "it is UTF-16 text", f"convert it: {command}"
     elif 2 * sum(each.is_binary for each in held) > len(held):
-        what, way_out = "it is binary data", "name a file of rows"
+        what = "it is binary data"
+        way_out = "name a file of rows" if Path(name).exists() else "name the file of rows: a pipe is read as JSONL"
     else:
         return None
     which = "its only line is" if len(held) == 1 else f"none of its first {len(held)} lines is"

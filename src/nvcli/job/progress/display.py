@@ -194,8 +194,8 @@ def rows_text(status: RunStatus) -> str:
 
 def rates_text(status: RunStatus) -> str:
     """Return time left, rates and load as text, the most important first: narrow terminals cut off the end."""
-    if status.state == "starting":
-        return "loading the model"
+    if status.state == "starting":  # rows that wait are sent as soon as the model is there
+        return "loading the model" if status.waiting else "preparing the first rows"
     rates = status.rates
     parts = []
     if status.eta_seconds is not None and status.eta_low_seconds is not None and status.eta_high_seconds is not None:

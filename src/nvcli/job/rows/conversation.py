@@ -158,16 +158,17 @@ def image_parts(images: Any, key: str) -> list[dict[str, Any]]:
     Raises InvalidValue."""
     with suppress(msgspec.DecodeError):  # a path may begin with a bracket
         images = decode_list(images)
-    names = [
-        each.get("path") if isinstance(each, dict) else each
-        for each in (images if isinstance(images, list) else [images])
-    ]
-    if not all(isinstance(name, str) and name for name in names):
-        raise InvalidValue(
-            (key,),
-            f"`{key}` is {show(images)}; allowed: the path of an image, its bytes in a table, or a list of these",
-        )
-    return [{"type": IMAGE, IMAGE: name} for name in names]
+    parts = []
+    for number, each in enumerate(images if isinstance(images, list) else [images]):
+        name = each.get("path") if isinstance(each, dict) else each
+        if not isinstance(name, str) or not name:
+            place = f"{key}[{number}]" if isinstance(images, list) else key
+            raise InvalidValue(
+                (key,),
+                f"`{place}` is {show(each)}; allowed: the path of an image, its bytes in a table, or a list of these",
+            )
+        parts.append({"type": IMAGE, IMAGE: name})
+    return parts
 
 
 def with_images(messages: list[dict[str, Any]], images: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,6 +16,8 @@ from nvcli.errors import RowError
 
 MAX_PIXELS = 100_000_000
 """The most pixels of an image as it is stored."""
+OF_BYTES = "data:;base64,"
+"""How the name of an image begins that was given as bytes."""
 _BYTES, _PATH = "bytes", "path"
 
 
@@ -71,4 +73,4 @@ def _ppm(image: Any, key: str) -> bytes:
 
 
 def _data_url(data: bytes | bytearray | memoryview) -> str:
-    return "data:;base64," + b64encode(data).decode()
+    return OF_BYTES + b64encode(data).decode()

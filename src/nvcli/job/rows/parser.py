@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from nvcli.core.validation import InvalidValue, show
+from nvcli.core.validation import InvalidValue, list_some, show
 from nvcli.errors import RowError
 from nvcli.job.job import Caller, Job, JobId, JobResult, RowContext, RowForm, failed
 from nvcli.job.line_splitter import DroppedLine, Line, too_long
@@ -39,6 +39,11 @@ from nvcli.job.rows.raw_values import (
 from nvcli.job.rows.row_ids import RowIdentity, SeenIds, id_decoder
 from nvcli.job.rows.row_warnings import RowRemark, RowWarnings
 from nvcli.job.rows.task_rows import PROMPT_ONLY, TaskRows
+
+
+def no_adapter(key: str | None, name: object, adapters: Collection[str]) -> str:
+    """Return the message for a `name` that no adapter has."""
+    return f"`{key}` is {show(name)}, which is no adapter; allowed: {list_some(sorted(adapters), 12)}"
 
 
 class Cells(dict[str, str]):
@@ -218,6 +223,8 @@ class RowParser:
             job = self._with_adapter(job, values, default, is_native=is_native)
         if kind is not None and image is None and self.keys.image not in values:  # else it is a message anyway
             self.kinds.add(kind)
+            if self.keys.image is not None:
+                warnings.add(RowRemark.NO_IMAGE, context.line)
         if job.messages is None:
             if rules.is_for_conversations:
                 warnings.add(RowRemark.NO_CONVERSATION, context.line)
@@ -240,8 +247,7 @@ class RowParser:
         if name is None or (not is_native and name not in self._adapters):
             return job
         if not isinstance(name, str) or name not in self._adapters:
-            known = ", ".join(sorted(self._adapters))
-            raise RowError("invalid_value", f"`{key}` is {show(name)}, which is no adapter; allowed: {known}")
+            raise RowError("invalid_value", no_adapter(key, name, self._adapters))
         return msgspec.structs.replace(job, adapter=1 + self._adapters.index(name))
 
     def _kind_of(self, row: Row, given: Mapping[str, Any]) -> PromptKind | None:

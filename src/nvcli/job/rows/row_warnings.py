@@ -49,6 +49,10 @@ class RowRemark(Enum):
         "{} with a conversation that ends with a message of the assistant",
     )
     """A conversation ends with a message of the assistant, and the row does not say what follows."""
+    NO_IMAGE = (
+        "{} has nothing under the key of --image-field, and is sent without an image",
+        "{} without an image, though --image-field is given",
+    )
 
 
 class RowWarnings:

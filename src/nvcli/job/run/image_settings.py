@@ -32,7 +32,7 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
     if model.vision is None:
         return f"this model ({model.architecture}) is read as one of text alone; take one that reads images"
     if run.images == "never":
-        return "`images` is never"
+        return "`images` is never; leave it out"
     deep, stages = len(model.vision.deepstack_layers), run.pipeline_parallel_size
     if stages > 1 and len(Stage(0, stages).layers(model.num_layers)) < deep:
         return (

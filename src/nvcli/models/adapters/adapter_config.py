@@ -34,6 +34,7 @@ _REFUSED = {
 _KNOWN_SWITCHES = ("use_rslora", "use_dora")
 _KNOWN_SETTINGS = ("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "megatron_config")
 """Settings of the initialisation (`init_lora_weights`) or of training."""
+ADAPTER_FOLDER = "a LoRA adapter is a folder that peft wrote, with adapter_config.json and adapter_model.safetensors"
 MERGE_IT = "merge it into its base model with peft's merge_and_unload, and give the result as --model"
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
@@ -119,7 +120,7 @@ class TargetModules:
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read adapter_config.json in a folder. Raises LoadError naming the file and the key."""
-    file = JsonFile.read(folder / ADAPTER_CONFIG)
+    file = JsonFile.read(folder / ADAPTER_CONFIG, what=ADAPTER_FOLDER)
     kind = file.values.get("peft_type")
     if kind not in ("LORA", None):
         raise file.error("peft_type", f"{show(kind)} is not supported; supported: LORA; {MERGE_IT}")

@@ -7,12 +7,11 @@ import re
 from pathlib import Path
 
 from nvcli.errors import LoadError
-from nvcli.models.adapters.adapter_config import read_adapter_config
+from nvcli.models.adapters.adapter_config import ADAPTER_FOLDER, read_adapter_config
 from nvcli.models.hub import adapter_files, cached_adapter, download_adapter
 from nvcli.models.other_checkpoints import ADAPTER_CONFIG
 
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@.+)?")
-_WHAT = "a LoRA adapter is a folder that peft wrote, with adapter_config.json and adapter_model.safetensors"
 
 
 def find_adapter(name: str) -> Path:
@@ -39,12 +38,12 @@ def find_local_adapter(name: str) -> Path | None:
         raise LoadError(f"adapter {name}: {error.strerror}") from None
     if is_folder:
         if not os.path.lexists(path / ADAPTER_CONFIG):
-            raise LoadError(f"adapter {name}: the folder has no {ADAPTER_CONFIG}; {_WHAT}")
+            raise LoadError(f"adapter {name}: the folder has no {ADAPTER_CONFIG}; {ADAPTER_FOLDER}")
         return path
     if is_there:
-        raise LoadError(f"adapter {name}: a file; {_WHAT}")
+        raise LoadError(f"adapter {name}: a file; {ADAPTER_FOLDER}")
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "~", os.sep)):
-        raise LoadError(f"adapter {name}: no such folder; {_WHAT}")
+        raise LoadError(f"adapter {name}: no such folder; {ADAPTER_FOLDER}")
     return cached_adapter(*_split(name))
 
 

@@ -113,7 +113,9 @@ def _read_config(
         config = load_model_config(
             path, expert_parallel=expert_parallel, attention_dp=attention_dp, overrides=overrides
         )
-    except (ConfigError, LoadError) as error:
+    except ConfigError as error:
+        return None, [problem("config", str(error), "change that setting, or choose another checkpoint")]
+    except LoadError as error:
         return None, [problem("config", str(error), "choose a checkpoint that nvcli serves, or correct the file")]
     quantised = "" if config.quantisation is None else f" quantised with {config.quantisation.name},"
     found = (
