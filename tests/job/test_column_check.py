@@ -171,3 +171,12 @@ def test_each_input_is_looked_at_and_other_trouble_is_left_alone(tmp_path: Path)
     with pytest.raises(ColumnsError, match=r"b\.jsonl"):
         check_first_rows([str(good), str(bad)], lambda: RowParser({}))
     check_first_rows([str(good), str(bad)], lambda: RowParser({}, RowKeys(prompt="question", messages="prompt")))
+
+
+def test_options_become_settings_for_commands_without_them(tmp_path: Path) -> None:
+    with pytest.raises(ColumnsError) as error:
+        read(file_of(tmp_path / "in.jsonl", [{"col": 1}]))
+    assert (
+        "with --set job.prompt_field or --set job.messages_field, or columns with --set job.prompt_template\n"
+        in str(error.value.in_settings())
+    )

@@ -179,9 +179,9 @@ def test_one_given_and_one_chosen(shapes: Any) -> None:
     assert chosen(tensor_parallel_size=4) == (1, 4)
     assert chosen(data_parallel_size=2) == (2, 2)
     assert chosen(data_parallel_size=4) == (4, 1)
-    with pytest.raises(ConfigError, match=r"data_parallel_size \(--dp\) is 5, and 4 GPUs"):
+    with pytest.raises(ConfigError, match=r"data_parallel_size \(--dp\) is 5, and the run has 4 GPUs"):
         chosen(data_parallel_size=5)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size \(--tp\) is 8, and 4 GPUs"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size \(--tp\) is 8, and the run has 4 GPUs"):
         chosen(tensor_parallel_size=8)
 
 
@@ -194,7 +194,7 @@ def test_stages_are_kept_and_the_rest_is_chosen_around_them(shapes: Any) -> None
     assert 1 not in (layout.gpus or range(layout.num_ranks))
     assert layout.apply(config).gpu_index(1) == 2
     assert layout.apply(config).num_ranks_here == 4
-    with pytest.raises(ConfigError, match=r"\(--tp\) is 2 and pipeline_parallel_size \(--pp\) is 2, and 3 GPUs can be"):
+    with pytest.raises(ConfigError, match=r"\(--tp\) is 2 and pipeline_parallel_size \(--pp\) is 2, and the run has 3"):
         choose_layout(machine(3), model, config, num_requests=None, tensor_parallel_size=2)
 
 

@@ -74,7 +74,7 @@ def test_files_of_all_formats_and_folders_of_them(model: Path, tmp_path: Path) -
         workload = FileWorkload(input=str(tmp_path / name))
         assert len(workload.requests(resolved, say=print)) == count
     (tmp_path / "b.csv").write_text("question\na\n")
-    with pytest.raises(ConfigError, match="--prompt-field question"):
+    with pytest.raises(ConfigError, match=r"--set job\.prompt_field=question\n"):
         FileWorkload(input=str(tmp_path / "b.csv")).requests(resolved, say=print)
 
 

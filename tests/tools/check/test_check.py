@@ -213,7 +213,7 @@ def test_named_gpus_are_estimated_without_weights(
     with pytest.raises(ConfigError, match=r"--gpus 4 needs the kind"):
         named_gpus(None, 4)
     monkeypatch.setattr(Tokenizer, "load", lambda *_, **__: pytest.fail("the layout was not checked first"))
-    with pytest.raises(ConfigError, match=r"\(--tp\) is 4, and 2 GPUs can be seen"):
+    with pytest.raises(ConfigError, match=r"\(--tp\) is 4, and the run has 2 GPUs"):
         checked(tmp_path, model, rows, CheckOptions(gpus=named_gpus("h200", 2)), **{"--tp": 4})
 
 

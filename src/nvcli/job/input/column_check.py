@@ -3,6 +3,7 @@ columns, the model has no chat template, or the file is not text."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from enum import Enum
@@ -27,6 +28,14 @@ _MESSAGES_NAMES = ("messages", "conversation", "conversations", "chat", "dialog"
 class ColumnsError(ConfigError):
     """No row of an input can be answered, judging by its first rows or header: for example, its columns differ."""
 
+    def in_settings(self) -> ColumnsError:
+        """Return the error for a command without options for columns: with `--set`, which every command has."""
+
+        def setting(option: re.Match[str]) -> str:
+            return f"--set job.{option[1].replace('-', '_')}{option[2] and '='}"
+
+        return ColumnsError(_OPTIONS.sub(setting, str(self)))
+
 
 class Fault(Enum):
     """A fault that all rows of an input are likely to share."""
@@ -42,6 +51,8 @@ _FAULTS = {
     "conflicting_prompts": Fault.TWO_PROMPTS,
     **dict.fromkeys(("invalid_json", "not_an_object", "line_too_long"), Fault.NO_JSON),
 }
+_OPTIONS = re.compile(r"--((?:prompt|messages)-field|(?:prompt|chat)-template)((?: (?!or ))?)")
+"""The options that messages name, and the blank before a value."""
 _CONTROLS = bytes({*range(32)} - {*b"\t\n\r\f"})
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 

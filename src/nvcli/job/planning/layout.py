@@ -123,7 +123,8 @@ def choose_layout(
         }
         shown = " and ".join(f"{key} is {size}" for key, size in given.items() if size != "auto")
         raise ConfigError(
-            f"{shown}, and {counted(len(gpus), 'GPU')} can be seen here: lower it, or look at CUDA_VISIBLE_DEVICES"
+            f"{shown}, and the run has {counted(len(gpus), 'GPU')}: lower it, or look at CUDA_VISIBLE_DEVICES (for "
+            "estimates: at --gpus)"
         )
     usual = max(1, min(_USUAL_TOKENS, config.max_model_len // 4))
     lengths = Lengths(prompt=usual, computed=usual, answer=usual)

@@ -12,6 +12,7 @@ from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM, check_inputs, expand_inputs
 from nvcli.job.images.pdf_files import count_pages_of_inputs
+from nvcli.job.input.column_check import ColumnsError
 from nvcli.job.input.fetch import fetch_inputs
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import JobResult
@@ -38,8 +39,11 @@ def prepared_rows(
     parser = model.make_parser(model.choose_chat(is_task=False))
     pdfs = count_pages_of_inputs(inputs)
     reader = RowReader(inputs, parser, limit=limit, check_columns=model.run.job.check_columns, pdfs=pdfs)
-    for rows in model.prepare(reader, model.load_tokenizer(), has_grammars=False):
-        yield from rows
+    try:
+        for rows in model.prepare(reader, model.load_tokenizer(), has_grammars=False):
+            yield from rows
+    except ColumnsError as error:
+        raise error.in_settings() from None
 
 
 def answerable_rows(
