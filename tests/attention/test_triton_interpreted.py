@@ -77,6 +77,15 @@ def test_steps_of_all_kinds(geometry: dict[str, Any]) -> None:
     bench.step((a, 4), (b, 4), (c, 25), shape=shape)
 
 
+def test_more_heads_than_a_tile_has_rows() -> None:
+    """All heads of latents, which share one key, are attended to, also where chunks are reduced."""
+    bench = Bench(head_dim=32, value_dim=16, ratio=70, max_decode_width=1)
+    a, b = History(), History()
+    bench.fill(a, 400)
+    bench.step((a, 1))
+    bench.step((a, 1), (b, 1), shape=BatchShape(decode_rows=3))
+
+
 def test_a_row_of_many_chunks() -> None:
     """A lone sequence is cut as far as the list allows, and its parts are put together again, layer after layer."""
     bench = Bench(ratio=2, block_size=32, num_tokens=3000, windows=(None, 700))

@@ -141,8 +141,9 @@ class DecodeAttention:
             self._latents = LatentDecode(shape, max_rows=max_rows, max_width=max_width)
         most_chunks = max(one.max_partials for one in self._lists.values())
         most_queries, most_tiles = most_chunks * shape.group, max_rows
-        for width in range(2, max_width + 1):
-            num_rows, num_tiles = min(max_rows, max_tokens // width), self._num_tiles(width)
+        self._has_tiles = shape.tail_dim > 0 and not is_invariant
+        for width in range(1 if self._has_tiles else 2, max_width + 1):
+            num_rows, num_tiles = min(max_rows, max_tokens // width) if width > 1 else max_rows, self._num_tiles(width)
             num_queries = num_tiles * self._draft_tile(width).rows
             most_tiles = max(most_tiles, num_rows * num_tiles)
             own = MAX_PARTIALS.value * shape.group + num_rows * num_queries
@@ -208,7 +209,8 @@ class DecodeAttention:
             return
         work_list, log_sums = (self._lists[layer.window], None) if own is None else own
         memory = out, work_list.items, work_list.num_items, starts, log_sums, *self._memory
-        num_heads = shape.num_kv_heads if tokens is None else shape.num_kv_heads * self._num_tiles(width)
+        has_tiles = self._has_tiles or tokens is not None
+        num_heads = shape.num_kv_heads * self._num_tiles(width) if has_tiles else shape.num_kv_heads
         grid: tuple[int, ...] = (num_heads, work_list.capacity(num_rows, tokens))
         if self._is_invariant:
             tile, registers = self._draft_tile(width), None

@@ -59,10 +59,13 @@ def decode_attention_kernel(
     IS_BESIDE: tl.constexpr,  # the kernel launched before may still be running; this one ends after it
     DEPENDENT: tl.constexpr,
 ):
-    """Program (KV head, entry of the work list); with `starts` the first axis is (KV head, tile of the row's
-    queries)."""
+    """Program (KV head, entry of the work list); with `starts`, or more heads than a tile has rows, the first axis is
+    (KV head, tile of the row's queries)."""
     kv_head = tl.program_id(0)
-    if starts is not None:
+    HAS_TILES: tl.constexpr = starts is not None or KIND.group > TILE.rows
+    num_tiles = 1
+    query_tile = 0
+    if HAS_TILES:
         num_tiles = tl.num_programs(0) // KIND.num_kv_heads
         query_tile = kv_head % num_tiles
         kv_head = kv_head // num_tiles
@@ -89,21 +92,21 @@ def decode_attention_kernel(
     first_seen = None
     firsts = None
     lasts = None
-    PARTIALS: tl.constexpr = KIND.group if starts is None else ROWS
+    PARTIALS: tl.constexpr = ROWS if HAS_TILES else KIND.group
+    first_query = query_tile * ROWS
+    num_places = KIND.num_kv_heads * num_tiles
+    place = row * num_places + kv_head * num_tiles + query_tile
     if starts is None:
         token = row.to(tl.int64)
-        is_query = lanes < KIND.group
-        head = kv_head * KIND.group + lanes
+        is_query = first_query + lanes < KIND.group
+        head = kv_head * KIND.group + first_query + lanes
         highest = tl.full([ROWS], -float("inf"), tl.float32)
-        place = row * KIND.num_kv_heads + kv_head
-        num_places = KIND.num_kv_heads
         if KIND.has_window:
             first_seen = tl.load(item + 7)
     else:
         # Query i of a row is head i % G of its token i // G.
         first_token = tl.load(starts + row)
         num_tokens = tl.load(starts + row + 1) - first_token
-        first_query = query_tile * ROWS
         if first_query >= num_tokens * KIND.group:
             return
         number = (first_query + lanes) // KIND.group
@@ -111,8 +114,6 @@ def decode_attention_kernel(
         is_query = number < num_tokens
         head = kv_head * KIND.group + (first_query + lanes) % KIND.group
         highest = tl.full([ROWS], _LEAST, tl.float32)  # a token may see no key of a chunk
-        num_places = KIND.num_kv_heads * num_tiles
-        place = row * num_places + kv_head * num_tiles + query_tile
         num_before = tl.load(item + 7) - num_tokens  # keys before the row's own tokens
         lasts = num_before + number
         if KIND.has_window:
