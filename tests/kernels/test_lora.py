@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -106,6 +107,18 @@ def test_activation_is_fused(activation: Activation, dtype: torch.dtype) -> None
     rows = rows_of(adapters, 3, on_triton=True)
     out = lora.activate_with_low_rank(gate_up, x, rows, bank, layer, activation)
     torch.testing.assert_close(out.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_rows_without_an_adapter_see_nothing_of_a_broken_one() -> None:
+    """One that cannot be read has scales that are NaN."""
+    layer = make_layer(64, [(200, 0), (200, 1)], DEVICE, block_features=64)
+    bank = make_bank(layer, [[16, 8], [8, 16]], torch.float32, DEVICE)
+    bank.scales[0] = math.nan
+    x, gate_up = torch.randn(20, 64, device=DEVICE), torch.randn(20, 400, device=DEVICE)
+    rows = rows_of([0, 1] * 10, 2, on_triton=True)
+    out = lora.activate_with_low_rank(gate_up.clone(), x, rows, bank, layer, "silu")
+    torch.testing.assert_close(out[::2], ACTIVATE_AND_MUL["silu"](gate_up)[::2], rtol=1e-4, atol=1e-4)
+    assert not out[1::2].isfinite().any()
 
 
 @pytest.mark.parametrize("name", SHAPES)

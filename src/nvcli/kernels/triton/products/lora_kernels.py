@@ -268,8 +268,8 @@ def expand_gated_kernel(
         number = place * all_projections + first_projection
         gate_rank = tl.load(ranks_ptr + number, mask=has_adapter, other=0)
         up_rank = tl.load(ranks_ptr + number + 1, mask=has_adapter, other=0)
-        gate_scale = tl.load(scales_ptr + number)
-        up_scale = tl.load(scales_ptr + number + 1)
+        gate_scale = tl.load(scales_ptr + number, mask=has_adapter, other=0)
+        up_scale = tl.load(scales_ptr + number + 1, mask=has_adapter, other=0)
         rows = tl.arange(0, ROW_TILE)
         is_row = rows < count
         tokens = tl.load(order_ptr + first + rows, mask=is_row, other=0).to(tl.int64)[:, None]
