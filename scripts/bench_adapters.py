@@ -98,8 +98,8 @@ def main() -> None:
         config = resolve_engine_config(run, path, model, row_adapters=adapters)
         engines = Engines(msgspec.structs.replace(config, load_format="dummy", record_steps=True), 1)
         try:
-            for note in engines.wait_ready().notes:
-                print(note)
+            ready = engines.wait_ready()
+            print(*ready.notes, f"at most {ready.max_loaded_adapters} adapters on the device at a time", sep="\n")
             requests = workload.requests(model.vocab_size)
             rates = measure(engines, requests, mixes, options.passes, in_order=options.in_order)
         finally:

@@ -14,6 +14,8 @@ from nvcli.errors import LoadError
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import BiasChange, LowRankChange, RowsChange, TensorInfo
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
     """Read the values of a part of a tensor that is not empty, [rows, columns] or [rows], with its changes.
@@ -76,10 +78,10 @@ def read_stored(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
 
 
 def are_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite."""
+    """Whether no value is NaN or infinite, also in float32."""
     if values.numel() == 0:
         return True
-    return all(bool(end.isfinite()) for end in values.aminmax())  # one pass; NaN is either end
+    return all(abs(end.item()) <= _LARGEST for end in values.aminmax())  # one pass; NaN is either end
 
 
 def check_finite(values: Tensor, info: TensorInfo) -> None:
