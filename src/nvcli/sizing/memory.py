@@ -37,7 +37,7 @@ _COLLECTIVES_BYTES = 500_000_000
 _WORKSPACE_BYTES = 70_000_000
 """Workspaces of the matrix libraries."""
 _BYTES_PER_GRAPH = 1_500_000
-_DRAFTS_SHARE, _DRAFTS_SHARE_OF_HEAD = 0.02, 0.06
+_DRAFTS_SHARE, _DRAFTS_SHARE_OF_HEAD = 0.02, 0.05
 """Share of a GPU's memory after weights that the logits and graphs of steps with drafts take at most: the KV cache then
 holds nearly as many requests as without, whether or not drafts turn out to be right. A head is asked for, and may draft
 for more rows."""
