@@ -17,6 +17,7 @@ from nvcli.core.validation import convert
 from nvcli.core.weight_changes import LoadWeights, Sleep, Wake, WeightsChanged
 from nvcli.errors import ClosedError, ConfigError, LoadError, WorkerError
 from nvcli.llm.llm import LLM
+from quantised_checkpoints import FORMATS, write_quantised
 
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")
 
@@ -107,6 +108,16 @@ def test_weights_of_another_architecture_are_refused(llm: LLM, tmp_path: Path) -
                 llm.load_weights(other)
             llm.sleep()
         llm.wake()
+        assert ask(llm) == before
+
+
+def test_weights_in_another_format_are_refused(first: Path, tmp_path: Path) -> None:
+    """What the loaded model was told to keep is not there."""
+    quantised, _ = write_quantised(first, tmp_path, FORMATS["modelopt, nvfp4"], skip=())
+    with open_llm(quantised, quantization="w4a16") as llm:
+        before = ask(llm)
+        with pytest.raises(LoadError, match=r"first: .* not quantised.* make a new LLM"):
+            llm.load_weights(first)
         assert ask(llm) == before
 
 

@@ -161,10 +161,13 @@ class RankWeights:
     def find(self, path: Path) -> FoundWeights:
         """Find weights that can take the place of the model's in a checkpoint folder; nothing is changed yet.
 
-        Raises LoadError and ConfigError if there are none.
+        Raises LoadError if there are none, and ConfigError as `check_replaceable` does.
         """
         self.check_replaceable()
-        files = read_files(self._config, path)
+        try:
+            files = read_files(self._config, path)
+        except ConfigError as error:  # what it says to set cannot be set any more
+            raise LoadError(f"{path}: {error}; or make a new LLM for this checkpoint") from None
         check_same_architecture(
             self._model.config,
             files.config,
