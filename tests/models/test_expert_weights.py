@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_weights import load_parameters
-from safetensors.torch import load_file
+from rank_weights import load_model, load_parameters
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import edit_json, edit_weights, write_tiny_model
@@ -69,6 +69,22 @@ def test_stacked_experts_are_the_same_experts(checkpoint: Path, original: Path, 
         found, expected = load_parameters(checkpoint, rank, size), load_parameters(original, rank, size)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_router_in_float32_beside_projections_of_its_shape(tmp_path: Path) -> None:
+    """Both are read together, and are kept in types of their own."""
+    sizes = {**SHAPE, "n_routed_experts": 48, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    path = write_tiny_model(tmp_path / "model", "Glm4Moe", num_hidden_layers=1, **sizes)
+    file = (path / "model.safetensors").rename(path / "others.safetensors")
+    tensors = load_file(file)
+    names = ("model.layers.0.mlp.gate.weight", EXPERTS.format(0) + "47.up_proj.weight")
+    assert len({tensors[name].shape for name in names}) == 1
+    save_file({name: tensors.pop(name) for name in names}, path / "alike.safetensors")
+    save_file(tensors, file)
+    model = dict(load_model(path, dtype=torch.bfloat16).named_parameters())
+    router, up = (load_file(path / "alike.safetensors")[name] for name in names)
+    assert torch.equal(model[names[0]], router)
+    assert torch.equal(model[EXPERTS.format(0) + "gate_up_proj"][47, 48:], up.bfloat16())
 
 
 def test_a_rank_has_a_part_of_every_expert(original: Path) -> None:

@@ -227,7 +227,9 @@ def _fill_together(group: Sequence[Assignment], kept: KeptPart) -> None:
         places = [(offset - first) // step if step else 0 for offset in offsets]
         is_in_order = places == [*range(len(found))]
         # Weights of one shape may be parts of parameters of several: a query and an output projection, with its scales.
-        is_stack = len({(target.untyped_storage().data_ptr(), target.stride()) for target in found}) == 1
+        # Those of several types have places in units of their own: a router in float32, and projections in bfloat16.
+        kinds = {(target.untyped_storage().data_ptr(), target.stride(), target.dtype) for target in found}
+        is_stack = len(kinds) == 1
         if not (is_stack and step and (is_in_order or step >= _extent(found[0]))):
             for target, value in zip(found, values, strict=True):
                 target.copy_(value)
