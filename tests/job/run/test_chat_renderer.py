@@ -17,7 +17,6 @@ import pytest
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError, RowError
 from nvcli.job.text.chat_renderer import ChatRenderer, Conversation
-from nvcli.job.text.guarded_process import NoAnswer
 
 pytestmark = pytest.mark.usefixtures("warm_engines")  # what renders is a copy too
 
@@ -71,31 +70,6 @@ def test_a_template_that_goes_on_for_ever_costs_its_own_rows(renderer: ChatRende
     )
     assert "never" in message(refused)
     assert time.monotonic() - started < 60
-
-
-class LateProcess:
-    """Never done; keeps how it was asked: seconds, and whether it may ask once more by itself."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[float, bool]] = []
-
-    def ask(self, question: Any, *, is_last: bool, max_seconds: float) -> NoAnswer:
-        self.asked.append((max_seconds, is_last))
-        return NoAnswer(f"is not done after {max_seconds:g} s", is_late=True)
-
-
-def test_a_template_that_goes_on_for_ever_in_many_rows_gets_less_time(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renderer, process = ChatRenderer(model), LateProcess()
-    monkeypatch.setattr(renderer, "worker", process)
-    *_, third, fourth = renderer.render([conversation("loop")] * 4)
-    assert message(third).endswith("its process is not done after 10 s")
-    assert message(fourth).endswith(
-        "its process is not done after 1 s, all that is left once 3 rows have taken more than 10 s"
-    )
-    renderer.render([conversation("loop")] * 2)
-    assert process.asked == [(10, False), *[(10, True)] * 3, *[(1, False)] * 4]
 
 
 def test_a_template_that_takes_all_memory_or_gives_no_text_costs_its_own_rows(renderer: ChatRenderer) -> None:

@@ -102,7 +102,7 @@ def test_a_process_that_is_stopped_costs_no_row() -> None:
         for _ in range(2):
             error = refusal(maker, choice=["never"])
             assert error.type in RETRYABLE_ERRORS
-            assert "each of two processes for it is not done after 0.5 s" in error.message
+            assert "the process for it is not done after 0.5 s" in error.message
             assert "--retry-errors" in error.message
         assert len(questions) == 1
 
@@ -126,6 +126,14 @@ def test_work_that_does_not_end_is_ended_and_the_next_is_done() -> None:
     assert isinstance(one, bytes)
     assert isinstance(two, bytes)
     assert one.split()[1] != two.split()[1]
+    process = GuardedProcess("guarded_work:main", "", name="work", max_seconds=1, patience=1)
+    late = NoAnswer("is not done after 1 s", is_late=True)
+    soon = NoAnswer("is not done after 0.1 s, all that is left once 1 rows have taken more than 1 s", is_late=True)
+    with closing(process):
+        assert [process.ask("wait", is_last=is_last) for is_last in (False, True, False, True)] == [late] * 2 + [
+            soon
+        ] * 2
+        assert isinstance(process.ask("one"), bytes)
     full = GuardedProcess("guarded_work:main", "no room", name="work", max_seconds=1)
     with closing(full), pytest.raises(LoadError, match="no room"):
         full.ask("one")

@@ -18,15 +18,11 @@ import msgspec
 from nvcli.core.system.host_memory import limit_more_memory
 from nvcli.core.validation import describe_surrogate
 from nvcli.errors import LoadError, RowError
-from nvcli.job.text.guarded_process import GuardedProcess, NoAnswer
+from nvcli.job.text.guarded_process import PATIENCE, GuardedProcess, NoAnswer
 from nvcli.job.text.tokenizer import Tokenizer
 
 MAX_SECONDS = 10.0
 """Timeout of a conversation. Ordinary ones take well under a millisecond."""
-_PATIENCE = 3
-"""Conversations that may take that long."""
-_SHARE_BEHIND = 0.1
-"""The share of the timeout that the others get once so many have."""
 
 
 class ChatRenderer:
@@ -42,11 +38,9 @@ class ChatRenderer:
             (model_path, chat_template),
             name="chat template process",
             max_seconds=max_seconds,
+            patience=PATIENCE,
             env={"OPENBLAS_NUM_THREADS": "1"},  # numpy comes with transformers, and has nothing to do here
         )
-        self._max_seconds = max_seconds
-        self._num_late = 0
-        """Conversations that were not rendered in time."""
         self._decode = msgspec.msgpack.Decoder(list[Rendered]).decode
 
     def render(self, conversations: Sequence[Conversation]) -> list[str | RowError]:
@@ -57,10 +51,7 @@ class ChatRenderer:
         """
         if not conversations:
             return []
-        is_patient = self._num_late < _PATIENCE
-        seconds = self._max_seconds if is_patient else _SHARE_BEHIND * self._max_seconds
-        is_last = is_patient and len(conversations) == 1
-        answer = self.worker.ask(list(conversations), is_last=is_last, max_seconds=seconds)
+        answer = self.worker.ask(list(conversations), is_last=len(conversations) == 1)
         if not isinstance(answer, NoAnswer):
             return [
                 RowError(each.error_type, each.error) if each.error_type else each.text for each in self._decode(answer)
@@ -69,9 +60,6 @@ class ChatRenderer:
             if not answer.reason:
                 return [RowError("aborted", "the run ends")]
             problem = f"the chat template cannot render `messages`: its process {answer.reason}"
-            if answer.is_late and not is_patient:
-                problem += f", all that is left once {_PATIENCE} rows have taken more than {self._max_seconds:g} s"
-            self._num_late += answer.is_late
             return [RowError("chat_template_error", problem)]
         return [text for conversation in conversations for text in self.render([conversation])]
 

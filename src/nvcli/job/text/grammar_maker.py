@@ -20,7 +20,7 @@ from nvcli.core.grammars import CHECK_STACK_BYTES, GrammarError, Vocabulary, che
 from nvcli.core.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, Structured
 from nvcli.core.system.host_memory import limit_more_memory
 from nvcli.errors import RowError
-from nvcli.job.text.guarded_process import GuardedProcess, NoAnswer
+from nvcli.job.text.guarded_process import PATIENCE, GuardedProcess, NoAnswer
 
 MAX_SECONDS = 5.0
 """Timeout of a grammar. Ordinary ones take a millisecond."""
@@ -78,6 +78,7 @@ class GrammarMaker:
             (model_path, vocab_size, list(end_ids[:MAX_END_IDS]) or [vocab_size - 1]),
             name="grammar process",
             max_seconds=max_seconds,
+            patience=PATIENCE,
         )
 
     def grammar(self, wanted: Structured, *, name: str) -> Grammar:
@@ -128,7 +129,7 @@ def _not_made(answer: NoAnswer) -> RowError:
     if answer.is_late:
         return RowError(
             "structured_timeout",
-            f"cannot be compiled to a grammar: each of two processes for it {answer.reason}. It is too complex, or the "
+            f"cannot be compiled to a grammar: the process for it {answer.reason}. It is too complex, or the "
             "machine was busy; ask for something simpler, or try the row again with --retry-errors",
         )
     return RowError(

@@ -8,6 +8,7 @@ its own: whatever went wrong may have had nothing to do with it.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,11 @@ from typing import Any
 from nvcli.errors import LoadError, WorkerError
 from nvcli.worker.executor.child_process import ChildProcess
 
+PATIENCE = 3
+"""Rows that may take too long in their process before others get less time."""
 _WAIT_SECONDS = 0.25
+_SHARE_BEHIND = 0.1
+"""The share of the timeout that these get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +41,27 @@ class GuardedProcess:
     """
 
     def __init__(
-        self, target: str, argument: Any, *, name: str, max_seconds: float, env: Mapping[str, str] | None = None
+        self,
+        target: str,
+        argument: Any,
+        *,
+        name: str,
+        max_seconds: float,
+        patience: float = math.inf,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         """`target`, `argument`, `name` and `env` are those of a ChildProcess.
 
         The process first sends an empty message, or the reason for which it cannot work. It then answers each message
-        by one of bytes, within `max_seconds`.
+        by one of bytes, within `max_seconds`. Once `patience` rows have taken longer, others get a tenth of that, once.
         """
         self._target = target
         self._argument = argument
         self._name = name
         self._max_seconds = max_seconds
+        self._patience = patience
+        self._num_late = 0
+        """Questions that were given up because they took too long."""
         self._env = env
         self.process: ChildProcess | None = None
         """The process, if one is running."""
@@ -54,14 +69,14 @@ class GuardedProcess:
         """Held while the process is in use."""
         self._closed = False
 
-    def ask(self, question: Any, *, is_last: bool = True, max_seconds: float | None = None) -> bytes | NoAnswer:
-        """Send a question, which is pickled, and return the answer, within `max_seconds` if that is given.
+    def ask(self, question: Any, *, is_last: bool = True) -> bytes | NoAnswer:
+        """Send a question, which is pickled, and return the answer.
 
         One that takes too long is asked once more, unless the caller has another way to ask it (`is_last` is False).
         Raises LoadError with the reason that the process gives at its start, and WorkerError where none can be started.
         """
         with self._lock:
-            return self._ask(question, is_last=is_last, max_seconds=max_seconds or self._max_seconds)
+            return self._ask(question, is_last=is_last)
 
     def close(self) -> None:
         """Kill the process, even while it works. Nothing is answered after that. Idempotent."""
@@ -72,22 +87,28 @@ class GuardedProcess:
         with self._lock:
             self._drop()
 
-    def _ask(self, question: Any, *, is_last: bool, max_seconds: float) -> bytes | NoAnswer:
+    def _ask(self, question: Any, *, is_last: bool) -> bytes | NoAnswer:
         missing = NoAnswer("")
+        seconds, why = self._max_seconds, ""
+        is_patient = self._num_late < self._patience
+        if not is_patient:
+            why = f", all that is left once {self._patience} rows have taken more than {seconds:g} s"
+            seconds *= _SHARE_BEHIND
         for _ in range(2):
             if self._closed:
                 return NoAnswer("")
             process = self.process or self._start()
             try:
                 process.control.send(question)
-                if self._wait(process, max_seconds):
+                if self._wait(process, seconds):
                     return process.control.recv_bytes()
-                missing = NoAnswer(f"is not done after {max_seconds:g} s", is_late=True)
+                missing = NoAnswer(f"is not done after {seconds:g} s{why}", is_late=True)
             except (EOFError, OSError):
                 missing = NoAnswer("" if self._closed else process.describe_exit())
             self._drop()
-            if missing.is_late and not is_last:
+            if missing.is_late and not (is_last and is_patient):
                 break
+        self._num_late += is_last and missing.is_late
         return missing
 
     def _start(self) -> ChildProcess:
