@@ -189,6 +189,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     score: ScoreConfig = ScoreConfig()
     embed: EmbedConfig = EmbedConfig()
 
+    @property
+    def attends_by_rows(self) -> bool:
+        """Whether attention is computed by rows: `enable_attention_dp`, which does nothing with one rank in a stage."""
+        return self.enable_attention_dp and self.tensor_parallel_size != 1
+
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "job": JobConfig,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -12,7 +12,7 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.job_time import Lengths
-from nvcli.job.planning.layout import Layout, choose_layout, estimate_layout, resolve_layout
+from nvcli.job.planning.layout import Layout, choose_layout, estimate_layout, layout_as_given, resolve_layout
 from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.bench.shapes import write_shape
@@ -241,6 +241,15 @@ def test_the_run_gets_numbers(shapes: Any) -> None:
     assert (sizes(unknown), "could not choose a layout: nvidia-smi failed" in unknown.why) == ((1, 1), True)
     given = RunConfig(model="m", tensor_parallel_size=2, data_parallel_size=3)
     assert resolved(given, report([])) == Layout(tensor_parallel_size=2, data_parallel_size=3)
+
+
+@pytest.mark.parametrize("tp", ["auto", 1, 2])
+def test_attention_by_rows_needs_ranks_that_share_it(shapes: Any, tp: int | Literal["auto"]) -> None:
+    """Without them a run drafts as any other does."""
+    model, _ = shapes("qwen3-0.6b")
+    run = RunConfig(model="m", device="cpu", tensor_parallel_size=tp, enable_attention_dp=True)
+    config = layout_as_given(run).apply(resolve_engine_config(run, Path("/m"), model))
+    assert (config.enable_attention_dp, config.max_draft_tokens) == ((True, 0) if tp == 2 else (False, 7))
 
 
 def test_on_a_cpu_auto_is_one(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

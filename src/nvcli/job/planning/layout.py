@@ -56,9 +56,13 @@ class Layout:
     """A line for the user; empty if there was no choice."""
 
     def apply(self, config: EngineConfig) -> EngineConfig:
+        """Return the configuration of a replica, without attention by rows where a stage has one rank."""
+        is_by_rows = config.enable_attention_dp and self.tensor_parallel_size > 1
         return msgspec.structs.replace(
             config,
             tensor_parallel_size=self.tensor_parallel_size,
+            enable_attention_dp=is_by_rows,
+            max_draft_tokens=0 if is_by_rows else config.max_draft_tokens,
             num_replicas=self.data_parallel_size,
             gpus=self.gpus,
         )

@@ -61,7 +61,7 @@ def load_checkpoint(run: RunConfig, model_path: Path) -> ModelConfig:
     model = load_model_config(
         model_path,
         expert_parallel=run.enable_expert_parallel,
-        attention_dp=run.enable_attention_dp,
+        attention_dp=run.attends_by_rows,
         overrides=run.hf_overrides,
     )
     return with_stored_routers(model, model_path)
@@ -126,7 +126,7 @@ def _takes_own_head(run: RunConfig, model: ModelConfig) -> bool:
     was measured to pay, and nothing that it was not measured with."""
     is_open = run.speculation.method == "auto" and attention_choice(run.attention_backend) in ("auto", "triton")
     is_plain = not run.batch_invariant and not run.lora and run.pipeline_parallel_size == 1 and not model.has_tower
-    is_plain &= not run.enable_attention_dp
+    is_plain &= not run.attends_by_rows
     return is_open and is_plain and run.max_num_seqs <= _FEW_SEQS and model.decoder.mtp is not None
 
 
@@ -173,6 +173,7 @@ def resolve_engine_config(
     max_image_tokens = most_image_tokens(run, model_path, model, max_model_len)
     attention_backend = attention_choice(run.attention_backend)
     _check_attention_dp(run)
+    is_by_rows = run.attends_by_rows and tensor_parallel_size > 1
     if run.batch_invariant:
         _check_batch_invariant(run, model, dtype, attention_backend)
     if run.fp8_accumulation == "fast":
@@ -194,7 +195,7 @@ def resolve_engine_config(
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
         enable_expert_parallel=run.enable_expert_parallel,
-        enable_attention_dp=run.enable_attention_dp,
+        enable_attention_dp=run.attends_by_rows,
         pipeline_parallel_size=run.pipeline_parallel_size,
         max_model_len=max_model_len,
         max_num_seqs=run.max_num_seqs,
@@ -214,7 +215,7 @@ def resolve_engine_config(
         fp8_accumulation=run.fp8_accumulation,
         embedding_size=model.hidden_size if run.task == "embed" else 0,
         batch_invariant=run.batch_invariant,
-        max_draft_tokens=_max_draft_tokens(run),
+        max_draft_tokens=run.speculation.num_draft_tokens if run.task == "generate" and not is_by_rows else 0,
         takes_forced_tokens=run.speculation.method == "lookup",
         draft_head=None if model.draft_head is None else find_head(run.speculation.draft_head or MTP),
         draft_policy=run.speculation.policy,
@@ -261,11 +262,6 @@ def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype
         )
 
 
-def _max_draft_tokens(run: RunConfig) -> int:
-    """Return the maximum tokens drafted for a row; 0: none are."""
-    return run.speculation.num_draft_tokens if run.task == "generate" and not run.enable_attention_dp else 0
-
-
 def _check_attention_dp(run: RunConfig) -> None:
     """Raise ConfigError if another key asks for what attention by rows does not serve."""
     others = {
@@ -275,7 +271,7 @@ def _check_attention_dp(run: RunConfig) -> None:
         "batch_invariant is true": run.batch_invariant,
     }
     problems = [problem for problem, is_there in others.items() if is_there]
-    if run.enable_attention_dp and problems:
+    if run.attends_by_rows and problems:
         raise ConfigError(
             f"`enable_attention_dp` (--attention-dp) is true, which does not work together with this: "
             f"{', '.join(problems)}; leave one of the two out"

@@ -39,7 +39,7 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
             f"`pipeline_parallel_size` (--pp) is {stages}, and this model's first {deep} layers, after "
             "which images enter too, must all be in the first stage; lower it, or use --tp"
         )
-    if run.enable_attention_dp:
+    if run.attends_by_rows:
         return "`enable_attention_dp` (--attention-dp) is true, with which images are not read; leave it out"
     if run.batch_invariant and model.vision.attends_both_ways:
         return "`batch_invariant` is true, under which the tokens of an image cannot attend to all of it; leave it out"

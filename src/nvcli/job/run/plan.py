@@ -85,8 +85,22 @@ def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPl
         engine_configs=tuple(
             msgspec.structs.replace(config, replica=replica) for replica in range(layout.data_parallel_size)
         ),
-        warnings=tuple(f"warning: {line}" for line in (unused_gpu(run), *_other_bases(resolved)) if line is not None),
+        warnings=tuple(
+            f"warning: {line}"
+            for line in (unused_gpu(run), _lone_ranks(run, config), *_other_bases(resolved))
+            if line is not None
+        ),
         why="; ".join(filter(None, (kept, layout.why, *describe_ways(run, config)))),
+    )
+
+
+def _lone_ranks(run: RunConfig, config: EngineConfig) -> str | None:
+    """Return a note that attention by rows was asked for, and has no effect."""
+    if not run.enable_attention_dp or config.enable_attention_dp:
+        return None
+    return (
+        "`enable_attention_dp` (--attention-dp) has no effect, as `tensor_parallel_size` (--tp) is 1 here; leave it "
+        "out, or raise --tp"
     )
 
 
