@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -135,6 +136,9 @@ def test_from_a_pipe_to_a_pipe() -> None:
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["index"] for row in answers] == list(range(16))
     assert share_right(answers) >= 0.95
+    done = nvcli("-", stdin=gzip.compress(b'{"prompt": "a"}'))
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"standard input holds gzip data, and is read as JSONL; name the file instead, or unpack it" in done.stderr
 
 
 def test_stop_strings_and_many_samples(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from adapters import LINEAR, low_rank, magnitudes, merge, write_adapter
 from fake_command import NvcliHere, run_nvcli
 from nvcli import LLM
 from nvcli.core.config import RunConfig
+from nvcli.core.lora_config import adapter_choice
 from nvcli.demo import demo_path
+from nvcli.errors import ConfigError
 from nvcli.job.output.manifest import load_manifest
 from nvcli.job.run import adapter_ways
 from nvcli.job.run.plan import plan_replicas
@@ -182,6 +184,9 @@ def test_adapters_that_rows_cannot_choose_are_refused(folder: Path, nvcli_here: 
     done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "a=one", "--lora", "a=two", cwd=folder)
     assert done.returncode == 2
     assert "`lora` names a twice" in done.stderr
+    for given, empty in (("=one", "name"), ("a=", "path")):
+        with pytest.raises(ConfigError, match=f"`lora` has {given}, whose {empty} is empty"):
+            adapter_choice(given)
     done = nvcli_here("generate", "-m", "demo", "-p", "hi", "--lora", "sql=two", cwd=folder)
     assert done.returncode == 2
     assert "`lora` names adapters (sql), which rows choose from, and -p has no rows" in done.stderr

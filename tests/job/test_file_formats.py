@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nvcli.errors import ConfigError
+from nvcli.job.file_formats import check_stream_format
 from nvcli.job.files import check_inputs, check_output, is_terminal
 
 ROW = b'{"prompt": "a"}\n'
@@ -94,6 +95,8 @@ def test_files_that_are_not_read_are_told_so(tmp_path: Path, data: bytes, told: 
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=f"the input {path} holds {told}"):
         check_inputs([str(path)])
+    with pytest.raises(ConfigError, match=f"standard input holds {told}"):
+        check_stream_format(data)
 
 
 def test_what_is_a_terminal() -> None:

@@ -159,7 +159,7 @@ Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"peft_type": "LOHA"}, '`peft_type`: "LOHA" is not supported'),
     "rank": ({"r": 8}, "has rank 4, and `r` or `rank_pattern` in adapter_config.json says 8"),
-    "no rank": ({"r": None}, "`r`: missing"),
+    "no rank": ({"r": None}, "`r`: null where a value belongs"),
     "rank of a pattern": ({"rank_pattern": {"q_proj": 3}}, "says 3"),
     "rank zero": ({"rank_pattern": {"q_proj": 0}}, '`rank_pattern."q_proj"`: 0 is not a rank'),
     "alpha": ({"lora_alpha": "x"}, '`lora_alpha`: "x" is not a number'),

@@ -75,7 +75,7 @@ def test_overrides_without_effect_are_refused(overrides: dict[str, Any], message
         ({"rope_scaling": {**YARN, "factor": -1}}, r"`rope_parameters\.factor`: -1\.0 is not a number above zero"),
         ({"rope_scaling": "yarn"}, '`rope_parameters`: "yarn" is not an object'),
         ({"vocab_size": "many"}, '`vocab_size`: "many" is not an integer'),
-        ({"hidden_size": None}, "`hidden_size`: missing"),
+        ({"hidden_size": None}, "`hidden_size`: null where"),
     ],
 )
 def test_wrong_values_are_refused_as_those_of_the_file(overrides: dict[str, Any], message: str) -> None:

@@ -72,7 +72,7 @@ WRONG_KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
     "far layer": ("speculators", {"eagle_aux_hidden_state_layer_ids": [1, 7]}, "`: 7, .* 7 layers: allowed are 0 to 6"),
     "far output": ("SafeAILab", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [6]}}, "allowed are -1 to 5"),
     "twice": ("speculators", {"eagle_aux_hidden_state_layer_ids": [3, 3, 4]}, "names a layer twice"),
-    "no default": ("speculators", {"norm_before_residual": None}, "`norm_before_residual`: missing"),
+    "no default": ("speculators", {"norm_before_residual": None}, "`norm_before_residual`: null"),
     "no flag": ("SafeAILab", {"fc_norm": 3}, "`fc_norm`: 3 is not true or false"),
     "more tokens": ("SafeAILab", {"draft_vocab_size": 98}, "`draft_vocab_size`: 98 is more than the model's 97"),
     "some tokens": ("SafeAILab", {"draft_vocab_size": 41}, "`draft_vocab_size`: 41 of 97 tokens, and no tensor d2t"),

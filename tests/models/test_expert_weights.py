@@ -184,7 +184,7 @@ def edited(path: Path, **values: Any) -> Path:
         ({"num_experts_per_tok": 5}, ["`num_experts_per_tok`", "5 is more", "4"]),
         ({"num_local_experts": 1 << 40}, ["`num_local_experts`", "too large", "1,024"]),
         ({"num_local_experts": None}, ["`num_experts`", "missing"]),
-        ({"moe_intermediate_size": None}, ["`moe_intermediate_size`", "missing"]),
+        ({"moe_intermediate_size": None}, ["`moe_intermediate_size`", "null"]),
         ({"mlp_only_layers": "all"}, ["`mlp_only_layers`", "not a list"]),
         ({"hidden_act": "relu"}, ["`hidden_act`", "relu"]),
     ],

@@ -232,7 +232,7 @@ def test_deepseek_of_the_hub(tmp_path: Path) -> None:
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "`norm_topk_prob`: true is not supported"),
         ("DeepseekV2ForCausalLM", {"topk_method": "noaux_tc"}, '`topk_method`: "noaux_tc" is not supported'),
         ("DeepseekV3ForCausalLM", {"qk_rope_head_dim": 7}, "`qk_rope_head_dim`: 7 is odd"),
-        ("DeepseekV3ForCausalLM", {"kv_lora_rank": None}, "`kv_lora_rank`: missing"),
+        ("DeepseekV3ForCausalLM", {"kv_lora_rank": None}, "`kv_lora_rank`: null"),
         ("DeepseekV3ForCausalLM", {"q_lora_rank": None, "attention_bias": True}, "`attention_bias`: true is not"),
         ("Mistral4ForCausalLM", {"n_group": 2}, "`n_group`: groups of experts are not supported here"),
         ("Mistral4ForCausalLM", {"partial_rotary_factor": 0.5}, "0.5 of 24 dimensions are not the 16"),

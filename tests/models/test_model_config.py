@@ -155,7 +155,7 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
     ("overrides", "parts"),
     [
         ({"hidden_size": ABSENT}, ["`hidden_size`", "missing"]),
-        ({"head_dim": None}, ["`head_dim`", "missing"]),
+        ({"head_dim": None}, ["`head_dim`", "null where a value belongs"]),
         ({"head_dim": 15}, ["`head_dim`", "15", "odd"]),
         ({"hidden_size": "32"}, ["`hidden_size`", '"32"', "int"]),
         ({"hidden_size": True}, ["`hidden_size`", "true"]),

@@ -21,7 +21,7 @@ PAGE_RANKS = 16
 BASE_SHARE = 0.25
 """Share of a GPU's free memory after weights that the base of weights may take, into which adapters are merged in
 turn."""
-_NAMED = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
+_NAMED = re.compile(r"([\w.:-]*)=(.*)", re.DOTALL)
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +71,9 @@ def adapter_choice(lora: str | Sequence[str] | LoraConfig | None) -> AdapterChoi
         match = None if os.path.lexists(os.path.expanduser(one)) else _NAMED.fullmatch(one)
         if match is None:
             unnamed.append(one)
+        elif not (match[1] and match[2]):
+            empty = "path" if match[1] else "name"
+            raise ConfigError(f"`lora` has {one}, whose {empty} is empty; give both (--lora NAME=PATH), or only a path")
         elif match[1] in named:
             raise ConfigError(f"`lora` names {match[1]} twice; give each adapter (--lora NAME=PATH) a name of its own")
         else:

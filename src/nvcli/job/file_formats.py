@@ -120,7 +120,7 @@ def check_input_format(path: Path) -> None:
             start = file.read(6)
     except OSError:
         return  # the reader says so, and how far it came
-    if unread := next((text for magic, text in _UNREAD.items() if start.startswith(magic)), None):
+    if unread := _unread(start):
         raise ConfigError(f"the input {path} holds {unread}")
     table = input_format(path.name)
     compression = compression_of(path.name)
@@ -142,6 +142,19 @@ def check_input_format(path: Path) -> None:
         plain = plain if plain.suffix else plain.with_name(f"{plain.name}.jsonl")
     command = "" if plain.exists() else f": mv {shlex.quote(str(path))} {shlex.quote(str(plain))}"
     raise ConfigError(f"the input {path} {trouble}{command}")
+
+
+def check_stream_format(start: bytes) -> None:
+    """Raise ConfigError if standard input begins with the first bytes of another format than JSONL."""
+    if unread := _unread(start):
+        raise ConfigError(f"standard input holds {unread}")
+    if found := _kind_of(start[:6]):
+        unpack = {"gz": ", or unpack it (zcat FILE | …)", "zst": ", or unpack it (zstdcat FILE | …)"}.get(found, "")
+        raise ConfigError(f"standard input holds {_KINDS[found]}, and is read as JSONL; name the file instead{unpack}")
+
+
+def _unread(start: bytes) -> str | None:
+    return next((text for magic, text in _UNREAD.items() if start.startswith(magic)), None)
 
 
 def _kind_of(start: bytes) -> str:

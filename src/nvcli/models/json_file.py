@@ -84,7 +84,7 @@ class JsonFile:
         value = self.values.get(key)
         if value is None:
             if default is None:
-                raise self.error(key, "missing")
+                raise self.error(key, "null where a value belongs" if key in self.values else "missing")
             return default
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if kind is float and is_number:

@@ -136,7 +136,8 @@ def rope_section(config: JsonFile, layer_type: str = "full_attention") -> JsonFi
         nested = found.get(layer_type)
         found = nested if isinstance(nested, dict) else {}
     values = {name: value for name, value in found.items() if value is not None}
-    values.setdefault("rope_theta", config.values.get("rope_theta"))
+    if "rope_theta" in config.values:
+        values.setdefault("rope_theta", config.values["rope_theta"])
     return config.with_values(values, section)
 
 

@@ -148,7 +148,7 @@ def test_a_file_that_changes_during_the_run_ends_it(
     ("name", "data", "settings", "problem"),
     [
         ("a.pdf", PAGES[:60], {}, r"a\.pdf: cannot be read: .*; replace it with an intact PDF file"),
-        ("a.pdf", b"", {}, r"a\.pdf: cannot be read: .*; replace it with an intact PDF file"),
+        ("a.pdf", b"", {}, r"a\.pdf: the file is empty; replace it with an intact PDF file"),
         ("a.pdf", pdf("0 0 0", encrypted=True), {}, r"a\.pdf: the file is encrypted; save it without its password"),
         ("a.pdf", PAGES, {"job": JobConfig()}, r"no(.|\n)*prompt(.|\n)*say what .*: --prompt-template 'Transcribe"),
         ("a.pdf", PAGES, {"model": str(demo_path())}, r"pages are images, and .* text alone; take one that reads"),

@@ -59,11 +59,12 @@ def test_a_page_is_drawn_at_its_resolution_within_the_limits_of_the_model(tmp_pa
     [
         (PAGES, "the file has 3 pages"),
         (b"hello", "cannot be read: Failed to load document"),
+        (b"", "the file is empty"),
         (PAGES[:60], "cannot be read: Failed to load document"),
         (pdf(*["0 0 0"] * 9, encrypted=True), "the file is encrypted; save it without its password"),
         (pdf(*["0 0 0"] * 9, size=(14_000, 3)), "its longer side is more than 200 times as long"),
     ],
-    ids=["no such page", "text", "cut off", "encrypted", "too long"],
+    ids=["no such page", "text", "empty", "cut off", "encrypted", "too long"],
 )
 def test_what_cannot_be_read_is_a_problem(data: bytes, problem: str) -> None:
     assert prepare(data, 9).problem.startswith(problem)

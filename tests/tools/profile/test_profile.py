@@ -221,6 +221,8 @@ def test_what_does_not_fit_is_said_with_a_way_out(tmp_path: Path) -> None:
     profile = profile_from_config(config, model, "qwen3-32b", total=40 * GIB, lengths=None)
     assert profile.problem is not None
     assert "missing" in profile.problem
+    assert profile.ranks[0].planned["KV cache"] == 0
+    assert "over the budget " in format_profile(profile)
     assert [advice.change for advice in profile.advice] == ["--tp 4", "--tp 8"]
     for advice in profile.advice:
         size = int(advice.change.removeprefix("--tp "))

@@ -92,4 +92,6 @@ def _opened(source: Path | bytes) -> Iterator[Any]:
     except pypdfium2.PdfiumError as error:
         if "password" in str(error).lower():
             raise Unreadable(ENCRYPTED) from None
+        if not (len(source) if isinstance(source, bytes) else source.stat().st_size):
+            raise Unreadable("the file is empty") from None
         raise Unreadable(f"cannot be read: {error}") from None

@@ -12,6 +12,7 @@ from typing import IO, Protocol
 from nvcli.errors import RowError
 from nvcli.job import line_splitter
 from nvcli.job.compression import READ_BYTES, Unpacker, compression_of
+from nvcli.job.file_formats import check_stream_format
 from nvcli.job.files import STREAM
 from nvcli.job.input.known_input import KnownInput, ReadCheck
 from nvcli.job.line_splitter import DroppedLine, Line, LineSplitter
@@ -60,7 +61,7 @@ class LineSource(Source):
         """Yield the lines, without newlines and the file's BOM, and None before each read that may have to wait.
 
         Raises OSError, CompressionError or DamagedInput where the input cannot be read on, and InputChanged where it is
-        not what it was, after the lines before that place.
+        not what it was, after the lines before that place; and ConfigError where standard input is of another format.
         """
         return self._lines()
 
@@ -104,6 +105,8 @@ class LineSource(Source):
                     check.take(chunk)
                 if not chunk:
                     break
+                if self.name == STREAM and not self.bytes_read:
+                    check_stream_format(chunk)
                 self.bytes_read += len(chunk)
                 if unpacker is None:
                     yield chunk

@@ -140,7 +140,7 @@ def _profile(
         kv_cache_dtype=config.kv_dtype,
         block_bytes=block_bytes(config, model),
         state_blocks=state_blocks(model),
-        ranks=list(ranks),
+        ranks=[_shown(use) for use in ranks],
         num_blocks=num_blocks,
         num_tokens=tokens_in_blocks(num_blocks, config, model),
         full_length_requests=num_blocks / blocks_of_request(config, model, config.max_model_len),
@@ -149,6 +149,12 @@ def _profile(
         file_requests=num_blocks / blocks_held(config, model, lengths.mean_blocks) if lengths is not None else None,
         advice=advice,
     )
+
+
+def _shown(use: MemoryUse) -> MemoryUse:
+    """Return a rank's memory with an empty KV cache where nothing is left for one."""
+    planned = {item: max(0, size) for item, size in use.planned.items()}
+    return msgspec.structs.replace(use, planned=planned)
 
 
 def gpu_memory_here() -> int | None:

@@ -47,8 +47,9 @@ def _rank_lines(profile: MemoryProfile, number: int, use: MemoryUse) -> list[str
             lines += [f"    {group:<20}{format_bytes(size):>12}" for group, size in use.weights.items()]
     left = use.budget - sum(use.planned.values())
     measured_left = use.budget - sum(use.measured.values()) if use.measured else None
+    is_over = left < 0 and measured_left is None
     lines.append(
-        f"  {'left over':<22}{format_bytes(left):>12}"
+        f"  {'over the budget' if is_over else 'left over':<22}{format_bytes(-left if is_over else left):>12}"
         + (f"{format_bytes(measured_left):>12}" if measured_left is not None else "")
     )
     if use.measured:
