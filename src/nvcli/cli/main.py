@@ -56,7 +56,7 @@ app = typer.Typer(
 for _command, _short_help, _exit_codes in (
     (generate, "Answer every row of files with a model.", _GENERATE_EXIT_CODES),
     (chat, "Chat with a model.", None),
-    (score, "Compute how likely given texts are to a model.", _GENERATE_EXIT_CODES),
+    (score, "Compute how likely a model finds given texts.", _GENERATE_EXIT_CODES),
     (embed, "Compute an embedding of every row.", _GENERATE_EXIT_CODES),
     (check, "Report what a job will do, before it takes hours.", _CHECK_EXIT_CODES),
     (show, "Show the answers of an output, a page at a time.", None),

@@ -17,7 +17,7 @@ _WITHOUT = ("device", "seed", "job.text_field")
 
 @with_options(*keys_of("", "job", "score", without=_WITHOUT))
 def score(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
-    """Compute how likely texts are to the model, for every row of INPUT, without generating anything.
+    """Compute how likely the model finds the texts of every row of INPUT, without generating anything.
 
     A row has a prompt as for `generate`, and a `continuation` or several `choices`, whose log-probabilities after the
     prompt are computed. With neither, the prompt itself is scored. If `answer` has the number, letter or text of the
