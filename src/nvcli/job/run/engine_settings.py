@@ -173,7 +173,6 @@ def resolve_engine_config(
     max_image_tokens = most_image_tokens(run, model_path, model, max_model_len)
     attention_backend = attention_choice(run.attention_backend)
     _check_attention_dp(run)
-    is_by_rows = run.attends_by_rows and tensor_parallel_size > 1
     if run.batch_invariant:
         _check_batch_invariant(run, model, dtype, attention_backend)
     if run.fp8_accumulation == "fast":
@@ -215,7 +214,7 @@ def resolve_engine_config(
         fp8_accumulation=run.fp8_accumulation,
         embedding_size=model.hidden_size if run.task == "embed" else 0,
         batch_invariant=run.batch_invariant,
-        max_draft_tokens=run.speculation.num_draft_tokens if run.task == "generate" and not is_by_rows else 0,
+        max_draft_tokens=_max_draft_tokens(run, tensor_parallel_size),
         takes_forced_tokens=run.speculation.method == "lookup",
         draft_head=None if model.draft_head is None else find_head(run.speculation.draft_head or MTP),
         draft_policy=run.speculation.policy,
@@ -260,6 +259,12 @@ def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype
             f"`kv_cache_dtype` is {run.kv_cache_dtype}, and `batch_invariant` keeps keys and values in the model's "
             f"type ({dtype}); leave one of the two out"
         )
+
+
+def _max_draft_tokens(run: RunConfig, tensor_parallel_size: int) -> int:
+    """Return the maximum tokens drafted for a row; 0: none are."""
+    is_by_rows = run.attends_by_rows and tensor_parallel_size > 1
+    return run.speculation.num_draft_tokens if run.task == "generate" and not is_by_rows else 0
 
 
 def _check_attention_dp(run: RunConfig) -> None:
