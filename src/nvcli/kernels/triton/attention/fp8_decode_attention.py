@@ -36,7 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
-from nvcli.kernels.triton.attention.fp8_kv import NUMBERS_OF_TWO_KEYS
+from nvcli.kernels.triton.attention.fp8_kv import NUMBERS_OF_A_WORD, NUMBERS_OF_TWO_KEYS
 from nvcli.kernels.triton.launch.triton_version import barrier
 
 
@@ -76,15 +76,7 @@ def _numbers_of_keys(words):
     """Return the numbers of bytes 0, 1, 2 and 3 of words, each of the words' shape, in float16; those of bytes 0 and 1,
     and of 2 and 3, stand in one register."""
     return gl.inline_asm_elementwise(
-        """{
-            .reg .b16 low, high;
-            .reg .b32 first_two, last_two;
-            mov.b32 {low, high}, $4;
-            cvt.rn.f16x2.e4m3x2 first_two, low;
-            cvt.rn.f16x2.e4m3x2 last_two, high;
-            mov.b32 {$0, $1}, first_two;
-            mov.b32 {$2, $3}, last_two;
-        }""",
+        NUMBERS_OF_A_WORD,
         "=h,=h,=h,=h,r",
         [words],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16),

@@ -9,6 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NUMBERS_OF_A_WORD = tl.constexpr("""{
+    .reg .b16 low, high;
+    .reg .b32 first_two, last_two;
+    mov.b32 {low, high}, $4;
+    cvt.rn.f16x2.e4m3x2 first_two, low;
+    cvt.rn.f16x2.e4m3x2 last_two, high;
+    mov.b32 {$0, $1}, first_two;
+    mov.b32 {$2, $3}, last_two;
+}""")
+"""PTX: a word of four FP8 numbers, $4, to float16: $0 to $3 have those of bytes 0 to 3."""
 NUMBERS_OF_TWO_KEYS = tl.constexpr("""{
     .reg .b32 first_two, last_two;
     .reg .b16 low, high;

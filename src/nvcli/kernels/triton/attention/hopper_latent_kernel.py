@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention.fp8_kv import NUMBERS_OF_A_WORD
 from nvcli.kernels.triton.attention.hopper_prefill_kernel import stage_of
 from nvcli.kernels.triton.launch.triton_version import barrier, reinterpret, tma_load
 
@@ -80,15 +81,7 @@ def _load_numbers(cache, block, start, end, KIND: gl.constexpr, PER_WORD: gl.con
 def _numbers_of_words(words, WIDTH: gl.constexpr):
     """Return the numbers of words of four: [KEYS, WIDTH] float16."""
     byte0, byte1, byte2, byte3 = gl.inline_asm_elementwise(
-        """{
-            .reg .b16 low, high;
-            .reg .b32 first_two, last_two;
-            mov.b32 {low, high}, $4;
-            cvt.rn.f16x2.e4m3x2 first_two, low;
-            cvt.rn.f16x2.e4m3x2 last_two, high;
-            mov.b32 {$0, $1}, first_two;
-            mov.b32 {$2, $3}, last_two;
-        }""",
+        NUMBERS_OF_A_WORD,
         "=h,=h,=h,=h,r",
         [words],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
