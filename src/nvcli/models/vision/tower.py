@@ -222,6 +222,7 @@ class _Block(nn.Module):
         norms = None
         if self.config.qk_norm == "head":
             queries, keys = (norm.get_parameter("weight") for norm in self.head_norms)
+            assert angles is not None, "norms of heads go with their rotation"
             norms = HeadNorms(queries, keys, self.config.eps, self.config.norms_values)
         elif self.config.qk_norm:
             for part, norm in zip((qkv[:, 0], qkv[:, 1]), self.head_norms, strict=True):

@@ -110,9 +110,9 @@ class VisionConfig:
     has_fused_qkv: bool = True
     """Whether files hold the projections to queries, keys and values as one."""
     qk_norm: Literal["head", "all"] | None = None
-    """An RMS norm of queries and keys, by head or of all heads together."""
+    """An RMS norm of queries and keys, by head, where their rotation computes it too, or of all heads together."""
     norms_values: bool = False
-    """Whether values are normed by head, too, without weights, and scores are not scaled."""
+    """Whether values are normed by head, too, as their `qk_norm` is, without weights, and scores are not scaled."""
     has_bounds: bool = False
     """Whether learned bounds clamp what each projection of a layer reads, and what it gives."""
     has_result_norms: bool = False
