@@ -273,6 +273,16 @@ def reference_logits_of(path: Path, prompts: list[list[int]]) -> list[Any]:
         return [model(torch.tensor([ids])).logits[0] for ids in prompts]
 
 
+def greedy_answer(logits: Any, prompt_len: int, max_tokens: int, eos: int | None) -> list[int]:
+    """Return the tokens that a model chooses, which has read a prompt and a guess of its greedy answer.
+
+    They are its own answer for as long as the guess is right, and so differ from a wrong one. `logits`: at every
+    position, [length, vocab_size].
+    """
+    chosen: list[int] = logits[prompt_len - 1 :].argmax(-1).tolist()[:max_tokens]
+    return chosen[: chosen.index(eos) + 1] if eos in chosen else chosen
+
+
 @functools.lru_cache(maxsize=2)
 def _kept_model(path: Path, changed_at: int) -> Any:
     """Return the model of a checkpoint; it is loaded once for as long as its files stay as they are."""

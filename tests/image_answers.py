@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
+from checkpoints import greedy_answer
 from nvcli.core.system.pixel_file import PixelFile
 from nvcli.engine.request import Request
 from nvcli.job.images.image_source import ImageFolders
@@ -80,14 +82,14 @@ class ImageRequests:
         return [self.make(number, prompt) for number, prompt in enumerate(PROMPTS)]
 
 
-def reference_answers(model: Path, processor: ImageProcessor) -> list[list[int]]:
-    """The greedy answers of transformers to `PROMPTS`."""
+def reference_answers(model: Path, processor: ImageProcessor, guesses: Sequence[list[int]]) -> list[list[int]]:
+    """The greedy answers of transformers to `PROMPTS`; see `greedy_answer`."""
     vision = load_model_config(model).vision
     assert vision is not None
     reference = load_reference(model)
     scale = PixelScale(processor.factor, processor.mean, processor.std)
     answers = []
-    for prompt in PROMPTS:
+    for prompt, guess in zip(PROMPTS, guesses, strict=True):
         ids: list[int] = []
         images = []
         for part in prompt:
@@ -97,11 +99,9 @@ def reference_answers(model: Path, processor: ImageProcessor) -> list[list[int]]
             rows, columns = allowed_size(vision, *part[:2])
             images.append(make_image(rows, columns, part[2]))
             ids += _tokens(columns, rows) if vision.row_gap else [IMAGE_ID] * (rows * columns)
-        inputs = model_inputs(vision, ids, images, scale)
-        made = reference.generate(
-            **inputs, max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=END_ID, pad_token_id=0
-        )
-        answers.append(made[0, len(ids) :].tolist())
+        with torch.inference_mode():
+            logits = reference(**model_inputs(vision, ids + guess, images, scale)).logits[0]
+        answers.append(greedy_answer(logits, len(ids), MAX_TOKENS, END_ID))
     return answers
 
 

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from checkpoints import reference_model
+from checkpoints import greedy_answer, reference_logits_of
 from fake_runners import engine_config
 from nvcli.core.engine_config import EngineConfig
+from nvcli.core.messages import unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import EngineStats, Request, RequestOutput
@@ -108,20 +109,19 @@ def config_of(path: Path, *, num_kv_tokens: int | None = None, **config: Any) ->
     return engine_config(model_path=path, max_model_len=400, **config)
 
 
-def greedy_answers(path: Path) -> list[list[int]]:
-    """transformers' answers to `prompts()`."""
-    import torch
+def greedy_answers(
+    path: Path, prompts: list[list[int]], guesses: list[list[int]], max_tokens: int = MAX_TOKENS, eos: int | None = EOS
+) -> list[list[int]]:
+    """Return transformers' greedy answers; see `greedy_answer`."""
+    logits = reference_logits_of(path, [prompt + guess for prompt, guess in zip(prompts, guesses, strict=True)])
+    return [greedy_answer(own, len(prompt), max_tokens, eos) for own, prompt in zip(logits, prompts, strict=True)]
 
-    model = reference_model(path)
-    answers = []
-    for prompt in prompts():
-        ids = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=MAX_TOKENS,
-            do_sample=False,
-            eos_token_id=EOS,
-            pad_token_id=0,
-        )
-        answers.append(ids[0, len(prompt) :].tolist())
-    return answers
+
+def assert_greedy(path: Path, answers: dict[int, list[int]]) -> None:
+    """Check that the answers to `prompts()`, among those to `requests()`, are transformers' own."""
+    found = [answers[number] for number in range(len(prompts()))]
+    assert found == greedy_answers(path, prompts(), found)
+
+
+def tokens_of(done: dict[int, RequestOutput]) -> dict[int, list[int]]:
+    return {number: unpack(output.token_ids).tolist() for number, output in done.items()}

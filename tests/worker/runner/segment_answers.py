@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
-from checkpoints import reference_logits_of
 from nvcli.core.messages import StepInput
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.chunk_groups import PrefixCosts
@@ -65,11 +63,3 @@ def answers(
     finally:
         runner.launch = launch  # type: ignore[method-assign]
     return [tokens[i] for i in range(len(prompts))], num_steps, scheduler.stats.num_preemptions
-
-
-def greedy_answers(path: Path, prompts: list[list[int]], answers: list[list[int]]) -> list[list[int]]:
-    """Return the tokens that transformers chooses behind each prompt and each part of its answer."""
-    all_logits = reference_logits_of(path, [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
-    return [
-        logits[len(prompt) - 1 : -1].argmax(-1).tolist() for prompt, logits in zip(prompts, all_logits, strict=True)
-    ]

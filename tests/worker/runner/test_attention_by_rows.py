@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from generation import generate, generate_here, greedy_answers, requests
+from generation import assert_greedy, generate, generate_here, requests, tokens_of
 from test_generation_parity import CHECKPOINTS
 
 from checkpoints import write_tiny_model
 from combinations import full
 from expert_shapes import EXPERT_SHAPES
-from nvcli.core.messages import unpack
 
 
 def shape(name: str, **changes: Any) -> dict[str, Any]:
@@ -52,10 +51,8 @@ def test_answers(name: str, tmp_path: Path) -> None:
     )
     assert stats.num_preemptions > 0
     assert stats.cached_tokens > 0
-    answers, others = ({i: unpack(one.token_ids).tolist() for i, one in all.items()} for all in (done, expected))
-    assert answers == others
-    greedy = greedy_answers(path)
-    assert [answers[number] for number in range(len(greedy))] == greedy
+    assert tokens_of(done) == tokens_of(expected)
+    assert_greedy(path, tokens_of(done))
 
 
 @pytest.mark.gpu
@@ -66,7 +63,6 @@ def test_two_gpus(name: str, enforce_eager: bool, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     path = write_tiny_model(tmp_path / "model", **SHAPES[name])
-    expected = greedy_answers(path)
     done, stats = generate(
         path,
         requests(),
@@ -80,4 +76,4 @@ def test_two_gpus(name: str, enforce_eager: bool, tmp_path: Path) -> None:
         max_num_seqs=16,
     )
     assert stats.cached_tokens > 0
-    assert [unpack(done[number].token_ids).tolist() for number in range(len(expected))] == expected
+    assert_greedy(path, tokens_of(done))

@@ -46,7 +46,8 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], C
     def write(name: str) -> Checkpoint:
         path = write_vision_model(folder / name.replace(" ", "-"), name)
         requests = ImageRequests(path)
-        return path, requests, reference_answers(path, requests.processor)
+        found = answers_in_order(run_requests(runner_of(path), requests.requests()))
+        return path, requests, reference_answers(path, requests.processor, found)
 
     return write
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generation import EOS, generate, generate_here
+from generation import EOS, generate, generate_here, tokens_of
 from generation import config_of as config_of_engine
 from generation import prompts as all_prompts
 from safetensors.torch import load_file, save_file
 
 from adapters import LINEAR, low_rank, merge, write_adapter
 from checkpoints import write_tiny_model
-from nvcli.core.messages import unpack
 from nvcli.core.weight_changes import LoadWeights, Sleep, Wake
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError, LoadError
@@ -63,10 +62,6 @@ def mixed_requests() -> list[Request]:
     """Every prompt with every adapter and with none, one after the other."""
     by_adapter = [requests_of(adapter, 100 * adapter) for adapter in range(len(MODULES) + 1)]
     return [request for of_prompt in zip(*by_adapter, strict=True) for request in of_prompt]
-
-
-def tokens_of(outputs: dict[int, Any]) -> dict[int, list[int]]:
-    return {number: unpack(output.token_ids).tolist() for number, output in outputs.items()}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generation import generate, generate_here, greedy_answers, requests
+from generation import assert_greedy, generate, generate_here, requests, tokens_of
 
 from checkpoints import write_tiny_model, write_tiny_qwen3
 from fake_runners import engine_config
@@ -55,9 +55,8 @@ def answers(checkpoints: dict[str, Path]) -> dict[str, dict[int, list[int]]]:
     found = {}
     for name, path in checkpoints.items():
         done, _ = generate_here(path, requests(), max_num_batched_tokens=4096, max_num_seqs=64)
-        found[name] = {number: unpack(output.token_ids).tolist() for number, output in done.items()}
-        for number, expected in enumerate(greedy_answers(path)):
-            assert found[name][number] == expected
+        found[name] = tokens_of(done)
+        assert_greedy(path, found[name])
     return found
 
 
@@ -70,7 +69,7 @@ def test_stages_do_not_change_the_answers(
     random.Random(circumstance).shuffle(batch)
     config = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **changes}
     done, stats = generate(checkpoints[name], batch, **config)
-    assert {number: unpack(output.token_ids).tolist() for number, output in done.items()} == answers[name]
+    assert tokens_of(done) == answers[name]
     if "num_kv_tokens" in changes:
         assert stats.num_preemptions > 0
     else:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from segment_answers import EAGER_COSTS, EAGER_PREFIX_COSTS, answers, greedy_answers, prompts_of_a_tree
+from generation import greedy_answers
+from segment_answers import EAGER_COSTS, EAGER_PREFIX_COSTS, answers, prompts_of_a_tree
 
 from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES
@@ -57,7 +58,7 @@ def test_suffixes_of_trees_are_answered_as_by_transformers(name: str, num_blocks
     )
     assert num_steps > 5
     assert num_preemptions > 0
-    assert found == greedy_answers(path, prompts, found)
+    assert found == greedy_answers(path, prompts, found, 8, eos=None)
 
 
 def test_answers_of_the_built_in_model_do_not_change() -> None:

@@ -6,7 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from segment_answers import EAGER_COSTS, answers, greedy_answers, prompts_of_a_tree
+from generation import greedy_answers
+from segment_answers import EAGER_COSTS, answers, prompts_of_a_tree
 
 from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES
@@ -33,7 +34,7 @@ def test_trees_of_prompts_are_answered_as_by_transformers(name: str, num_blocks:
     found, num_steps, num_preemptions = answers(runner, prompts, 12, num_blocks=num_blocks, costs=EAGER_COSTS)
     assert num_steps > 20
     assert num_preemptions > 0
-    assert found == greedy_answers(path, prompts, found)
+    assert found == greedy_answers(path, prompts, found, 12, eos=None)
 
 
 def test_answers_of_the_built_in_model_do_not_change() -> None:
