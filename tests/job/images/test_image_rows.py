@@ -23,6 +23,7 @@ from model_engine import ModelEngine
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.lora_config import LoraConfig
 from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.errors import ConfigError, RowError
 from nvcli.job.images import row_images
 from nvcli.job.images.image_source import ImageFolders
@@ -327,6 +328,21 @@ def test_the_tower_is_loaded_if_rows_seem_to_have_images(
     run = RunConfig(model=str(rows.model), device="cpu", images=images, job=JobConfig(**job))
     resolved = resolve_job(run, inputs=[str(source)], output=None, limit=None)
     assert resolved.model.has_tower is bool(resolved.config.max_image_tokens) is has_tower
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "settings", "has_tower"),
+    [(1, {}, True), (2, {}, False), (2, {"data_parallel_size": 2}, True), (2, {"tensor_parallel_size": 1}, True)],
+)
+def test_attention_by_rows_excludes_images_where_ranks_can_share_it(
+    rows: Rows, num_gpus: int, settings: dict[str, Any], has_tower: bool
+) -> None:
+    source = rows.folder / "by_rows.jsonl"
+    source.write_text(json.dumps(HELD))
+    gpus = [SmiGpu(index=0, uuid="", name="NVIDIA H200", driver="", total_bytes=1 << 37, used_bytes=0, mig=False)]
+    run = RunConfig(model=str(rows.model), device="cuda", enable_attention_dp=True, **settings)
+    resolved = resolve_job(run, inputs=[str(source)], output=None, limit=None, gpus=gpus * num_gpus)
+    assert resolved.model.has_tower is has_tower
 
 
 def test_images_that_nobody_saw_are_errors_that_say_what_to_do(rows: Rows) -> None:

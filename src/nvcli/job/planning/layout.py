@@ -176,6 +176,23 @@ def resolve_layout(
     )
 
 
+def without_useless_auto(
+    run: RunConfig, *, device: str, gpus: Sequence[SmiGpu] | None = None, environ: Mapping[str, str] = os.environ
+) -> RunConfig:
+    """Return a run that asks for attention by rows with `tensor_parallel_size` 1 in place of `auto` where there are too
+    few GPUs for stages of two ranks, so that it keeps what attention by rows excludes, such as images.
+
+    `gpus` None: those that nvidia-smi shows.
+    """
+    if run.tensor_parallel_size != "auto":
+        return run
+    seen = visible_gpus(ask_for_gpus(), environ) if gpus is None and device == "cuda" else gpus or []
+    least = 2 * run.pipeline_parallel_size * layout_as_given(run).data_parallel_size
+    if device == "cuda" and not isinstance(seen, str) and len(seen) >= least:
+        return run
+    return msgspec.structs.replace(run, tensor_parallel_size=1)
+
+
 def layout_as_given(run: RunConfig) -> Layout:
     """Return the configured layout, with 1 for every `auto`."""
     tp, dp = run.tensor_parallel_size, run.data_parallel_size

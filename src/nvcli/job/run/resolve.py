@@ -33,6 +33,7 @@ from nvcli.job.input.pdf_source import PdfFile
 from nvcli.job.input.reader import RowDigests, RowReader
 from nvcli.job.job import JobResult
 from nvcli.job.output.manifest import Manifest, load_manifest
+from nvcli.job.planning.layout import without_useless_auto
 from nvcli.job.row_set import AnsweredRows
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.prompt_rules import PromptKind, TextKinds, describe_kind
@@ -41,6 +42,7 @@ from nvcli.job.rows.row_warnings import RowWarnings
 from nvcli.job.run.adapter_ways import choose_ways
 from nvcli.job.run.chat_choice import ChatChoice, keep_choice
 from nvcli.job.run.default_sampling import check_default_sampling
+from nvcli.job.run.device import detect_device
 from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
 from nvcli.job.run.feeder import Feeder, RowSource, portions
 from nvcli.job.run.image_settings import check_reads_pdfs, image_processor, why_no_images
@@ -244,7 +246,7 @@ def resolve_job(
     output = choose_output(names, output, shard)
     check_output(names, output)
     names = fetch_inputs(names)
-    settings = _find_model(run, weights=weights, setter_of=setter_of)
+    settings = _find_model(run, weights=weights, found_device=found_device, gpus=gpus, setter_of=setter_of)
     pdfs = _pdf_files(settings, names)
     can_continue = is_repeatable(names)
     begun = None if overwrite or not can_continue else _facts_of(output)
@@ -350,8 +352,18 @@ def resolve_settings(run: RunConfig, *, weights: bool = True, setter_of: SetterO
     return _with_engines(_find_model(run, weights=weights, setter_of=setter_of), RowNeeds(), setter_of=setter_of)
 
 
-def _find_model(run: RunConfig, *, weights: bool, setter_of: SetterOf) -> RowSettings:
-    """Find the model, and what the run says of rows. `weights` and `setter_of` are as in `resolve_job`."""
+def _find_model(
+    run: RunConfig,
+    *,
+    weights: bool,
+    found_device: Literal["cpu", "cuda"] | None = None,
+    gpus: Sequence[SmiGpu] | None = None,
+    setter_of: SetterOf,
+) -> RowSettings:
+    """Find the model, and what the run says of rows. All but `run` is as in `resolve_job`."""
+    if run.enable_attention_dp:
+        device = (found_device or detect_device()) if run.device == "auto" else run.device
+        run = without_useless_auto(run, device=device, gpus=gpus)
     weights = weights and run.load_format == "auto"
     path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
     settings = read_row_settings(run, path, load_checkpoint(run, path))
