@@ -180,7 +180,8 @@ def test_agreement_of_answers() -> None:
 
 
 def test_the_command_over_rows(capfd: pytest.CaptureFixture[str]) -> None:
-    """An FP8 cache moves predictions a little, and answers to rows that the model was trained for not at all."""
+    """An FP8 cache moves predictions a little, and those of answers that the model was trained for hardly at all. What
+    would follow the end of an answer is not compared."""
     settings = {"model": "demo", "max_model_len": 512}
     run_a = load_run_config(None, settings=settings)
     run_b = load_run_config(None, settings={**settings, "kv_cache_dtype": "fp8"})
@@ -191,8 +192,8 @@ def test_the_command_over_rows(capfd: pytest.CaptureFixture[str]) -> None:
     assert (report.answers.rows, report.answers.equal) == (4, 1.0)
     everything, prompts, answers = (report.predictions[name] for name in ("all", "prompts", "answers"))
     assert everything.tokens == prompts.tokens + answers.tokens
-    assert answers.tokens == pytest.approx(4 * (report.answers.mean_tokens + 1))
-    assert 0 < answers.mean_kl < 0.01
+    assert answers.tokens == pytest.approx(4 * report.answers.mean_tokens)
+    assert 0 < answers.mean_kl < 1e-4
     assert answers.top1_agreement == 1.0
     assert answers.perplexity_a == pytest.approx(answers.perplexity_b, rel=0.01)
     assert json.loads(format_json(report))["predictions"]["all"]["tokens"] == everything.tokens

@@ -40,7 +40,7 @@ class PassageTask:
     token_ids: bytes
     """Packed int32, at least one."""
     answer_start: int
-    """The number of tokens whose successors belong to the prompt; the others predict the answer."""
+    """The number of tokens whose successors belong to the prompt; all others but the last predict the answer."""
 
 
 PassageSums = tuple[TokenSums, TokenSums]
