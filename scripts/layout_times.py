@@ -1,10 +1,11 @@
 """Compares the time that nvcli estimates for layouts, by which it chooses one, with what was measured.
 
-    python scripts/layout_times.py scripts/results/h200s-layouts-*.json
+    python scripts/layout_times.py scripts/results/h200s-*.json
 
 The files are result files (`figures.py`) whose commands are `nvcli bench --shape …`, on the GPUs that the files name. A
 line for each: output tokens/s as estimated for the command's layout (start left out) and as measured, and their ratio;
-for a command that leaves the layout open, the one that would be chosen today.
+for a command that leaves the layout open, the one that would be chosen today. The estimate knows neither drafts nor
+adapters.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def estimated(command: str, gpus: Sequence[SmiGpu]) -> tuple[str, float]:
         if flag == "--set":
             overrides.append(next(rest))
         else:
-            flags[flag] = True if flag == "--ep" else next(rest)
+            flags[flag] = True if flag in ("--ep", "--attention-dp") else next(rest)
     sizes = {flag: int(value) if str(value).isdecimal() else value for flag, value in flags.items()}
     run = load_run_config(None, overrides, sizes, needs_model=False)
     prompt, answer = (sum(map(int, text.split(":"))) / 2 for text in (said.input_len, said.output_len))
@@ -70,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-requests", type=int, default=_NUM_REQUESTS)
     parser.add_argument("--input-len", default=_LENGTHS)
     parser.add_argument("--output-len", default=_LENGTHS)
-    parser.add_argument("--repeat")
+    for name in ("--repeat", "--accept-rate", "--lora-rank", "--num-loras"):
+        parser.add_argument(name)
     parser.add_argument("--json", action="store_true")
     return parser
 
