@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -46,10 +47,11 @@ def question(example: Example, number: int) -> dict[str, Any]:
     return {**form, "expected": example.answer, "task": example.task}
 
 
-def questions(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Held-out questions of every kind, several about one long list."""
+def questions(count: int, seed: int = 0, longest: int = 1000) -> list[dict[str, Any]]:
+    """Held-out questions of every kind, several about one long list, whose answers have up to `longest` characters."""
     rng = random.Random(seed)
-    examples = [sample(rng, split="heldout") for _ in range(count - 12)]
+    examples = (sample(rng, split="heldout") for _ in itertools.count())
+    examples = [*itertools.islice((each for each in examples if len(each.answer) <= longest), count - 12)]
     examples += sample_lookups(rng, 12, 40)
     return [question(example, number) for number, example in enumerate(examples)]
 
@@ -72,16 +74,15 @@ def gone(pids: list[int]) -> bool:
     [
         [],
         ["block_size=8", "kv_cache_memory=12MiB", "max_model_len=1024", "max_num_batched_tokens=24", "max_num_seqs=16"],
-        ["tensor_parallel_size=2", "device=cpu"],
-        ["pipeline_parallel_size=2", "max_num_seqs=16", "device=cpu"],
         ["data_parallel_size=2", "max_num_seqs=8", "device=cpu"],
     ],
-    ids=["defaults", "small-chunks-in-little-memory", "tp2", "pp2", "dp2"],
+    ids=["defaults", "small-chunks-in-little-memory", "dp2"],
 )
 def test_answers_are_right(tmp_path: Path, settings: list[str]) -> None:
-    """Paging, chunking, prefix reuse, preemption and sharding leave the answers as they are."""
+    """Paging, chunking, prefix reuse, preemption and several copies leave the answers as they are."""
     count = 22
-    path = write_rows(tmp_path / "in.jsonl", questions(count))
+    # Long answers, which take a step for each token, are for the one with little memory.
+    path = write_rows(tmp_path / "in.jsonl", questions(count, longest=1000 if "max_num_seqs=16" in settings else 80))
     run = run_warm if settings else subprocess.run  # new interpreters for one of them
     done = nvcli(path, *(word for setting in settings for word in ("--set", setting)), run=run)
     assert done.returncode == 0, done.stderr.decode()
@@ -177,7 +178,8 @@ def test_sampled_answers_do_not_depend_on_how_they_were_computed(tmp_path: Path)
     rows = [{**row, "sampling": {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}} for row in questions(16)]
     path = write_rows(tmp_path / "in.jsonl", rows)
     outputs = []
-    for number, settings in enumerate((["--set", "block_size=64", "--set", "max_num_seqs=3"], ["--tp", "2"])):
+    in_parts = ["--tp", "2", "--pp", "2"]
+    for number, settings in enumerate((["--set", "block_size=64", "--set", "max_num_seqs=3"], in_parts)):
         output = tmp_path / f"{number}.jsonl"
         assert nvcli(path, "-o", output, "--set", "seed=5", "--set", "device=cpu", *settings).returncode == 0
         outputs.append([row["choices"] for row in read_rows(output)])

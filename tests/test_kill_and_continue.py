@@ -34,7 +34,7 @@ def finish_killed(job: KilledJob, kills: int, victims: Sequence[str]) -> Counter
 @pytest.mark.timeout(600)
 def test_the_real_command_survives_kills_of_all_its_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "nvcli", "generate", "-m", "demo", *SETTINGS]
-    source = str(write_rows(tmp_path / "in.jsonl", random.Random(1), 96, tokens=40))
+    source = str(write_rows(tmp_path / "in.jsonl", random.Random(1), 56, tokens=40))
     jobs = {}
     for seed, order, suffix in ((5, "completion", ""), (6, "input", ".gz")):
         output = tmp_path / f"{order}.jsonl{suffix}"

@@ -56,22 +56,17 @@ def job_for(*args: str) -> Job:
 
 
 def test_engines_run_in_turn_and_absent_ones_are_named(compare: Compare) -> None:
-    done = compare(*TINY, "--engines", "nvcli", "vllm", "generate", "--repeat", "2", "--json")
+    """Of transformers, whose engines take the least time to start; nvcli answers in the next test."""
+    done = compare(*TINY, "--engines", "continuous", "vllm", "generate", "--repeat", "2", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert [row["engine"] for row in result["engines"]] == ["nvcli", "generate"]
+    assert [row["engine"] for row in result["engines"]] == ["continuous", "generate"]
     assert [len(row["seconds"]) for row in result["engines"]] == [2, 2]
     assert "vllm cannot be imported" in result["left_out"]["vllm"]
     timed = [line.split()[5] for line in done.stderr.splitlines() if line.startswith("compare: round")]
-    assert timed == ["nvcli", "generate", "nvcli", "generate"]
+    assert timed == ["continuous", "generate", "continuous", "generate"]
     rows = Workload(num_requests=3, input_len=(4, 9), output_len=(3, 6)).rows(640)
     assert result["output_tokens"] == sum(length for _, length in rows)
-
-
-def test_continuous_batching_answers_every_row(compare: Compare) -> None:
-    done = compare(*TINY, "--engines", "continuous")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[2].startswith("continuous")
 
 
 def test_an_engine_that_fails_makes_code_1_and_the_others_go_on(compare: Compare) -> None:
