@@ -177,7 +177,7 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path) -> None:
         (["generate", "in.jsonl", "-m", "model", "--tp", "3"], "tensor_parallel_size 3"),
         (["generate", "in.jsonl", "-m", "model", "--ep"], "`enable_expert_parallel` (--ep) is true, and this model"),
         (
-            ["generate", "in.jsonl", "-m", "demo", "--attention-dp", "--pp", "2"],
+            ["generate", "in.jsonl", "-m", "demo", "--attention-dp", "--tp", "2", "--pp", "2"],
             "(--attention-dp) is true, which does not work together with this: pipeline_parallel_size (--pp) is 2",
         ),
         (["generate", "in.jsonl", "-m", "demo", "--pp", "0"], "--pp 0: `pipeline_parallel_size` is 0"),
