@@ -39,6 +39,7 @@ from nvcli.job.shard import Shard
         ("d/a.tsv.gz", "d/a.out.tsv"),
         ("a.arrow", "a.out.parquet"),
         (".jsonl", ".jsonl.out.jsonl"),
+        ("/dev/shm/a.jsonl", "/dev/shm/a.out.jsonl"),
     ],
 )
 def test_the_output_stands_beside_the_input(name: str, expected: str) -> None:

@@ -202,7 +202,8 @@ def choose_output(inputs: Sequence[str], output: str | None, shard: Shard | None
         return output
     if list(inputs) == [STREAM] and folder is None:
         return STREAM
-    if len(inputs) != 1 or inputs[0] == STREAM or inputs[0].startswith("/dev/") or is_remote(inputs[0]):
+    is_opened = len(inputs) == 1 and Path(inputs[0]).parent in STREAM_FOLDERS
+    if len(inputs) != 1 or inputs[0] == STREAM or is_opened or is_remote(inputs[0]):
         which = "several inputs" if len(inputs) != 1 else "standard input" if inputs[0] == STREAM else inputs[0]
         named = "-o FILE, or -o - for standard output" if folder is None else f"-o {Path(folder) / 'FILE'}"
         raise ConfigError(f"name the output with {named}: it cannot follow from {which}")
