@@ -26,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -246,7 +247,7 @@ def launch_adapters(hidden: int, dtype: torch.dtype, device: torch.device) -> No
         block_features=BLOCK_FEATURES,
         feature_align=align,
     )
-    for rank, num_rows in ((16, 256), (16, 4096), (256, 256), (256, 4096)):
+    for rank, num_rows in product((16, 256), (64, 256, 4096)):
         bank = AdapterBank(
             pages=torch.empty(1, 4 * PAGE_RANKS * hidden, dtype=dtype, device=device),
             page_table=torch.empty(8, page_columns(rank), dtype=torch.int32, device=device),
@@ -255,7 +256,7 @@ def launch_adapters(hidden: int, dtype: torch.dtype, device: torch.device) -> No
         )
         adapters = torch.empty(num_rows, dtype=torch.int32, device=device)
         lora.spread_adapters(adapters, adapters, adapters, adapters)
-        rows = lora.group_rows(adapters, bank.num_places)
+        rows = lora.group_rows(adapters, bank)
         x = torch.empty(num_rows, hidden, dtype=dtype, device=device)
         out = torch.empty(num_rows, 2 * hidden, dtype=dtype, device=device)
         lora.add_low_rank(out, x, rows, bank, layer)

@@ -36,9 +36,9 @@ SHAPES = {
 }
 
 
-def rows_of(adapters: list[int], num_places: int, *, on_triton: bool) -> AdapterRows:
+def rows_of(adapters: list[int], bank: AdapterBank, *, on_triton: bool) -> AdapterRows:
     tensor = torch.tensor(adapters, dtype=torch.int32, device=DEVICE)
-    return (lora_rows if on_triton else reference).group_rows(tensor, num_places)
+    return (lora_rows if on_triton else reference).group_rows(tensor, bank)
 
 
 def make(name: str, num_rows: int, dtype: torch.dtype) -> tuple[AdaptedLayer, AdapterBank, torch.Tensor, torch.Tensor]:
@@ -74,6 +74,8 @@ def dense(
 
 
 MIXES = {"all kinds": [2, 0, 1, 3, 3, 0, 1, 2, 2], "one": [1] * 20, "none": [0] * 5}
+FEW = [3, 0, 1, 3, 2, 3]
+"""So few rows that tiles are smaller."""
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the reference is plain torch on a CPU")
@@ -82,18 +84,18 @@ def test_reference_equals_dense_products(name: str) -> None:
     adapters = MIXES["all kinds"]
     layer, bank, x, out = make(name, len(adapters), torch.float32)
     expected = dense(layer, bank, x, out, adapters)
-    reference.add_low_rank(out, x, rows_of(adapters, 3, on_triton=False), bank, layer)
+    reference.add_low_rank(out, x, rows_of(adapters, bank, on_triton=False), bank, layer)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", [*MIXES, "few"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_equal_the_reference(name: str, mix: str, dtype: torch.dtype) -> None:
-    adapters = MIXES[mix] * (20 if HAS_GPU else 1)
+    adapters = FEW if mix == "few" else MIXES[mix] * (20 if HAS_GPU else 3)
     layer, bank, x, out = make(name, len(adapters), dtype)
     expected = dense(layer, bank, x, out, adapters)
-    lora.add_low_rank(out, x, rows_of(adapters, 3, on_triton=True), bank, layer)
+    lora.add_low_rank(out, x, rows_of(adapters, bank, on_triton=True), bank, layer)
     torch.testing.assert_close(out.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -101,10 +103,10 @@ def test_kernels_equal_the_reference(name: str, mix: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("activation", ACTIVATE_AND_MUL)
 def test_activation_is_fused(activation: Activation, dtype: torch.dtype) -> None:
     """Of rows without adapters too."""
-    adapters = MIXES["all kinds"] * (20 if HAS_GPU else 1)
+    adapters = FEW if dtype == torch.float32 else MIXES["all kinds"] * 20
     layer, bank, x, gate_up = make("large", len(adapters), dtype)
     expected = ACTIVATE_AND_MUL[activation](dense(layer, bank, x, gate_up, adapters))
-    rows = rows_of(adapters, 3, on_triton=True)
+    rows = rows_of(adapters, bank, on_triton=True)
     out = lora.activate_with_low_rank(gate_up, x, rows, bank, layer, activation)
     torch.testing.assert_close(out.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -115,7 +117,7 @@ def test_rows_without_an_adapter_see_nothing_of_a_broken_one() -> None:
     bank = make_bank(layer, [[16, 8], [8, 16]], torch.float32, DEVICE)
     bank.scales[0] = math.nan
     x, gate_up = torch.randn(20, 64, device=DEVICE), torch.randn(20, 400, device=DEVICE)
-    rows = rows_of([0, 1] * 10, 2, on_triton=True)
+    rows = rows_of([0, 1] * 10, bank, on_triton=True)
     out = lora.activate_with_low_rank(gate_up.clone(), x, rows, bank, layer, "silu")
     torch.testing.assert_close(out[::2], ACTIVATE_AND_MUL["silu"](gate_up)[::2], rtol=1e-4, atol=1e-4)
     assert not out[1::2].isfinite().any()
@@ -127,7 +129,7 @@ def test_programs_that_take_many_units_each(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(lora, "num_multiprocessors", lambda device: 1)
     adapters = MIXES["all kinds"]
     layer, bank, x, out = make(name, len(adapters), torch.float32)
-    rows = rows_of(adapters, 3, on_triton=True)
+    rows = rows_of(adapters, bank, on_triton=True)
     expected = dense(layer, bank, x, out, adapters)
     if name == "large":
         found = lora.activate_with_low_rank(out.clone(), x, rows, bank, layer, "silu")
@@ -137,17 +139,29 @@ def test_programs_that_take_many_units_each(name: str, monkeypatch: pytest.Monke
 
 
 def test_tiles_are_of_one_adapter_each() -> None:
+    """And hold what the products have to know of it."""
     adapters = ([3, 1, 0] * 40)[:110] + [3] * 30
-    rows = lora_rows.group_rows(torch.tensor(adapters, dtype=torch.int32, device=DEVICE), 5)
+    layer = make_layer(32, [(48, 0), (16, 1)], DEVICE)
+    bank = make_bank(layer, [[16, 40, 8, 1, 2], [0, 3, 8, 1, 2]], torch.float32, DEVICE)
+    rows = lora_rows.group_rows(torch.tensor(adapters, dtype=torch.int32, device=DEVICE), bank)
     num_with, num_all = rows.num_tiles.tolist()
     covered: dict[int, list[int]] = {}
-    for place, first, count, _ in rows.tiles[:num_all].tolist():
+    for tile, count in enumerate(rows.counts[:num_all].tolist()):
         assert 0 < count <= rows.row_tile
-        covered.setdefault(place, []).extend(rows.order[first : first + count].tolist())
-    assert [*covered] == [0, 2, 5]
-    for place, found in covered.items():
-        assert found == [row for row, adapter in enumerate(adapters) if (adapter - 1) % 6 == place]
-    assert [place for place, *_ in rows.tiles[num_with:num_all].tolist()] == [5] * (num_all - num_with)
+        mine = rows.order[tile, :count].tolist()
+        (adapter,) = {adapters[row] for row in mine}
+        covered.setdefault(adapter, []).extend(mine)
+        assert (adapter == 0) == (tile >= num_with)
+        if adapter == 0:
+            assert not rows.ranks[tile].any()
+            assert not rows.scales[tile].any()
+        else:
+            assert torch.equal(rows.pages[tile], bank.page_table[adapter - 1])
+            assert torch.equal(rows.ranks[tile], bank.ranks[adapter - 1])
+            assert torch.equal(rows.scales[tile], bank.scales[adapter - 1])
+    assert [*covered] == [1, 3, 0]
+    for adapter, found in covered.items():
+        assert found == [row for row, of_row in enumerate(adapters) if of_row == adapter]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -156,7 +170,7 @@ def test_many_rows_have_larger_tiles(dtype: torch.dtype) -> None:
     adapters = [1] * 700 + [0] * 100 + [3] * 300 + [2]
     layer, bank, x, out = make("one", len(adapters), dtype)
     expected = dense(layer, bank, x, out, adapters)
-    rows = rows_of(adapters, 3, on_triton=True)
+    rows = rows_of(adapters, bank, on_triton=True)
     assert rows.row_tile == 64
     lora.add_low_rank(out, x, rows, bank, layer)
     torch.testing.assert_close(out.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -182,7 +196,7 @@ def test_one_graph_serves_every_mix() -> None:
     result = torch.empty_like(out)
 
     def run() -> None:
-        rows = lora_rows.group_rows(adapters, 3)
+        rows = lora_rows.group_rows(adapters, bank)
         result.copy_(out)
         lora.add_low_rank(result, x, rows, bank, layer)
 

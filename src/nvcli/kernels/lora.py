@@ -25,15 +25,15 @@ def spread_adapters(adapters_of_slots: Tensor, slots: Tensor, query_start_loc: T
     out[: len(spread)] = spread
 
 
-def group_rows(adapters: Tensor, num_places: int, *, batch_invariant: bool = False) -> AdapterRows:
+def group_rows(adapters: Tensor, bank: AdapterBank, *, batch_invariant: bool = False) -> AdapterRows:
     """Sort rows by adapter and split them into tiles. adapters: [T] int32, contiguous. `batch_invariant`: see
     `AdapterRows`."""
     if not adapters.is_cuda:
         nothing = adapters.new_empty(0)
-        return AdapterRows(adapters, nothing, nothing, nothing, 0, batch_invariant)
+        return AdapterRows(adapters, nothing, nothing, nothing, nothing, nothing, nothing, 0, batch_invariant)
     from nvcli.kernels.triton.products import lora_rows as kernels
 
-    return kernels.group_rows(adapters, num_places, batch_invariant=batch_invariant)
+    return kernels.group_rows(adapters, bank, batch_invariant=batch_invariant)
 
 
 def add_low_rank(out: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer) -> None:

@@ -23,9 +23,6 @@ from nvcli.kernels.whole_numbers import next_power_of_2
 _MOST_ALIGN = 16
 RANKS_AT_ONCE = 64
 """Maximum ranks that a program multiplies by at a time."""
-TILE_FIELDS = 4
-"""The int32 words of a tile: the place of its adapter, counted from 0 (the number of places: none), the position of its
-first row in the order, its number of rows, unused."""
 BLOCK_FIELDS = 4
 """The int32 words of a block of output features: its first feature, its number of features, its projection, unused."""
 
@@ -80,11 +77,18 @@ class AdapterRows(NamedTuple):
     adapters: Tensor
     """[T] int32: a place on the device, counted from 1; NO_ADAPTER: none."""
     order: Tensor
-    """[T] int32: the rows sorted by adapter, those without one last; empty on a CPU."""
-    tiles: Tensor
-    """[maximum tiles, TILE_FIELDS] int32: tiles of rows of one adapter, then of rows without; empty on a CPU."""
+    """[tiles, row_tile] int32: the rows of each tile, sorted by adapter, those without one in the last tiles. Rows past
+    a tile's count are undefined, and so are tiles past `num_tiles`, here and below. All of this is empty on a CPU."""
+    counts: Tensor
+    """[tiles] int32: the rows of a tile."""
+    pages: Tensor
+    """[tiles, maximum pages of an adapter] int32: the pages of the tile's adapter."""
+    ranks: Tensor
+    """[tiles, projections of all layers] int32: its ranks; 0 for rows without an adapter."""
+    scales: Tensor
+    """[tiles, projections of all layers] float32."""
     num_tiles: Tensor
-    """[2] int32: the number of tiles of rows with adapters, and of all tiles; empty on a CPU."""
+    """[2] int32: the number of tiles of rows with adapters, and of all tiles."""
     row_tile: int
     """Maximum rows of a tile."""
     batch_invariant: bool = False

@@ -92,9 +92,9 @@ class StepAdapters:
         assert self._loaded is not None
         of_tokens = self._of_tokens[: batch.num_tokens]
         spread_adapters(self._places, rows.slots, rows.query_start_loc, of_tokens)
-        num_places = self._loaded.bank.num_places
-        tokens = group_rows(of_tokens, num_places, batch_invariant=self._batch_invariant)
+        bank = self._loaded.bank
+        tokens = group_rows(of_tokens, bank, batch_invariant=self._batch_invariant)
         if batch.logits_rows is None:
             return BatchAdapters(tokens, tokens)
-        kept = group_rows(of_tokens[batch.logits_rows], num_places, batch_invariant=self._batch_invariant)
+        kept = group_rows(of_tokens[batch.logits_rows], bank, batch_invariant=self._batch_invariant)
         return BatchAdapters(tokens, kept)

@@ -7,9 +7,10 @@ MLP, which reads and writes the same values, is part of the second launch. With 
 among several programs, whose sums are float32 *parts*; expanding adds these up in a fixed order, so that nothing
 depends on which program ends first.
 
-The kernels are in `lora_kernels.py`.
+The kernels are in `lora_kernels.py` and `lora_gated_kernel.py`.
 
-Shapes: T rows, J projections of a layer, L places for adapters, P parts, R ranks that an adapter has room for.
+Shapes: T rows, S rows of all tiles, full or not, J projections of a layer, P parts, R ranks that an adapter has room
+for.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import torch
 from torch import Tensor
 
 from nvcli.core.lora_config import PAGE_RANKS
-from nvcli.kernels.lora_types import BLOCK_FIELDS, RANKS_AT_ONCE, TILE_FIELDS, AdaptedLayer, AdapterBank, AdapterRows
+from nvcli.kernels.lora_types import BLOCK_FIELDS, RANKS_AT_ONCE, AdaptedLayer, AdapterBank, AdapterRows
 from nvcli.kernels.triton.launch.dependent_launch import dependent
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
-from nvcli.kernels.triton.products.lora_kernels import expand_gated_kernel, expand_kernel, shrink_kernel
+from nvcli.kernels.triton.products.lora_gated_kernel import expand_gated_kernel
+from nvcli.kernels.triton.products.lora_kernels import expand_kernel, shrink_kernel
 from nvcli.kernels.triton.products.product_launch import Gate
 from nvcli.kernels.whole_numbers import ceil_div
 
 _FEW_ROWS = 1024
 """Maximum rows with which input features are split: decode steps."""
-_GATED_FEATURES = 128
 
 
 class LowRankLaunch(NamedTuple):
@@ -44,8 +45,11 @@ class LowRankLaunch(NamedTuple):
     shrink_programs: int
     """Programs per multiprocessor."""
     expand_programs: int
+    gated_tile: int = 128
+    """Output features that a program expands to at a time in the launch with the activation."""
     shrink_warps: int = 4
     expand_warps: int = 4
+    gated_warps: int = 4
     shrink_stages: int = 3
     """Tiles of input features, plus one, that a program has under way at a time."""
     expand_stages: int = 1
@@ -65,20 +69,20 @@ def add_low_rank(
     assert out.is_contiguous()
     parts = _shrink(x, rows, bank, layer, launch)
     num_blocks = len(layer.blocks)
-    expand_kernel[_grid(len(rows.tiles) * num_blocks, launch.expand_programs, x.device)](
+    expand_kernel[_grid(len(rows.counts) * num_blocks, launch.expand_programs, x.device)](
         parts,
         rows.order,
-        rows.tiles,
+        rows.counts,
         rows.num_tiles,
+        rows.pages,
+        rows.ranks,
+        rows.scales,
         layer.blocks,
         bank.pages,
-        bank.page_table,
-        bank.ranks,
-        bank.scales,
         out,
         bank.pages.stride(0),
         layer.up_offset,
-        len(x),
+        parts.shape[1],
         bank.ranks.shape[1],
         layer.first_projection,
         OUT_FEATURES=layer.out_features,
@@ -91,7 +95,6 @@ def add_low_rank(
         OUT_TILE=layer.block_features,
         FEATURE_ALIGN=layer.feature_align,
         PAGE_RANKS=PAGE_RANKS,
-        TILE_FIELDS=TILE_FIELDS,
         BLOCK_FIELDS=BLOCK_FIELDS,
         num_warps=launch.expand_warps,
         **dependent(x.device),
@@ -114,22 +117,21 @@ def activate_with_low_rank(
     size = layer.out_features // 2
     parts = _shrink(x, rows, bank, layer, launch)
     out = torch.empty(len(x), size, dtype=gate_up.dtype, device=gate_up.device)
-    num_blocks = ceil_div(size, _GATED_FEATURES)
-    expand_gated_kernel[_grid(len(rows.tiles) * num_blocks, launch.expand_programs, x.device)](
+    num_blocks = ceil_div(size, launch.gated_tile)
+    expand_gated_kernel[_grid(len(rows.counts) * num_blocks, launch.expand_programs, x.device)](
         parts,
         rows.order,
-        rows.tiles,
+        rows.counts,
         rows.num_tiles,
+        rows.pages,
+        rows.ranks,
+        rows.scales,
         bank.pages,
-        bank.page_table,
-        bank.ranks,
-        bank.scales,
         gate_up,
         out,
         bank.pages.stride(0),
         layer.up_offset,
-        len(x),
-        bank.num_places,
+        parts.shape[1],
         bank.ranks.shape[1],
         layer.first_projection,
         SIZE=size,
@@ -138,41 +140,41 @@ def activate_with_low_rank(
         MAX_RANK=bank.max_rank,
         ROW_TILE=rows.row_tile,
         RANK_TILE=min(RANKS_AT_ONCE, bank.max_rank),
-        OUT_TILE=_GATED_FEATURES,
+        OUT_TILE=launch.gated_tile,
         STAGES=launch.expand_stages if bank.max_rank <= PAGE_RANKS else 1,
         GELU=activation == "gelu_tanh",
         PAGE_RANKS=PAGE_RANKS,
-        TILE_FIELDS=TILE_FIELDS,
-        num_warps=launch.expand_warps,
+        num_warps=launch.gated_warps,
         **dependent(x.device),
     )
     return out
 
 
 def _shrink(x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer, launch: LowRankLaunch) -> Tensor:
-    """Multiply rows by A: [P, T, J, R] float32 parts, in the sorted order of the rows. The parts of rows without
-    adapters are undefined."""
+    """Multiply rows by A: [P, S, J, R] float32 parts. The parts of rows without adapters are undefined."""
     assert bank.pages.is_contiguous()
     assert x.stride(1) == 1
-    num_rows, in_features = len(x), layer.in_features
+    num_slots, in_features = rows.order.numel(), layer.in_features
     part_features = max(launch.part_features or in_features, ceil_div(in_features, launch.most_parts))
     part_features = launch.in_tile * ceil_div(part_features, launch.in_tile)
     num_parts, rank_tile = ceil_div(in_features, part_features), min(RANKS_AT_ONCE, bank.max_rank)
-    parts = torch.empty(num_parts, num_rows, layer.num_projections, bank.max_rank, dtype=torch.float32, device=x.device)
-    units = len(rows.tiles) * layer.num_projections * (bank.max_rank // rank_tile) * num_parts
+    parts = torch.empty(
+        num_parts, num_slots, layer.num_projections, bank.max_rank, dtype=torch.float32, device=x.device
+    )
+    units = len(rows.counts) * layer.num_projections * (bank.max_rank // rank_tile) * num_parts
     shrink_kernel[_grid(units, launch.shrink_programs, x.device)](
         x,
         rows.order,
-        rows.tiles,
+        rows.counts,
         rows.num_tiles,
+        rows.pages,
+        rows.ranks,
         bank.pages,
-        bank.page_table,
-        bank.ranks,
         parts,
         x.stride(0),
         bank.pages.stride(0),
         layer.down_offset,
-        num_rows,
+        num_slots,
         bank.ranks.shape[1],
         layer.first_projection,
         IN_FEATURES=in_features,
@@ -184,7 +186,6 @@ def _shrink(x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer
         RANK_TILE=rank_tile,
         IN_TILE=launch.in_tile,
         PAGE_RANKS=PAGE_RANKS,
-        TILE_FIELDS=TILE_FIELDS,
         num_warps=launch.shrink_warps,
         num_stages=launch.shrink_stages,
         **dependent(x.device),
@@ -201,13 +202,12 @@ def choose_launch(rows: AdapterRows) -> LowRankLaunch:
     """Choose the launch parameters for some rows. A batch-invariant launch adds up in the same order for any number of
     rows.
 
-    The parameters for few rows were the best of 13 tried on an H200; none of 23 others was clearly better. There the
-    low-rank products and the activation of one layer of an 8B model (H 4,096, I 12,288, 256 rows, rank 16 on all linear
-    layers) take 76 µs with one adapter, 78 with 8, 133 with 64 and 306 with 213, without the base products; of that,
-    the launch with the activation and its shrinking 25, 26, 51 and 122.
+    They were the best of 30 for few rows and of 9 for many on an H200, for an 8B model (H 4,096, I 12,288) with rank 16
+    on all linear layers. A layer without its attention takes 33 µs more for 256 rows with 8 adapters than with none,
+    which take 223, and 74 with 64; for 8,192 rows, which take 4.8 ms, 0.30 and 0.36 ms.
     """
     if rows.batch_invariant:
         return LowRankLaunch(256, 0, 1, 8, 8)
     if len(rows.adapters) <= _FEW_ROWS:
-        return LowRankLaunch(256, 1024, 6, 4, 4, shrink_warps=2, expand_stages=3)
-    return LowRankLaunch(64, 0, 1, 4, 2, expand_warps=8)
+        return LowRankLaunch(256, 512, 12, 4, 4, shrink_warps=2, expand_stages=3)
+    return LowRankLaunch(128, 0, 1, 4, 4, gated_tile=64, shrink_stages=4, gated_warps=8, expand_stages=3)

@@ -2,7 +2,9 @@
 
 Every program looks at all rows and writes those of its own adapter. Their position follows from how many rows have
 adapters in earlier places, so no program waits for another. The last program writes the rows without an adapter, which
-come last. Neither kernel is a dependent launch, because the products read the sorted rows before they wait (`lora.py`).
+come last. Whatever the products have to know of an adapter is copied to each of its tiles, so that the number of a tile
+is enough to read it all at once. Neither kernel is a dependent launch, because the products read the tiles before they
+wait (`lora.py`).
 
 Shapes: T tokens, R rows, L places for adapters.
 """
@@ -15,14 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.core.messages import NO_ADAPTER
-from nvcli.kernels.lora_types import TILE_FIELDS, AdapterRows
+from nvcli.kernels.lora_types import AdapterBank, AdapterRows
 from nvcli.kernels.whole_numbers import next_power_of_2
 
 _FEW_ROWS = 1024
-"""Maximum rows with which a tile has `_FEW_ROWS_TILE` rows: decode steps, in which an adapter has few."""
-_FEW_ROWS_TILE, _ROW_TILE = 16, 64
+"""Maximum rows of a step in which an adapter has few: those that decode."""
+_SMALL_TILE, _FEW_ROWS_TILE, _ROW_TILE = 8, 16, 64
 _TOKENS_AT_ONCE = 256
 _ROWS_AT_ONCE = 1024
+_PROJECTIONS_AT_ONCE = 256
 
 
 @triton.jit
@@ -52,19 +55,28 @@ def _load_places(adapters_ptr, rows, num_rows, NUM_PLACES: tl.constexpr, NO_ADAP
     return tl.where(rows < num_rows, places, NUM_PLACES + 1)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_projections"])
 def _group_kernel(
     adapters_ptr,  # [T] int32
-    order_ptr,  # [T] int32, written
-    tiles_ptr,  # [tiles, TILE_FIELDS] int32, written
-    num_tiles_ptr,  # [2] int32, written
+    page_table_ptr,  # [L, COLUMNS] int32
+    ranks_ptr,  # [L, projections] int32
+    scales_ptr,  # [L, projections] float32
+    order_ptr,  # [tiles, ROW_TILE] int32, written, as are all below
+    counts_ptr,  # [tiles] int32
+    tile_pages_ptr,  # [tiles, COLUMNS] int32
+    tile_ranks_ptr,  # [tiles, projections] int32
+    tile_scales_ptr,  # [tiles, projections] float32
+    num_tiles_ptr,  # [2] int32
     num_rows,
+    num_projections,
     NUM_PLACES: tl.constexpr,
     BINS: tl.constexpr,  # at least NUM_PLACES + 2
+    COLUMNS: tl.constexpr,
+    COLUMNS_MASKED: tl.constexpr,  # a power of two
     ROW_TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    PROJECTIONS: tl.constexpr,  # at a time
     NO_ADAPTER: tl.constexpr,
-    TILE_FIELDS: tl.constexpr,
 ):
     """Program (place); the last one is for the rows without an adapter."""
     place = tl.program_id(0)
@@ -74,24 +86,34 @@ def _group_kernel(
         counts += tl.histogram(_load_places(adapters_ptr, rows, num_rows, NUM_PLACES, NO_ADAPTER), BINS)
     bins = tl.arange(0, BINS)
     num_tiles = (counts + ROW_TILE - 1) // ROW_TILE
-    first_row = tl.sum(tl.where(bins < place, counts, 0), 0)
     first_tile = tl.sum(tl.where(bins < place, num_tiles, 0), 0)
     count = tl.sum(tl.where(bins == place, counts, 0), 0)
+    last_tile = first_tile + (count + ROW_TILE - 1) // ROW_TILE
     if place == NUM_PLACES:
         tl.store(num_tiles_ptr, first_tile)
-        tl.store(num_tiles_ptr + 1, first_tile + (count + ROW_TILE - 1) // ROW_TILE)
+        tl.store(num_tiles_ptr + 1, last_tile)
     if count > 0:
-        target = first_row
+        target = first_tile * ROW_TILE
         for start in range(0, num_rows, ROWS):
             rows = start + tl.arange(0, ROWS)
             is_mine = (_load_places(adapters_ptr, rows, num_rows, NUM_PLACES, NO_ADAPTER) == place).to(tl.int32)
             tl.store(order_ptr + target + tl.cumsum(is_mine, 0) - is_mine, rows, mask=is_mine > 0)
             target += tl.sum(is_mine, 0)
-        fields = tl.arange(0, TILE_FIELDS)
-        for done in range(0, count, ROW_TILE):
-            held = tl.minimum(count - done, ROW_TILE)
-            tile = tl.where(fields == 0, place, tl.where(fields == 1, first_row + done, held))
-            tl.store(tiles_ptr + (first_tile + done // ROW_TILE) * TILE_FIELDS + fields, tile)
+        has_adapter = place < NUM_PLACES
+        columns = tl.arange(0, COLUMNS_MASKED)
+        pages = tl.load(page_table_ptr + place * COLUMNS + columns, mask=has_adapter & (columns < COLUMNS), other=0)
+        for tile in range(first_tile, last_tile):
+            tl.store(counts_ptr + tile, tl.minimum(count - (tile - first_tile) * ROW_TILE, ROW_TILE))
+            tl.store(tile_pages_ptr + tile * COLUMNS + columns, pages, mask=columns < COLUMNS)
+        for start in range(0, num_projections, PROJECTIONS):
+            projections = start + tl.arange(0, PROJECTIONS)
+            exists = projections < num_projections
+            source = place * num_projections + projections
+            ranks = tl.load(ranks_ptr + source, mask=has_adapter & exists, other=0)
+            scales = tl.load(scales_ptr + source, mask=has_adapter & exists, other=0)
+            for tile in range(first_tile, last_tile):
+                tl.store(tile_ranks_ptr + tile * num_projections + projections, ranks, mask=exists)
+                tl.store(tile_scales_ptr + tile * num_projections + projections, scales, mask=exists)
 
 
 def spread_adapters(adapters_of_slots: Tensor, slots: Tensor, query_start_loc: Tensor, out: Tensor) -> None:
@@ -106,35 +128,58 @@ def spread_adapters(adapters_of_slots: Tensor, slots: Tensor, query_start_loc: T
     )
 
 
-def group_rows(adapters: Tensor, num_places: int, *, batch_invariant: bool = False) -> AdapterRows:
+def group_rows(adapters: Tensor, bank: AdapterBank, *, batch_invariant: bool = False) -> AdapterRows:
     """See `nvcli.kernels.lora.group_rows`."""
-    num_rows = len(adapters)
-    row_tile = _FEW_ROWS_TILE if num_rows <= _FEW_ROWS or batch_invariant else _ROW_TILE
+    num_rows, num_places = len(adapters), bank.num_places
+    row_tile = _row_tile(num_rows, num_places, batch_invariant=batch_invariant)
     most_tiles = num_rows // row_tile + min(num_places + 1, num_rows)
 
-    def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=adapters.device)
+    def make(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=adapters.device)
 
+    num_projections, columns = bank.ranks.shape[1], bank.page_table.shape[1]
     rows = AdapterRows(
         adapters=adapters,
-        order=ints(num_rows),
-        tiles=ints(most_tiles, TILE_FIELDS),
-        num_tiles=ints(2),
+        order=make(most_tiles, row_tile),
+        counts=make(most_tiles),
+        pages=make(most_tiles, columns),
+        ranks=make(most_tiles, num_projections),
+        scales=make(most_tiles, num_projections, dtype=torch.float32),
+        num_tiles=make(2),
         row_tile=row_tile,
         batch_invariant=batch_invariant,
     )
     _group_kernel[(num_places + 1,)](
         adapters,
+        bank.page_table,
+        bank.ranks,
+        bank.scales,
         rows.order,
-        rows.tiles,
+        rows.counts,
+        rows.pages,
+        rows.ranks,
+        rows.scales,
         rows.num_tiles,
         num_rows,
+        num_projections,
         NUM_PLACES=num_places,
         BINS=next_power_of_2(num_places + 2),
+        COLUMNS=columns,
+        COLUMNS_MASKED=next_power_of_2(columns),
         ROW_TILE=row_tile,
         ROWS=min(_ROWS_AT_ONCE, next_power_of_2(num_rows)),
+        PROJECTIONS=min(_PROJECTIONS_AT_ONCE, next_power_of_2(num_projections)),
         NO_ADAPTER=NO_ADAPTER,
-        TILE_FIELDS=TILE_FIELDS,
         num_warps=4,
     )
     return rows
+
+
+def _row_tile(num_rows: int, num_places: int, *, batch_invariant: bool) -> int:
+    """Choose the size of tiles. With tiles of 8 rows a layer of an 8B model takes an H200 12 µs less than with tiles of
+    16 for 256 rows with 64 adapters, and 4 µs more with 8."""
+    if batch_invariant:
+        return _FEW_ROWS_TILE
+    if num_rows > _FEW_ROWS:
+        return _ROW_TILE
+    return _SMALL_TILE if num_rows <= _SMALL_TILE * num_places else _FEW_ROWS_TILE
