@@ -7,8 +7,8 @@ import time
 
 
 def shared_memory() -> frozenset[str]:
-    """Return the names of all that lies in /dev/shm."""
-    return frozenset(os.listdir("/dev/shm"))
+    """Return the names of all that lies in /dev/shm, but for folders that `scripts/test` makes for tests."""
+    return frozenset(name for name in os.listdir("/dev/shm") if not name.startswith("nvcli-tests."))
 
 
 def left_in_shared_memory(before: frozenset[str]) -> frozenset[str]:
