@@ -32,11 +32,20 @@ Compare = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Compare:
-    """Runs the command in this process, and engines of this Python as copies of a warm one."""
+    """Runs the command in this process, and engines of this Python as copies of a warm one, each once: in later rounds
+    it is said to have done the same again."""
+    outcomes: dict[str, str] = {}
 
     def run_engine(command: list[str], *, check: bool, **options: Any) -> subprocess.CompletedProcess[Any]:
+        job, outcome = (Path(name) for name in command[3:])
+        if known := outcomes.get(job.read_text()):
+            outcome.write_text(known)
+            return subprocess.CompletedProcess(command, 0)
         run = run_warm if command[0] == sys.executable else subprocess.run
-        return run(command, **options)
+        done = run(command, **options)
+        if outcome.exists():
+            outcomes[job.read_text()] = outcome.read_text()
+        return done
 
     monkeypatch.setattr(main, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run_engine}))
 
@@ -56,15 +65,15 @@ def job_for(*args: str) -> Job:
 
 
 def test_engines_run_in_turn_and_absent_ones_are_named(compare: Compare) -> None:
-    """Of transformers, whose engines take the least time to start; nvcli answers in the next test."""
-    done = compare(*TINY, "--engines", "continuous", "vllm", "generate", "--repeat", "2", "--json")
+    engines = ["nvcli", "generate", "continuous"]
+    done = compare(*TINY, "--engines", *engines, "vllm", "--repeat", "2", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert [row["engine"] for row in result["engines"]] == ["continuous", "generate"]
-    assert [len(row["seconds"]) for row in result["engines"]] == [2, 2]
+    assert {row["engine"] for row in result["engines"]} == set(engines)
+    assert [len(row["seconds"]) for row in result["engines"]] == [2, 2, 2]
     assert "vllm cannot be imported" in result["left_out"]["vllm"]
     timed = [line.split()[5] for line in done.stderr.splitlines() if line.startswith("compare: round")]
-    assert timed == ["continuous", "generate", "continuous", "generate"]
+    assert timed == 2 * engines
     rows = Workload(num_requests=3, input_len=(4, 9), output_len=(3, 6)).rows(640)
     assert result["output_tokens"] == sum(length for _, length in rows)
 
