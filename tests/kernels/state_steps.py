@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 
+from nvcli.kernels.kept_inputs import PendingTokens
 from nvcli.kernels.state_rows import StateRows
 
 
@@ -17,11 +18,12 @@ def make_rows(
     num_single: int = 0,
     num_drafts: int = 0,
     padding: int = 0,
+    pending: PendingTokens | None = None,
 ) -> StateRows:
     """Rows of (tokens before, tokens) of requests with these block tables; `padding` tokens behind them are nobody's.
 
-    The first rows are single ones, or have drafts. Rows of a table without blocks are padding rows. Slots are dealt in
-    reverse order.
+    The first rows are single ones, or have drafts; by default nothing is pending. Rows of a table without blocks are
+    padding rows. Slots are dealt in reverse order.
     """
     num_slots, width = len(work) + 1, max(map(len, tables)) + 1
     block_tables = torch.zeros(num_slots, width, dtype=torch.int32)
@@ -40,4 +42,5 @@ def make_rows(
         block_size=block_size,
         num_single_rows=num_single,
         num_draft_rows=num_drafts,
+        pending=pending or PendingTokens.empty(len(work), torch.zeros(1, dtype=torch.int32)),
     )

@@ -13,10 +13,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from nvcli.kernels.advance_states import advance_states
+from nvcli.kernels.advance_states import advance_states, end_drafts
 from nvcli.kernels.causal_conv import causal_conv
 from nvcli.kernels.delta_net import delta_chunks, delta_rule, delta_step
-from nvcli.kernels.kept_inputs import KeptInputs
+from nvcli.kernels.kept_inputs import KeptInputs, PendingTokens
 from nvcli.kernels.norm import gated_rms_norm
 from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
@@ -155,13 +155,15 @@ def test_a_request_whose_columns_keep_no_states() -> None:
 
 @pytest.mark.parametrize("block_size", [2, 64])
 def test_a_request_with_drafts(block_size: int) -> None:
-    """Whatever follows the tokens that count is forgotten, and the others give what single tokens do."""
+    """Whatever follows the tokens that count is forgotten, and the others give what single tokens do, whether the state
+    is brought up to date between two steps or by the later one."""
     qkv, one = rand(LENGTH, HEADS.num_channels), gates()
     weight = rand(HEADS.num_channels, 4, seed=7)
     pools = [torch.full((3, 4, 8, 16), 1e3) for _ in range(2)]
     conv_pools = [torch.full((3, 3, HEADS.num_channels), 1e3) for _ in range(2)]
     kept = KeptInputs.empty(1, 16, (4, 8, 16), HEADS.num_channels, 16, torch.float32, torch.device("cpu"))
     table = [2] * (LENGTH // block_size + 4)
+    pending = PendingTokens.empty(2, torch.zeros(1, dtype=torch.int32))
 
     def run(number: int, tokens: Tensor, rows: StateRows) -> Tensor:
         convolved = causal_conv(qkv[tokens], weight, conv_pools[number], rows, kept.layer(0))
@@ -169,17 +171,22 @@ def test_a_request_with_drafts(block_size: int) -> None:
         return delta_rule(convolved, cut, pools[number], rows, HEADS, kept.layer(0))
 
     start = 0
-    for count, width in [(1, 1), (1, 4), (5, 5), (0, 3), (2, 8), (8, 8), (3, 4), (1, 1), (2, 2)]:
+    for step, (count, width) in enumerate([(1, 1), (1, 4), (5, 5), (0, 3), (2, 8), (8, 8), (3, 4), (1, 1), (2, 2)]):
         tokens = torch.cat((torch.arange(start, start + count), 50 + torch.arange(width - count)))
-        rows = make_rows([(start, width), (0, width)], [table, [0] * 8], block_size=block_size, num_drafts=2)
+        work, tables = [(start, width), (0, width)], [table, [0] * 8]
+        rows = make_rows(work, tables, block_size=block_size, num_drafts=2, pending=pending)
         found = run(0, tokens.repeat(2), rows)
         assert found.isfinite().all()
-        advance_states(kept, conv_pools[0][None], pools[0][None], rows, torch.tensor([count, 1]))
+        end_drafts(kept, conv_pools[0][None], rows, torch.tensor([count, 1]))
+        pending.turn.bitwise_xor_(1)
+        up_to_date = pools[0] if step % 3 == 2 else pools[0].clone()
+        advance_states(kept, up_to_date[None], pending, torch.tensor([0, 1]))
+        pending.earlier[:] = -1 if step % 3 == 2 else torch.arange(2)
         for token in range(start, start + count):
             single = make_rows([(token, 1)], [table], block_size=block_size, num_single=1)
             assert_close(run(1, torch.tensor([token]), single)[0], found[token - start])
         start += count
-        assert_close(pools[0], pools[1])
+        assert_close(up_to_date, pools[1])
         assert torch.equal(conv_pools[0], conv_pools[1])
     assert (pools[0][:2] == 1e3).all()
 

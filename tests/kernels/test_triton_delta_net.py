@@ -18,7 +18,7 @@ from nvcli.kernels import causal_conv as conv_reference
 from nvcli.kernels import delta_net as reference
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import selective_scan as scan_reference
-from nvcli.kernels.kept_inputs import KeptInputs
+from nvcli.kernels.kept_inputs import KeptInputs, PendingTokens
 from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, ScanGates
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.elementwise import norm
@@ -85,7 +85,9 @@ def gates_of(heads: RecurrentHeads, both: Tensor, of_heads: Tensor) -> DeltaGate
 
 def on_device(rows: StateRows) -> StateRows:
     names = ("block_tables", "slots", "seq_lens", "query_start_loc", "slot_mapping")
-    return dataclasses.replace(rows, **{name: getattr(rows, name).to(DEVICE) for name in names})
+    assert rows.pending is not None
+    pending = PendingTokens(*(tensor.to(DEVICE, copy=True) for tensor in rows.pending))
+    return dataclasses.replace(rows, pending=pending, **{name: getattr(rows, name).to(DEVICE) for name in names})
 
 
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -146,6 +148,8 @@ def test_rows_with_drafts(step: str, heads: RecurrentHeads, dtype: torch.dtype) 
     rows = make_rows(work, tables, block_size=block_size, num_drafts=num_drafts, padding=padding)
     if heads.key_dim == 128 and dtype == torch.float32 and num_drafts < len(work):
         pytest.skip("the compiler takes a minute")
+    assert rows.pending is not None
+    rows.pending.earlier[: num_drafts - 1] = torch.arange(num_drafts - 2, -1, -1)
     num_tokens, num_heads, channels = len(rows.slot_mapping), heads.num_value_heads, heads.num_channels
     state = num_heads, heads.key_dim, heads.value_dim
     x, weight = rand(num_tokens, channels, dtype=dtype), rand(channels, 4, dtype=dtype, seed=1)
@@ -154,23 +158,29 @@ def test_rows_with_drafts(step: str, heads: RecurrentHeads, dtype: torch.dtype) 
     conv_pools, pools = rand(2, 6, 3, channels, dtype=dtype, seed=5), rand(2, 6, *state, dtype=torch.float32, seed=6)
     counts = torch.tensor([*accepted, *[0] * (len(work) - num_drafts)], dtype=torch.int32)
 
-    def run(device: torch.device, conv: Any, rule: Any, advance: Any) -> list[Tensor]:
+    chosen = torch.tensor([num_drafts - 1, 0], dtype=torch.int32)
+
+    def run(device: torch.device, conv: Any, rule: Any, end: Any, advance: Any) -> list[Tensor]:
         moved = on_device(rows) if device == DEVICE else rows
         conv_pool, pool = (tensor.to(device, copy=True) for tensor in (conv_pools, pools))
         kept = KeptInputs.empty(2, num_tokens + 2, state, channels, heads.num_key_heads * heads.key_dim, dtype, device)
         gates = gates_of(heads, both.to(device), of_heads.to(device))
         outs = []
-        for layer in range(2):
-            own = kept.layer(layer)
-            outs += [conv(x.to(device), weight.to(device), conv_pool[layer], moved, own, bias.to(device))]
-            outs += [rule(x.to(device), gates, pool[layer], moved, heads, own)]
-        advance(kept, conv_pool, pool, moved, counts.to(device), has_unit_keys=heads.rule == "delta")
+        for _ in range(3):  # the second step goes on from what the first one keeps of its rows in another order
+            for layer in range(2):
+                own = kept.layer(layer)
+                outs += [conv(x.to(device), weight.to(device), conv_pool[layer], moved, own, bias.to(device))]
+                outs += [rule(x.to(device), gates, pool[layer], moved, heads, own)]
+            end(kept, conv_pool, moved, counts.to(device))
+            moved.pending.turn.bitwise_xor_(1)
+        advance(kept, pool, moved.pending, chosen.to(device), has_unit_keys=heads.rule == "delta")
         return [*outs, *kept, conv_pool[:, 1:], pool[:, 1:]]
 
     kernel, wanted_rule = RULES[heads.rule]
-    found = run(DEVICE, causal_conv.causal_conv, kernel, advance_states.advance_states)
+    found = run(DEVICE, causal_conv.causal_conv, kernel, advance_states.end_drafts, advance_states.advance_states)
     cpu = torch.device("cpu")
-    expected = run(cpu, conv_reference.causal_conv, wanted_rule, advance_reference.advance_states)
+    wanted_end, wanted_advance = advance_reference.end_drafts, advance_reference.advance_states
+    expected = run(cpu, conv_reference.causal_conv, wanted_rule, wanted_end, wanted_advance)
     for one, wanted in zip(found, expected, strict=True):
         assert_close(one, wanted, dtype)
 

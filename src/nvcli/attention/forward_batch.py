@@ -170,6 +170,8 @@ class ForwardBatch:
     and for backends that ignore them."""
     kept_states: KeptStates | None = None
     """The numbers that layers with recurrent states keep of decode rows with drafts; None where there are none."""
+    earlier_rows: Tensor | None = None
+    """[R] int32, each row's number in the last step with drafts, -1 where it was not in that; None without drafts."""
     key_copies: KeyCopies | None = None
     """Keys and values that each layer copies within its cache, after storing the batch's own and before attending;
     None: nothing."""
@@ -205,6 +207,9 @@ class ForwardBatch:
 
     def state_rows(self, group: int) -> StateRows:
         """Return where the rows find their recurrent states in a KV group, and leave them."""
+        pending = None
+        if self.kept_states is not None and self.earlier_rows is not None:
+            pending = self.kept_states.pending(group, self.earlier_rows)
         return StateRows(
             block_tables=self.block_tables[group],
             slots=self.slots,
@@ -214,6 +219,7 @@ class ForwardBatch:
             block_size=self.kv_cache.spec.block_size,
             num_single_rows=self.num_single_rows,
             num_draft_rows=self.shape.decode_rows - self.num_single_rows,
+            pending=pending,
         )
 
     @property

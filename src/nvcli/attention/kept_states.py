@@ -1,5 +1,5 @@
-"""KeptStates: what layers with recurrent states keep of a step with drafts (`kernels/kept_inputs.py`), at fixed
-addresses, and the states' move once it is known which tokens count."""
+"""KeptStates: what layers with recurrent states keep of steps with drafts (`kernels/kept_inputs.py`), at fixed
+addresses, and whose states do not have it yet."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
-from nvcli.kernels.advance_states import advance_states
-from nvcli.kernels.kept_inputs import KeptInputs
+from nvcli.kernels.advance_states import advance_states, end_drafts
+from nvcli.kernels.kept_inputs import KeptInputs, PendingTokens
 from nvcli.kernels.state_rows import StateRows
 
 
 class KeptStates:
-    """The kept numbers of one step, which the next step with drafts overwrites."""
+    """The kept numbers of the last step with drafts, and room for those of the next one."""
 
-    def __init__(self, spec: KVCacheSpec, max_tokens: int, device: torch.device) -> None:
-        """`max_tokens`: the most tokens of a step's rows with drafts."""
+    def __init__(self, spec: KVCacheSpec, max_tokens: int, max_rows: int, device: torch.device) -> None:
+        """`max_tokens`, `max_rows`: the most tokens of a step's rows with drafts, and the most such rows."""
         self._of_group = {
             group: KeptInputs.empty(
                 len(spec.group_layers[group]),
@@ -40,14 +40,27 @@ class KeptStates:
             for group, kept in self._of_group.items()
             for place, layer in enumerate(spec.group_layers[group])
         }
+        self._turn = torch.zeros(1, dtype=torch.int32, device=device)
+        self._pending = {group: PendingTokens.empty(max_rows, self._turn) for group in self._of_group}
 
     def layer(self, index: int) -> KeptInputs:
         """Return the numbers of one layer, counted from the rank's first."""
         return self._of_layer[index]
 
-    def advance(self, kv_cache: KVCache, rows_of: Callable[[int], StateRows], counts: Tensor) -> None:
-        """Bring the states of a step's rows with drafts behind the tokens that count: the first `counts` [R] int32 of
-        each row's. `rows_of` returns the rows by KV group. Call it once for each step that has such rows."""
+    def pending(self, group: int, earlier: Tensor) -> PendingTokens:
+        """Return what the states of a KV group do not have yet. earlier: [R] int32, see `begin`."""
+        return self._pending[group]._replace(earlier=earlier)
+
+    def keep(self, kv_cache: KVCache, rows_of: Callable[[int], StateRows], counts: Tensor) -> None:
+        """Make the numbers of the step that has just run those of the last one, of whose rows with drafts the first
+        `counts` [R] int32 tokens count. `rows_of` returns the rows by KV group."""
         for group, kept in self._of_group.items():
-            states = kv_cache.group_states(group)
-            advance_states(kept, *states, rows_of(group), counts, has_unit_keys=self._has_unit_keys[group])
+            end_drafts(kept, kv_cache.group_states(group)[0], rows_of(group), counts)
+        self._turn.bitwise_xor_(1)
+
+    def advance(self, kv_cache: KVCache, chosen: Tensor) -> None:
+        """Add what is pending to the states of some rows of the last step, [n] int32, to which no later step may add
+        it."""
+        for group, kept in self._of_group.items():
+            pool, has_unit_keys = kv_cache.group_states(group)[1], self._has_unit_keys[group]
+            advance_states(kept, pool, self._pending[group], chosen, has_unit_keys=has_unit_keys)

@@ -121,9 +121,11 @@ class StateSpec:
         return -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
     def kept_bytes(self, element_bytes: int) -> int:
-        """The bytes that a layer keeps of each token of rows with drafts (`kernels/kept_inputs.py`)."""
+        """The bytes that a layer has for each token of rows with drafts (`kernels/kept_inputs.py`)."""
         num_heads, _, value_dim = self.recurrent_shape
-        return element_bytes * (self.conv_shape[1] + self.key_size) + 4 * num_heads * (value_dim + 1)
+        return element_bytes * self.conv_shape[1] + 2 * (
+            element_bytes * self.key_size + 4 * num_heads * (value_dim + 1)
+        )
 
     def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:
         """The bytes of a layer's state in a block; each block has one."""

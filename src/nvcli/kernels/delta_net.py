@@ -32,7 +32,8 @@ def delta_rule(
 
     qkv: [T, heads.num_channels], queries of all heads, then keys, then values; pool: [num_blocks, Hv, Dk, Dv] float32,
     the state of each block, written → [T, Hv, Dv] like qkv. Tokens that belong to no row get zeros. The states of rows
-    with drafts are left unchanged; what their tokens would write goes to `kept`, which only these rows need.
+    with drafts take in what is pending, and not the step's tokens; what these would write goes to `kept`, which only
+    these rows need.
     """
     q, k, v = split_heads(qkv, heads)
     q, k = (of_value_heads(unit_length(x), heads) for x in (q, k))

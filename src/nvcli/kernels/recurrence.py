@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nvcli.kernels.advance_states import advance_states
 from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.recurrent_types import RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
@@ -70,8 +71,8 @@ def compute_rows(
     """Compute a step's tokens by a rule, and store the states after them.
 
     qkv: [T, heads.num_channels], from which `inputs` come; pool: [num_blocks, Hv, Dk, Dv] float32, the state of each
-    block, written → [T, Hv, Dv] like qkv. Tokens that belong to no row get zeros. The states of rows with drafts are
-    left unchanged; what their tokens would write goes to `kept`, which only these rows need.
+    block, written → [T, Hv, Dv] like qkv. Tokens that belong to no row get zeros. The states of rows with drafts take
+    in what is pending, and not the step's tokens; what these would write goes to `kept`, which only these rows need.
     """
     num_single = rows.num_single_rows
     out = torch.zeros(len(qkv), heads.num_value_heads, heads.value_dim, dtype=qkv.dtype, device=qkv.device)
@@ -83,15 +84,23 @@ def compute_rows(
         pool[rows.targets()] = state
     if rows.num_draft_rows:
         assert kept is not None
-        num_tokens = int(rows.query_start_loc[rows.num_draft_rows])
-        key_size = heads.num_key_heads * heads.key_dim
-        kept.keys[:num_tokens] = qkv[:num_tokens, key_size : 2 * key_size]
-        kept.decay[:num_tokens] = inputs.decay[:num_tokens]
-        for first, end, source in rows.draft_spans():
+        assert rows.pending is not None
+        earlier = rows.pending.earlier[: rows.num_draft_rows]
+        of_layer = KeptInputs(*(tensor.unsqueeze(0) for tensor in kept))
+        chosen, has_unit_keys = earlier[earlier >= 0], heads.rule == "delta"
+        advance_states(of_layer, pool.unsqueeze(0), rows.pending, chosen, has_unit_keys=has_unit_keys)
+        num_tokens, offset = int(rows.query_start_loc[rows.num_draft_rows]), int(rows.pending.turn) * len(kept.inputs)
+        key_size, own = heads.num_key_heads * heads.key_dim, slice(offset, offset + num_tokens)
+        kept.keys[own] = qkv[:num_tokens, key_size : 2 * key_size]
+        kept.decay[own] = inputs.decay[:num_tokens]
+        targets = torch.where(earlier >= 0, rows.pending.targets[earlier], 0).tolist()
+        for target, (first, end, source) in zip(targets, rows.draft_spans(), strict=True):
+            source = target or source
             state = torch.zeros_like(pool[:1]) if source is None else pool[source : source + 1]
             for token in range(first, end):
                 one = slice(token, token + 1)
-                out[one], state, kept.written[one] = step(inputs.part(one), state)
+                out[one], state, written = step(inputs.part(one), state)
+                kept.written[offset + token] = written[0]
     state = torch.zeros_like(pool[0])
     for start, end, begins_row, source, target in rows.spans():
         if begins_row:

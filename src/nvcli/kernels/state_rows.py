@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nvcli.kernels.kept_inputs import PendingTokens
+
 
 class StateSpan(NamedTuple):
     """Tokens of one row that lie in one block."""
@@ -54,6 +56,8 @@ class StateRows:
     """Leading rows of one token each."""
     num_draft_rows: int = 0
     """Leading rows whose tokens may turn out not to count (`kept_inputs.py`). If there are any, none is single."""
+    pending: PendingTokens | None = None
+    """The tokens that states of rows with drafts do not have yet. Needed if there are any."""
 
     @property
     def num_decode_rows(self) -> int:

@@ -28,8 +28,8 @@ class LaunchedGraphs(GraphRunner[Any]):
         self._stage = steps._buffers.stage
         steps._buffers.stage = self._remember  # type: ignore[method-assign]
 
-    def _remember(self, step: StepInput, batch: StepBatch, may_draft: np.ndarray | None) -> StepBatch:
-        self._batch = self._stage(step, batch, may_draft)
+    def _remember(self, step: StepInput, batch: StepBatch, *of_drafts: np.ndarray | None) -> StepBatch:
+        self._batch = self._stage(step, batch, *of_drafts)
         return self._batch
 
     def has_captured(self, shape: BatchShape) -> bool:

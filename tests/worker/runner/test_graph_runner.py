@@ -123,9 +123,9 @@ def test_steps_that_share_segments_have_graphs_of_their_own(tmp_path: Path) -> N
     runner.steps.use_graphs(graphs)
     staged, stage = [], runner.steps._buffers.stage
 
-    def counted(step: StepInput, batch: StepBatch, may_draft: np.ndarray | None) -> StepBatch:
+    def counted(step: StepInput, batch: StepBatch, *of_drafts: np.ndarray | None) -> StepBatch:
         staged.append(step.step_id)
-        return stage(step, batch, may_draft)
+        return stage(step, batch, *of_drafts)
 
     runner.steps._buffers.stage = counted  # type: ignore[method-assign]
     found, num_steps, _ = segment_answers.answers(

@@ -26,7 +26,7 @@ from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.kernels.step_tensors import SlotState
 from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch
 from nvcli.worker.runner.slot_table import unpack_ids
-from nvcli.worker.runner.step_shape import exact_shape
+from nvcli.worker.runner.step_shape import OfRows, exact_shape
 from nvcli.worker.runner.uploader import to_device
 
 
@@ -108,7 +108,7 @@ class HomeBuffers(InputBuffers):
         forward = replace(own.forward, gathered_rows=self._places[:num_logits])
         return replace(everyone, forward=forward, own=replace(own, forward=forward))
 
-    def stage(self, step: StepInput, batch: StepBatch, may_draft: np.ndarray | None = None) -> StepBatch:
+    def stage(self, step: StepInput, batch: StepBatch, may_draft: OfRows = None, earlier: OfRows = None) -> StepBatch:
         assert batch.own is not None
         shape = batch.own.forward.shape
         own = self._own.stage(rows_of_home(step, self._home, self._num_homes), batch.own)

@@ -23,14 +23,14 @@ from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.step_tensors import DraftRows, SlotState, StepInputs, StepRows
 from nvcli.worker.runner.slot_table import unpack_ids
-from nvcli.worker.runner.step_shape import exact_shape
+from nvcli.worker.runner.step_shape import OfRows, exact_shape
 from nvcli.worker.runner.uploader import to_device
 
 _ALIGN = 32
 """int32 words: the row tensors start at 128 bytes, so that kernels see one alignment."""
-_STEP_FIELDS, _PREFIX_FIELDS, _ROW_FIELDS = 5, 7, 9
-"""int32 words of a row: the fields of `StepRows`, with those of `ChunkPrefixes`, which few steps have, and with the
-first two of `DraftRows`."""
+_STEP_FIELDS, _PREFIX_FIELDS, _ROW_FIELDS = 5, 7, 10
+"""int32 words of a row: the fields of `StepRows`, with those of `ChunkPrefixes`, which few steps have, and with
+`ForwardBatch.earlier_rows` and the first two of `DraftRows`."""
 _NO_LIMIT = np.iinfo(np.int32).max
 
 
@@ -133,7 +133,7 @@ class InputBuffers:
         num_rows, num_tokens = shape.num_rows, shape.num_tokens
         size = _aligned(num_rows + 2)
         fields = self._rows[: _ROW_FIELDS * size].view(-1, size)
-        slots, counts, num_logits_of, starts, kept, ends, group_ends, limits, most_drafts = fields
+        slots, counts, num_logits_of, starts, kept, ends, group_ends, earlier, limits, most_drafts = fields
         rows = StepRows(
             slots=slots[: num_rows + 1],
             num_tokens=counts[: num_rows + 1],
@@ -162,6 +162,7 @@ class InputBuffers:
             backend=backend,
             segments=segments if shape.shares_segments else None,
             kept_states=kept_states if shape.tokens_per_row > 1 else None,
+            earlier_rows=earlier[:num_rows] if shape.tokens_per_row > 1 else None,
             prefixes=ChunkPrefixes(ends=ends[:num_rows], group_ends=group_ends[:num_rows])
             if shape.shares_prefixes
             else None,
@@ -172,9 +173,10 @@ class InputBuffers:
             drafts = DraftRows(limits[: num_rows + 1], most_drafts[: num_rows + 1], *filled_in)
         return StepBatch(rows=rows, inputs=inputs, forward=forward, sampled_slots=np.zeros(0, np.int32), drafts=drafts)
 
-    def stage(self, step: StepInput, batch: StepBatch, may_draft: np.ndarray | None = None) -> StepBatch:
+    def stage(self, step: StepInput, batch: StepBatch, may_draft: OfRows = None, earlier: OfRows = None) -> StepBatch:
         """Lay out the step's rows for the batch on the host; `load` copies them to the device. `may_draft`: [decode
-        rows] bool, which of the step's decode rows may have drafts; None: all."""
+        rows] bool, which of the step's decode rows may have drafts; None: all. `earlier`: [decode rows], see
+        `ForwardBatch.earlier_rows`; None: none was in the last step with drafts."""
         shape, num_decodes = batch.forward.shape, step.num_decodes
         num_rows, first_prefill = shape.num_rows, shape.decode_rows
         places = np.arange(step.num_rows)
@@ -215,8 +217,9 @@ class InputBuffers:
         sampled_slots = np.repeat(step_slots, step_logits)
         if batch.drafts is None:
             return replace(batch, forward=forward, sampled_slots=sampled_slots)
-        limits, most_drafts = staged[_PREFIX_FIELDS:]
-        limits[:] = _NO_LIMIT
+        earlier_rows, limits, most_drafts = staged[_PREFIX_FIELDS:]
+        earlier_rows[:], limits[:] = -1, _NO_LIMIT
+        earlier_rows[:num_decodes] = -1 if earlier is None else earlier
         if step.row_limits:
             limits[:num_decodes] = unpack_ids(step.row_limits)
         most_drafts[:num_decodes] = most_tokens - 1

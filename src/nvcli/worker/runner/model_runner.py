@@ -231,7 +231,8 @@ class ModelRunner:
         if self._may_draft:
             kv_spec = self._attention.kv_spec
             if kv_spec.state_groups:
-                self.kept_states = KeptStates(kv_spec, config.max_draft_step_tokens, self.device)
+                most_tokens, most_rows = config.max_draft_step_tokens, config.max_padded_rows
+                self.kept_states = KeptStates(kv_spec, most_tokens, most_rows, self.device)
             self._model_drafter = ModelDrafter.of(self.model, self.slots, self.sampler, config, self._images)
         self.constraints = Constraints(
             config.model_path,

@@ -77,7 +77,7 @@ class SlotTable:
         # In each group, a slot may have other blocks in all columns, another segment and its entry, and copied keys.
         per_group = 2 * config.max_blocks_per_seq + 6 + 2 * SEGMENT_FIELDS + MOST_KEY_COPIES * COPY_FIELDS
         per_slot = num_groups * per_group + _INTS_PER_NEW_SLOT + config.max_draft_tokens
-        num_words = 2 * config.most_step_tokens + config.max_model_len + config.max_num_seqs * per_slot
+        num_words = 2 * config.most_step_tokens + config.max_model_len + config.max_num_seqs * (per_slot + 1)
         self.upload = Uploader(num_words, device, steps_in_flight=config.max_steps_in_flight)
         """Uploads the changes between steps, and the row numbers that the sampler needs."""
 

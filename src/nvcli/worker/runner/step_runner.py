@@ -27,6 +27,7 @@ from nvcli.worker.runner.constraints import Constraints
 from nvcli.worker.runner.drafter import Drafter
 from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch
+from nvcli.worker.runner.late_states import LateStates
 from nvcli.worker.runner.masked_choice import MaskedChoice
 from nvcli.worker.runner.model_drafter import ModelDrafter
 from nvcli.worker.runner.query_reader import PromptQueryReader, QueryPlan
@@ -70,7 +71,7 @@ class StepRunner:
         self._model, self._slots, self._buffers = model, slots, parts.buffers
         self._kv_cache, self._backend, self._sampler = kv_cache, parts.backend, parts.sampler
         self._carried, self._link, self._clock = parts.carried, parts.link, parts.clock
-        self._kept_states = parts.kept_states
+        self._states = LateStates(parts.kept_states, kv_cache, slots.upload)
         self._sets_lengths = parts.may_draft and not model.stage.is_last
         """Whether the lengths of requests come with each step (`SlotTable.set_lengths`)."""
         self._drafter = drafter = Drafter(
@@ -120,7 +121,7 @@ class StepRunner:
         graphs = None if is_eager else self._graphs
         padded = None if graphs is None else graphs.padded_shape(shape)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
-        batch = self._buffers.stage(step, batch, self._drafter.may_draft(step, batch))
+        batch = self._buffers.stage(step, batch, self._drafter.may_draft(step, batch), self._states.begin(step, batch))
         self._plan(batch, padded)
         self._link.receive(batch.forward.num_tokens)
         step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
@@ -154,8 +155,7 @@ class StepRunner:
         ids, logprobs = self._masks.choose(step, output.logits, output.ids, batch, padded, needs)
         if not needs.is_simple or output.ids is None:
             self._drafter.extend(batch, output.states)
-        if batch.drafts is not None and self._kept_states is not None:
-            self._kept_states.advance(self._kv_cache, batch.forward.state_rows, batch.drafts.counts)
+        self._states.end(step, batch)
         host_ids, drafts = self._drafter.to_host(step, batch, ids, self._to_host)
         masks = self._masks.record(host_ids)
         self._clock.stop(step_time)
@@ -237,7 +237,7 @@ class StepRunner:
             *(shape, num_logits, self._kv_cache, self._backend),
             needs_all_logits=needs_all_logits,
             segments=self._slots.segments,
-            kept_states=self._kept_states,
+            kept_states=self._states.kept,
         )
 
     def _to_host(self, ids: Tensor) -> Tensor:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.core.messages import StepInput
 from nvcli.worker.runner.slot_table import unpack_ids
+
+OfRows = np.ndarray | None
+"""A number for each decode row of a step; None: the usual."""
 
 
 def exact_shape(step: StepInput) -> BatchShape:

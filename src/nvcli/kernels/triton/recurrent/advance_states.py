@@ -1,5 +1,6 @@
-"""Advances the states of rows with drafts, in Triton: two kernels for all layers of a KV group, one for their
-recurrent states and one for those of their convolutions.
+"""Advances the states of rows with drafts, in Triton: a kernel for the states of convolutions of all layers of a KV
+group, and one for the recurrent states of some rows, for which the kernel of a step with drafts (`steps.py`) shares its
+way of adding the tokens that count.
 
 A row may read its state from a block and write its new state to the same block: each program reads all that it needs
 before it writes its part of the state, which no other program reads.
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.kept_inputs import KeptInputs
+from nvcli.kernels.kept_inputs import KeptInputs, PendingTokens
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.recurrent.delta_chunks import NORM_EPS
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
@@ -36,17 +37,42 @@ def _blocks_of(row, rows, counts_ptr, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def add_pending(
+    state,
+    first,
+    count,
+    head,
+    i,
+    j,
+    kept,  # `KeptInputs`
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    UNIT_KEYS: tl.constexpr,
+):
+    """Add `count` kept tokens, from number `first` (int64) on, to columns `j` of one head's state [i, j]."""
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    for index in range(count):
+        at = first + index
+        k = tl.load(kept.keys + (at * KEY_HEADS + key_head) * KEY_DIM + i, mask=i < KEY_DIM, other=0.0).to(tl.float32)
+        if UNIT_KEYS:
+            k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
+        written = tl.load(kept.written + (at * VALUE_HEADS + head) * VALUE_DIM + j, mask=j < VALUE_DIM, other=0.0)
+        state *= tl.exp(tl.load(kept.decay + at * VALUE_HEADS + head))
+        state += k[:, None] * written[None, :]
+    return state
+
+
+@triton.jit
 def _advance_kernel(
-    keys_ptr,  # [L, T, KEY_HEADS, KEY_DIM]
-    written_ptr,  # [L, T, VALUE_HEADS, VALUE_DIM] float32
-    decay_ptr,  # [L, T, VALUE_HEADS] float32
+    kept,  # `KeptInputs` of L layers
     pool_ptr,  # [L, num_blocks, VALUE_HEADS, KEY_DIM, VALUE_DIM] float32, read and written
-    rows,  # `RowTensors`
-    counts_ptr,  # [R] int32
+    pending,  # `PendingTokens`
+    chosen_ptr,  # [n] int32
     num_tokens,
     layer_stride,
     pool_stride,
-    BLOCK_SIZE: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -55,36 +81,34 @@ def _advance_kernel(
     VALUE_TILE: tl.constexpr,
     UNIT_KEYS: tl.constexpr,
 ):
-    """Program (tile of a state's columns and value head, row, layer)."""
+    """Program (tile of a state's columns and value head, chosen row, layer)."""
     TILES: tl.constexpr = (VALUE_DIM + VALUE_TILE - 1) // VALUE_TILE
     head = tl.program_id(0) // TILES
     layer = tl.program_id(2).to(tl.int64)
-    start, count, source, target = _blocks_of(tl.program_id(1), rows, counts_ptr, BLOCK_SIZE)
+    row = tl.load(chosen_ptr + tl.program_id(1))
+    target = tl.load(pending.targets + row)
     if target > 0:
-        key_head = head // (VALUE_HEADS // KEY_HEADS)
+        source = tl.load(pending.sources + row)
+        first = layer * num_tokens + tl.load(pending.starts + row)
         i = tl.arange(0, KEY_TILE)
         j = tl.program_id(0) % TILES * VALUE_TILE + tl.arange(0, VALUE_TILE)
-        in_key, in_value = i < KEY_DIM, j < VALUE_DIM
-        inside = in_key[:, None] & in_value[None, :]
+        inside = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
         places = layer * layer_stride + head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
         state = tl.load(pool_ptr + places + source * pool_stride, mask=inside & (source > 0), other=0.0)
-        for index in range(count):
-            at = layer * num_tokens + start + index
-            k = tl.load(keys_ptr + (at * KEY_HEADS + key_head) * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
-            if UNIT_KEYS:
-                k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
-            written = tl.load(written_ptr + (at * VALUE_HEADS + head) * VALUE_DIM + j, mask=in_value, other=0.0)
-            state *= tl.exp(tl.load(decay_ptr + at * VALUE_HEADS + head))
-            state += k[:, None] * written[None, :]
+        count = tl.load(pending.counts + row)
+        state = add_pending(
+            state, first, count, head, i, j, kept, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, UNIT_KEYS
+        )
         tl.store(pool_ptr + places + target * pool_stride, state, mask=inside)
 
 
 @triton.jit
-def _advance_inputs_kernel(
+def _end_drafts_kernel(
     inputs_ptr,  # [L, T, NUM_CHANNELS]
     pool_ptr,  # [L, num_blocks, TAPS - 1, NUM_CHANNELS], read and written
-    rows,
-    counts_ptr,
+    rows,  # `RowTensors`
+    counts_ptr,  # [R] int32
+    pending,  # `PendingTokens`, written
     num_tokens,
     layer_stride,
     pool_stride,
@@ -95,8 +119,13 @@ def _advance_inputs_kernel(
     CHANNELS: tl.constexpr,
 ):
     """Program (tile of channels, row, layer). TAPS_TILE is the next power of two of TAPS - 1."""
-    layer = tl.program_id(2).to(tl.int64)
-    start, count, source, target = _blocks_of(tl.program_id(1), rows, counts_ptr, BLOCK_SIZE)
+    row, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    start, count, source, target = _blocks_of(row, rows, counts_ptr, BLOCK_SIZE)
+    if (tl.program_id(0) == 0) & (layer == 0):
+        tl.store(pending.starts + row, tl.load(pending.turn) * num_tokens + start)
+        tl.store(pending.counts + row, count)
+        tl.store(pending.sources + row, source)
+        tl.store(pending.targets + row, target)
     if target > 0:
         tap = tl.arange(0, TAPS_TILE)[:, None]
         channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
@@ -116,52 +145,20 @@ def _advance_inputs_kernel(
         tl.store(pool_ptr + places, tl.where(is_own, own, before), mask=inside)
 
 
-def advance_states(
-    kept: KeptInputs,
-    conv_pool: Tensor,
-    pool: Tensor,
-    rows: StateRows,
-    counts: Tensor,
-    *,
-    has_unit_keys: bool = True,
-) -> None:
-    """See `nvcli.kernels.advance_states.advance_states`."""
-    num_layers, _, num_heads, key_dim, value_dim = pool.shape
-    num_inputs, num_channels = conv_pool.shape[2:]
-    num_tokens, num_rows = kept.inputs.shape[1], rows.num_draft_rows
-    assert all(tensor.is_contiguous() for tensor in kept)
-    assert pool[0, 0].is_contiguous()
+def end_drafts(kept: KeptInputs, conv_pool: Tensor, rows: StateRows, counts: Tensor) -> None:
+    """See `nvcli.kernels.advance_states.end_drafts`."""
+    assert rows.pending is not None
+    assert kept.inputs.is_contiguous()
     assert conv_pool[0, 0].is_contiguous()
-    tensors = RowTensors.of(rows)
-    if pool.numel():
-        tile = min(_TILE, next_power_of_2(value_dim))
-        _advance_kernel[num_heads * ceil_div(value_dim, tile), num_rows, num_layers](
-            kept.keys,
-            kept.written,
-            kept.decay,
-            pool,
-            tensors,
-            counts,
-            num_tokens,
-            pool.stride(0),
-            pool.stride(1),
-            BLOCK_SIZE=rows.block_size,
-            KEY_HEADS=kept.keys.shape[2] // key_dim,
-            VALUE_HEADS=num_heads,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            KEY_TILE=next_power_of_2(key_dim),
-            VALUE_TILE=tile,
-            UNIT_KEYS=has_unit_keys,
-            num_warps=_WARPS,
-        )
+    num_layers, _, num_inputs, num_channels = conv_pool.shape
     channels = min(_CHANNELS, next_power_of_2(num_channels))
-    _advance_inputs_kernel[ceil_div(num_channels, channels), num_rows, num_layers](
+    _end_drafts_kernel[ceil_div(num_channels, channels), rows.num_draft_rows, num_layers](
         kept.inputs,
         conv_pool,
-        tensors,
+        RowTensors.of(rows),
         counts,
-        num_tokens,
+        rows.pending,
+        kept.inputs.shape[1],
         conv_pool.stride(0),
         conv_pool.stride(1),
         NUM_CHANNELS=num_channels,
@@ -169,4 +166,33 @@ def advance_states(
         BLOCK_SIZE=rows.block_size,
         TAPS_TILE=next_power_of_2(num_inputs),
         CHANNELS=channels,
+    )
+
+
+def advance_states(
+    kept: KeptInputs, pool: Tensor, pending: PendingTokens, chosen: Tensor, *, has_unit_keys: bool = True
+) -> None:
+    """See `nvcli.kernels.advance_states.advance_states`."""
+    num_layers, _, num_heads, key_dim, value_dim = pool.shape
+    if not pool.numel() or not len(chosen):
+        return
+    assert all(tensor.is_contiguous() for tensor in kept)
+    assert pool[0, 0].is_contiguous()
+    tile = min(_TILE, next_power_of_2(value_dim))
+    _advance_kernel[num_heads * ceil_div(value_dim, tile), len(chosen), num_layers](
+        kept,
+        pool,
+        pending,
+        chosen,
+        kept.keys.shape[1],
+        pool.stride(0),
+        pool.stride(1),
+        KEY_HEADS=kept.keys.shape[2] // key_dim,
+        VALUE_HEADS=num_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        KEY_TILE=next_power_of_2(key_dim),
+        VALUE_TILE=tile,
+        UNIT_KEYS=has_unit_keys,
+        num_warps=_WARPS,
     )

@@ -1,6 +1,7 @@
 """Decode rows of recurrent layers in Triton, by either rule. For a row of one token, each program updates some columns
-of one head's state in a single pass. For a row with drafts, it computes one token after another and leaves the stored
-state unchanged. All other rows are computed in chunks (`delta_chunks.py`, `scan_chunks.py`).
+of one head's state in a single pass. For a row with drafts, it first adds what is pending to the stored state; then it
+computes one token after another, and stores none of their states. All other rows are computed in chunks
+(`delta_chunks.py`, `scan_chunks.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, ScanGates
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
+from nvcli.kernels.triton.recurrent.advance_states import add_pending
 from nvcli.kernels.triton.recurrent.delta_chunks import NORM_EPS
 from nvcli.kernels.triton.recurrent.gates import read_gates
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
@@ -99,10 +101,12 @@ def _step_kernel(
 def _draft_kernel(
     qkv_ptr,  # as in _step_kernel
     gates,
-    pool_ptr,  # read
+    pool_ptr,  # read and written
     out_ptr,
-    kept,  # `KeptInputs` of the layer; all but its inputs are written
+    kept,  # `KeptInputs` of the layer; all but its inputs are read and written
     rows,
+    pending,  # `PendingTokens`
+    num_tokens,
     qkv_stride,
     beta_stride,
     step_stride,
@@ -112,20 +116,33 @@ def _draft_kernel(
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
-    """Program (row, value head, tile of the state's columns), for a row with drafts."""
+    """Program (row, value head, tile of the state's columns), for a row with drafts. `num_tokens`: the tokens that a
+    step can keep."""
     KEY_HEADS: tl.constexpr = HEADS.num_key_heads
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     KEY_DIM: tl.constexpr = HEADS.key_dim
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     HEADS_OF_KEY: tl.constexpr = VALUE_HEADS // KEY_HEADS
     head = tl.program_id(1)
-    start, end, _, source = row_of(tl.program_id(0), rows, BLOCK_SIZE)
+    row = tl.program_id(0)
+    start, end, _, source = row_of(row, rows, BLOCK_SIZE)
+    earlier = tl.load(pending.earlier + row)
+    target = tl.load(pending.targets + earlier, mask=earlier >= 0, other=0)
+    is_behind = target > 0
+    source = tl.where(is_behind, tl.load(pending.sources + earlier, mask=is_behind, other=0), source)
+    first = tl.load(pending.starts + earlier, mask=is_behind, other=0).to(tl.int64)
+    count = tl.load(pending.counts + earlier, mask=is_behind, other=0)
     i = tl.arange(0, KEY_TILE)
     j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
     in_key, in_value = i < KEY_DIM, j < VALUE_DIM
-    inside = in_key[:, None] & in_value[None, :] & (source > 0)
+    inside = in_key[:, None] & in_value[None, :]
     places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(pool_ptr + source * pool_stride + places, mask=inside, other=0.0)
+    state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
+    state = add_pending(
+        state, first, count, head, i, j, kept, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, HEADS.rule == "delta"
+    )
+    tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & is_behind)
+    own = tl.load(pending.turn).to(tl.int64) * num_tokens
     keeps_head = tl.program_id(2) == 0
     keeps_key = keeps_head & (head % HEADS_OF_KEY == 0)
     for index in range(end - start):
@@ -134,9 +151,10 @@ def _draft_kernel(
         state, out, written, decay = _add_token(
             state, token, head, i, j, token_ptr, gates, beta_stride, step_stride, HEADS
         )
-        values = (token * VALUE_HEADS + head) * VALUE_DIM + j
-        tl.store(out_ptr + values, out.to(out_ptr.dtype.element_ty), mask=in_value)
-        tl.store(kept.written + values, written, mask=in_value)
+        values = head * VALUE_DIM + j
+        tl.store(out_ptr + token * VALUE_HEADS * VALUE_DIM + values, out.to(out_ptr.dtype.element_ty), mask=in_value)
+        token += own
+        tl.store(kept.written + token * VALUE_HEADS * VALUE_DIM + values, written, mask=in_value)
         tl.store(kept.decay + token * VALUE_HEADS + head, decay, mask=keeps_head)
         key = (head // HEADS_OF_KEY) * KEY_DIM + i
         k = tl.load(token_ptr + KEY_HEADS * KEY_DIM + key, mask=in_key & keeps_key, other=0.0)
@@ -175,6 +193,7 @@ def compute_decode_rows(
         )
     if rows.num_draft_rows:
         assert kept is not None
+        assert rows.pending is not None
         tile = min(_DRAFT_TILE, next_power_of_2(heads.value_dim))
         _draft_kernel[rows.num_draft_rows, heads.num_value_heads, ceil_div(heads.value_dim, tile)](
             qkv,
@@ -183,6 +202,8 @@ def compute_decode_rows(
             out,
             kept,
             RowTensors.of(rows),
+            rows.pending,
+            len(kept.inputs),
             *strides,
             **sizes,
             VALUE_TILE=tile,
