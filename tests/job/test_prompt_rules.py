@@ -161,8 +161,13 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
     assert parser.warnings.totals()[0] == "`max_tokens` stood at the top level of 3 rows and had no effect there"
     parse({"prompt": "p", "response_format": {"type": "json_object"}}, parser, 4)
     parse({"messages": [{"role": "user", "content": "p"}], "reasoning_effort": "low"}, parser, 5)
+    parse({"prompt": "p", "lora": "sql"}, parser, 6)
     ends = [warning.partition("setting, ")[2] for warning in parser.warnings.take_new()]
-    assert ends == ["put what it asks for into `sampling.structured`", "put it into `chat_template_kwargs`"]
+    assert ends == [
+        "put what it asks for into `sampling.structured`",
+        "put it into `chat_template_kwargs`",
+        "name the adapters that rows choose from (--lora NAME=PATH)",
+    ]
     named = parser_of(prompt_template=TextTemplate("{system}"))
     assert isinstance(parse({"system": "a column"}, named), Job)
     assert named.warnings.take_new() == []

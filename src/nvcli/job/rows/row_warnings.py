@@ -14,6 +14,7 @@ from nvcli.core.byte_sizes import counted
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import shorten
 from nvcli.job.rows.conversation import CONVERSATION_KEYS, REASONING_EFFORT
+from nvcli.job.rows.native_row import ADAPTER_KEY
 from nvcli.job.rows.openai_structured import STRUCTURED_KEYS
 
 _IN_SAMPLING = (*SamplingParams.__struct_fields__, "max_new_tokens", "max_completion_tokens")
@@ -25,6 +26,7 @@ _ELSEWHERE = {
     **dict.fromkeys(CONVERSATION_KEYS, "put it next to `messages`"),
     **dict.fromkeys(("enable_thinking", REASONING_EFFORT), "put it into `chat_template_kwargs`"),
     **dict.fromkeys(STRUCTURED_KEYS, "put what it asks for into `sampling.structured`"),
+    ADAPTER_KEY: "name the adapters that rows choose from (--lora NAME=PATH)",
 }
 """Keys that people wrongly put at the top level of a native row → what to do with them."""
 _KEYS = frozenset(_ELSEWHERE)
