@@ -304,7 +304,17 @@ REFUSED = {
         ),
         ["config_groups", "2 kinds of weights", "one, or FP4 beside FP8"],
     ),
-    "no groups": ("awq", configure(quant_method="compressed-tensors"), ["config_groups", "describes no weights"]),
+    "no description": (
+        "modelopt, nvfp4",
+        lambda path: edit_json(path / "config.json", quantization_config=None),
+        ["belongs to a quantised weight", "neither config.json", "nor hf_quant_config.json says how"],
+    ),
+    "no method": ("awq", configure(bits=4), ["`quantization_config.quant_method`: missing", "gptq and bitsandbytes"]),
+    "no groups": (
+        "awq",
+        configure(quant_method="compressed-tensors", config_groups={"group_0": 3}),
+        ["config_groups", '{"group_0": 3} describes no weights'],
+    ),
     "E5M2": ("awq", configure(quant_method="fp8", fmt="e5m2"), ["fmt", '"e5m2"', "only e4m3"]),
     "blocks": ("awq", configure(quant_method="fp8", weight_block_size=[128]), ["weight_block_size", "[128, 128]"]),
     "modelopt": ("awq", configure(quant_method="modelopt", quant_algo="W4A8_AWQ"), ["quant_algo", '"W4A8_AWQ"', "FP8"]),

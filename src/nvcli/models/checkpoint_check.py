@@ -14,6 +14,7 @@ from nvcli.models.checkpoint_layout import LocatedTensors, locate_tensors
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import EMBEDDING, HEAD, model_tensors, unused_tensors
 from nvcli.models.kv_scales import is_kv_scale
+from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.tensor_spec import TensorSpec
 from nvcli.worker.distributed.stage import WHOLE, Stage
@@ -27,6 +28,8 @@ _NUMBER = re.compile(r"\.\d+\.(?:\d+\.)*")
 """The numbers of a layer and an expert in a tensor's name."""
 _MOST_SHOWN = 40
 """Names of unused tensors in a line."""
+_OF_QUANTISED = {"weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "qweight", "absmax", "SCB"}
+"""Last parts of the names of tensors that only quantised checkpoints have."""
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -42,6 +45,12 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     Every tensor that the stage needs must be present, with the right shape and a readable type, and every tensor must
     be known to some stage.
     """
+    of_quantised = (info for name, info in tensors.items() if name.rpartition(".")[2] in _OF_QUANTISED)
+    if config.quantisation is None and (part := next(of_quantised, None)) is not None:
+        raise LoadError(
+            f"{part.file}: tensor {part.name} belongs to a quantised weight, but neither config.json "
+            f"(`quantization_config`) nor {QUANTISATION_FILE} says how it is quantised; download these files again"
+        )
     _check_needed(model_tensors(config, config.dtype, stage), tensors, path)
     known = {name for tensor in model_tensors(config, config.dtype) for name in tensor.stored_names}
     known.update(unused_tensors(config))

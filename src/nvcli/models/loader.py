@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nvcli.attention.spec import AttentionSpec
@@ -26,6 +25,7 @@ from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, find_unused, read_model_tensors
 from nvcli.models.config import ModelConfig
 from nvcli.models.kv_scales import find_kv_scales
+from nvcli.models.stored_values import OpenFiles, reading
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.weight_reader import Assignment, begin_to_read
 from nvcli.models.weights import DerivedModule, ScaleTarget, WeightModule, WeightSource
@@ -178,11 +178,8 @@ def set_kv_scales(model: CausalLM, scales: Mapping[int, list[float]], device: to
 
 
 def _read_scale(info: TensorInfo) -> float:
-    try:
-        with safe_open(info.file, framework="pt") as file:
-            values = file.get_tensor(info.name)
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"{info.file}: cannot be read ({error}); download it again") from None
+    with reading(info.file), OpenFiles() as files:
+        values = files.read_stored(info, [slice(None)] * len(info.shape))
     way_out = "take it out of the file, or set kv_cache_dtype: auto"
     if values.numel() != 1:
         raise LoadError(
@@ -309,14 +306,10 @@ def _are_equal(one: TensorInfo, other: TensorInfo, part: tuple[slice, ...]) -> b
     if one.shape != other.shape:
         return False
     rows, columns = part
-    try:
-        with safe_open(one.file, framework="pt") as file, safe_open(other.file, framework="pt") as other_file:
-            values, other_values = file.get_slice(one.name), other_file.get_slice(other.name)
-            for start in range(rows.start, rows.stop, max(1, (rows.stop - rows.start) // _COMPARED_PLACES)):
-                piece = slice(start, min(start + _COMPARED_ROWS, rows.stop)), columns
-                found = values[piece]
-                if not torch.equal(found, other_values[piece].to(found.dtype)):
-                    return False
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"{one.file} or {other.file}: cannot be read ({error}); download it again") from None
+    with reading(one.file, other.file), OpenFiles() as files:
+        for start in range(rows.start, rows.stop, max(1, (rows.stop - rows.start) // _COMPARED_PLACES)):
+            piece = slice(start, min(start + _COMPARED_ROWS, rows.stop)), columns
+            found = files.read_stored(one, piece)
+            if not torch.equal(found, files.read_stored(other, piece).to(found.dtype)):
+                return False
     return True

@@ -7,14 +7,14 @@ its values are (code - zero) × scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 from msgspec.structs import replace
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nvcli.errors import LoadError
@@ -50,6 +50,15 @@ class StoredPart(NamedTuple):
     """Zeros in float32, one for each scale, or one for all [1, 1]."""
     group_of: Tensor
     """The group of each column, [columns]."""
+
+
+@contextmanager
+def reading(*files: Path) -> Iterator[None]:
+    """Turn what files raise that cannot be read into LoadError, which names them."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{' or '.join(map(str, files))}: cannot be read ({error}); download it again") from None
 
 
 class OpenFiles:

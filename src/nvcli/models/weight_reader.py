@@ -17,10 +17,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 from msgspec.structs import replace
-from safetensors import SafetensorError
 from torch import Tensor
 
-from nvcli.errors import LoadError
 from nvcli.kernels.fp4_rows import has_kernel
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.mxfp4 import byte_pairs
@@ -29,7 +27,7 @@ from nvcli.models.kept_values import KeptPart, has_kept_codes, read_kept, read_k
 from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.rounded_rows import RoundedRows, RowTally
 from nvcli.models.stacked_values import stack_ranges
-from nvcli.models.stored_values import OpenFiles
+from nvcli.models.stored_values import OpenFiles, reading
 from nvcli.models.tensor_info import FileRange, TensorInfo
 from nvcli.models.weights import WeightSource, length
 
@@ -125,28 +123,26 @@ class _Reader:
     def finish(self) -> RoundedRows:
         """Wait for what was begun. Raises LoadError."""
         try:
-            return sum((reading.result() for reading in self._readings), RoundedRows())
+            return sum((one.result() for one in self._readings), RoundedRows())
         finally:
             self._pool.shutdown(cancel_futures=True)
 
     def _read_task(self, file: Path, task: Sequence[_Found], device: torch.device) -> RoundedRows:
-        try:
-            with torch.inference_mode():  # it is per thread, and parameters made in it may only be written in it
-                if self._zeroed is None:
-                    return _fill_all(task, None, device)
-                torch.cuda.set_device(device)  # per thread as well
-                try:
-                    upload = self._uploads.get_nowait()
-                except Empty:
-                    upload = PinnedUpload(device)
-                with torch.cuda.stream(upload.stream):
-                    self._zeroed.wait()
-                    rounded = _fill_all(task, upload, device)
-                    torch.cuda.current_stream(device).synchronize()
-                self._uploads.put(upload)
-                return rounded
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
+        # Inference mode is per thread, and parameters made in it may only be written in it.
+        with reading(file), torch.inference_mode():
+            if self._zeroed is None:
+                return _fill_all(task, None, device)
+            torch.cuda.set_device(device)  # per thread as well
+            try:
+                upload = self._uploads.get_nowait()
+            except Empty:
+                upload = PinnedUpload(device)
+            with torch.cuda.stream(upload.stream):
+                self._zeroed.wait()
+                rounded = _fill_all(task, upload, device)
+                torch.cuda.current_stream(device).synchronize()
+            self._uploads.put(upload)
+            return rounded
 
 
 def _fill_all(task: Sequence[_Found], upload: PinnedUpload | None, device: torch.device) -> RoundedRows:

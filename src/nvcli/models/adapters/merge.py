@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import torch
 from msgspec.structs import replace
-from safetensors import SafetensorError
 from torch import Tensor
 
 from nvcli.errors import LoadError
-from nvcli.models.stored_values import OpenFiles
+from nvcli.models.stored_values import OpenFiles, reading
 from nvcli.models.tensor_info import BiasChange, LowRankChange, RowsChange, TensorInfo
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -71,10 +70,8 @@ def read_stored_features(files: OpenFiles, info: TensorInfo, features: slice, de
 
 def read_stored(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
     """Read a part of an adapter's tensor in the file's type. Raises LoadError, which names the adapter's file."""
-    try:
+    with reading(info.file):
         return files.read(info, part, device).to(device)
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"{info.file}: cannot be read ({error}); download it again") from None
 
 
 def are_finite(values: Tensor) -> bool:

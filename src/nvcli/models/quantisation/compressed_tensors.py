@@ -34,13 +34,13 @@ def read_compressed(config: QuantisationFile) -> Quantisation:
     """Read the kind of weights, which all groups of layers must share, or FP4 beside FP8 with a scale for each tensor
     or row. The groups may differ in their activations, which are ignored."""
     groups = config.values.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise config.error("config_groups", f"{show(groups)} describes no weights")
     kinds = {
         _read_group(config.with_values(group, f"{config.section}config_groups.{name}."))
-        for name, group in groups.items()
+        for name, group in (groups.items() if isinstance(groups, dict) else ())
         if isinstance(group, dict)
     }
+    if not kinds:
+        raise config.error("config_groups", f"{show(groups)} describes no weights")
     fp4 = {kind for kind in kinds if kind.numbers == "fp4"}
     if len(kinds) > 1 and len(fp4) == 1 and kinds - fp4 == {_FP8}:
         kinds = {replace(kind, label=f"{kind.label} and FP8", has_nvfp4_alone=False) for kind in fp4}

@@ -62,6 +62,8 @@ def read_quantisation(
     readers = {name: _OF_FAMILIES[name] for name in methods} or _READERS
     reader = readers.get(method) if isinstance(method, str) and isinstance(found, dict) else None
     if reader is None:
+        if isinstance(found, dict) and method is None:
+            raise file.error(f"{key}.quant_method", f"missing{_instead(None)}")
         raise file.error(key, f"quantised weights ({show(method)}) are not supported{_instead(method)}")
     return reader(QuantisationFile(file.path, found, f"{file.section}{key}.", file.changed))
 

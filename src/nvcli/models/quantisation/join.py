@@ -77,10 +77,11 @@ def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantis
         return _join_flat(found, parent, codes, found.pop(f"{parent}.{name}"), parts.flat)
     shape = _shape(_of_type(codes, parts.stored_as), parts)
     scales = _of_type(found.pop(f"{parent}.{name}"), parts.scales_stored_as)
-    zeros = None if parts.zeros is None else found.pop(f"{parent}.{parts.zeros}", None)
-    groups = None if parts.groups is None else found.pop(f"{parent}.{parts.groups}", None)
+    zeros, groups, columns = (
+        None if part is None else found.pop(f"{parent}.{part}", None)
+        for part in (parts.zeros, parts.groups, parts.columns)
+    )
     factor = None if parts.factor is None else _pop_factor(found, codes, parent, parts.factor)
-    columns = None if parts.columns is None else found.pop(f"{parent}.{parts.columns}", None)
     if groups is not None:
         _check_shape(_of_type(groups, ("I32",)), shape[-1:])
     if columns is not None:
