@@ -61,7 +61,7 @@ def check(bench: Bench, weight: Tensor, *work: Work, shape: BatchShape) -> None:
         decoded = bench.backend.forward(spec, layer, q[:first], None, v, step.batch)
     queries = bench.random(step.batch.num_tokens - first, spec.num_heads, sizes.key_dim)
     out = torch.full((len(queries), spec.num_heads, sizes.value_dim), torch.nan, dtype=DTYPE, device=DEVICE)
-    bench.backend.forward_projected(spec, layer, queries, weight, step.batch, out)
+    bench.backend.projected.forward(spec, layer, queries, weight, step.batch, out)
     assert out.isfinite().all()
     of_heads = weight.view(spec.num_heads, -1, LATENT)
     for (history, count), start in zip(step.work, step.starts, strict=True):
@@ -93,7 +93,7 @@ def test_steps(num_heads: int, key_dim: int, value_dim: int, block_size: int, kv
             TritonBackend, ratio=num_heads, head_dim=LATENT + ROPE, value_dim=LATENT, projected=sizes,
             block_size=block_size, dtype=DTYPE, kv_dtype=kv_dtype, device=str(DEVICE),
         )  # fmt: skip
-        assert bench.backend.can_project
+        assert bench.backend.projected is not None
         bench.leave_garbage(float("nan"))
         weight = bench.random(num_heads * (key_dim - ROPE + value_dim), LATENT) / 4
         a, b, c = History(), History(), History()
@@ -115,7 +115,7 @@ def test_choice_of_steps() -> None:
         )  # fmt: skip
 
     def projects(*chunks: tuple[int, int]) -> bool:
-        return bench.backend.projects_latents(*np.array(chunks).T)
+        return bench.backend.projected.pays(*np.array(chunks).T)
 
     assert projects((400, 400), (200, 200))
     assert projects((4096, 8192))

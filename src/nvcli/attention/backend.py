@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.forward_batch import BatchShape, ForwardBatch, ProjectedAttention
 from nvcli.attention.spec import AttentionSpec
 
 NewKV = tuple[Tensor, Tensor] | None
@@ -115,8 +115,8 @@ class AttentionBackend(ABC):
     (`ForwardBatch.prefixes`); 0: the backend gains nothing from such prefixes, and computes the same result with
     them."""
 
-    can_project: bool = False
-    """Whether the backend may attend chunks to keys and values projected from latents."""
+    projected: ProjectedAttention | None = None
+    """Attention of chunks to keys and values projected from latents; None: the backend never attends so."""
 
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
@@ -137,7 +137,7 @@ class AttentionBackend(ABC):
 
     def choose_shape(self, shape: BatchShape, num_tokens: np.ndarray, seq_lens: np.ndarray) -> BatchShape:
         """Return the shape of a step without padding, with `projects_latents` where its chunks are to be attended by
-        `forward_projected`. num_tokens, seq_lens: [R], the tokens that each row computes, and its request's keys."""
+        `projected`. num_tokens, seq_lens: [R], the tokens that each row computes, and its request's keys."""
         return shape
 
     # ------------------------------------------------------------------ what the runner and the layers call
@@ -191,17 +191,6 @@ class AttentionBackend(ABC):
         new = None if k is None else (k[first:], v[first:])
         self.prefill(one, q[first:], new, batch, out[first:])
         return out
-
-    def forward_projected(
-        self, spec: AttentionSpec, layer: int, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor
-    ) -> None:
-        """Attend the chunks of a batch that projects latents, causally, to their requests' past.
-
-        q: [T, num_heads, size of a key], the chunks' tokens, rotated; they may be strided; weight: [num_heads × (plain
-        numbers of a key + size of a value), size of a latent], which projects latents; out: [T, num_heads, size of a
-        value], contiguous, written.
-        """
-        raise NotImplementedError(f"{self.name} does not project latents")
 
     # ------------------------------------------------------------------ the halves
 

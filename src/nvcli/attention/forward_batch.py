@@ -103,10 +103,28 @@ class BatchShape:
         return self.tokens_per_row >= other.tokens_per_row and 0 <= num_padding <= most_padding
 
 
+class ProjectedAttention(Protocol):
+    """The part of an attention backend that attends chunks to keys and values projected from latents."""
+
+    def forward(
+        self, spec: AttentionSpec, layer: int, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor
+    ) -> None:
+        """Attend the chunks of a batch that projects latents, causally, to their requests' past.
+
+        q: [T, num_heads, size of a key], the chunks' tokens, rotated; they may be strided; weight: [num_heads × (plain
+        numbers of a key + size of a value), size of a latent], which projects latents; out: [T, num_heads, size of a
+        value], contiguous, written.
+        """
+
+
 class LayerAttention(Protocol):
     """The part of an attention backend (`AttentionBackend`) that layers and heads call."""
 
     reads_new_keys: bool
+
+    @property
+    def projected(self) -> ProjectedAttention | None:
+        """The attention of chunks of batches that project latents; None: there are no such batches."""
 
     def num_decoded_rows(self, shape: BatchShape) -> int:
         """Return the number of leading rows that a kernel for decode rows serves; the others count as chunks."""
@@ -125,11 +143,6 @@ class LayerAttention(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend causally in one layer; the shapes are those of `AttentionBackend.forward`."""
-
-    def forward_projected(
-        self, spec: AttentionSpec, layer: int, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor
-    ) -> None:
-        """Attend the chunks of a batch that projects latents; see `AttentionBackend.forward_projected`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,9 @@ from torch import Tensor
 
 from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV, output_buffer
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
-from nvcli.attention.kv_layout import SCRATCH_UNIT
 from nvcli.attention.requirements import import_failure, unmet_requirements
-from nvcli.attention.spec import AttentionSpec, Geometry
+from nvcli.attention.spec import Geometry
 
-_ABSORBED_RATE, _PROJECTED_RATE, _PROJECTING_RATE = 310.0, 550.0, 400.0
-"""Tera-operations per second of an H200: of prefill attention with absorbed queries (measured), with projected keys and
-values, and of their projection."""
 _MAX_ROWS = 64_000
 """A launch grid has at most 65,535 rows, and each sequence makes at least one."""
 
@@ -35,13 +31,8 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
-        from nvcli.attention.triton_kernels import (
-            ChunkedPrefill,
-            SegmentedDecode,
-            attention_shape,
-            layer_inputs,
-            row_tokens,
-        )
+        from nvcli.attention.triton_inputs import attention_shape, layer_inputs, row_tokens
+        from nvcli.attention.triton_kernels import ChunkedPrefill, SegmentedDecode
         from nvcli.kernels.triton.attention.decode_attention import DecodeAttention
 
         self._inputs, self._row_tokens = layer_inputs, row_tokens
@@ -63,8 +54,7 @@ class TritonBackend(AttentionBackend):
             )
         self._prefill = ChunkedPrefill(case)
         self.notes, self.prefix_tile_tokens = self._prefill.notes, self._prefill.prefix_tile_tokens
-        self.can_project = self._prefill.projected is not None
-        self._projected_spec = case.specs[0] if self.can_project else None
+        self.projected = self._prefill.projected
         self._segmented: SegmentedDecode | None = None
         if case.max_shared_rows:
             assert not case.batch_invariant, "what is shared depends on the batch"
@@ -95,30 +85,12 @@ class TritonBackend(AttentionBackend):
         return True
 
     def choose_shape(self, shape: BatchShape, num_tokens: np.ndarray, seq_lens: np.ndarray) -> BatchShape:
-        if not self.can_project or shape.prefill_rows == 0 or shape.shares_prefixes:
+        if self._prefill.projected is None or shape.prefill_rows == 0 or shape.shares_prefixes:
             return shape
         first = self.num_decoded_rows(shape)
-        if first != shape.decode_rows or not self.projects_latents(num_tokens[first:], seq_lens[first:]):
+        if first != shape.decode_rows or not self._prefill.projected.pays(num_tokens[first:], seq_lens[first:]):
             return shape
         return replace(shape, projects_latents=True)
-
-    def projects_latents(self, num_tokens: np.ndarray, seq_lens: np.ndarray) -> bool:
-        """Whether chunks of so many tokens, of requests with so many keys, [chunks] each, take less time with projected
-        latents, and find room for them."""
-        spec = self._projected_spec
-        if spec is None or self._prefill.projected is None:
-            return False
-        num_units = int((-(-seq_lens // SCRATCH_UNIT)).sum())
-        if num_units > self._prefill.projected.num_units:
-            return False
-        assert spec.projected is not None
-        sizes = spec.projected
-        of_latent = spec.result_dim * sizes.projected_dim
-        pairs = float((num_tokens * (seq_lens - (num_tokens - 1) / 2)).sum())
-        absorbed = pairs * (spec.head_dim + spec.result_dim) / _ABSORBED_RATE
-        absorbed += float(num_tokens.sum()) * of_latent / _PROJECTING_RATE
-        projected = pairs * (sizes.key_dim + sizes.value_dim) / _PROJECTED_RATE
-        return projected + num_units * SCRATCH_UNIT * of_latent / _PROJECTING_RATE < absorbed
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
         if batch.segments is not None:
@@ -146,8 +118,3 @@ class TritonBackend(AttentionBackend):
         out = output_buffer(out, q, layer.spec)
         self._prefill.run(layer.spec, self._inputs(layer, q, batch), batch, out)
         return out
-
-    def forward_projected(
-        self, spec: AttentionSpec, layer: int, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor
-    ) -> None:
-        self._prefill.run_projected(self._inputs(AttentionLayer(spec, layer, None), q, batch), weight, out)

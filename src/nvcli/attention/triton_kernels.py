@@ -7,80 +7,31 @@ runs in which requests may share any.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionCase, AttentionLayer
+from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.kv_layout import projected_scratch_tokens, scratch_tokens
+from nvcli.attention.kv_layout import scratch_tokens
+from nvcli.attention.projected_latents import PROJECTED_NOTE, ProjectedLatents
 from nvcli.attention.spec import AttentionSpec, Geometry
+from nvcli.attention.triton_inputs import attention_shape, row_tokens
 from nvcli.kernels.triton.attention import prefill_choice
-from nvcli.kernels.triton.attention.attention_launch import AttentionShape, LayerInputs
+from nvcli.kernels.triton.attention.attention_launch import LayerInputs
 from nvcli.kernels.triton.attention.decode_attention import DecodeAttention
-from nvcli.kernels.triton.attention.decode_work_list import DecodeWorkList, RowTokens
+from nvcli.kernels.triton.attention.decode_work_list import DecodeWorkList
 from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
 from nvcli.kernels.triton.attention.prefill_choice import PrefillKernel, TileLists, attends_prefixes, attends_segments
-from nvcli.kernels.triton.attention.prefill_scratch import ScratchTiles
 from nvcli.kernels.triton.attention.prefill_tiles import Chunks, PrefillTiles, TilePart
-from nvcli.kernels.triton.attention.projected_prefill import ProjectedHeads, ProjectedPrefill
 from nvcli.kernels.triton.attention.segment_attention import SegmentAttention
 from nvcli.kernels.triton.attention.segment_merge import merge_segments
 from nvcli.kernels.triton.attention.segment_work_list import SegmentWorkList
 from nvcli.kernels.triton.attention.token_rows import TokenRows
 
-PROJECTED_NOTE = "prefill attention: the kernel for Hopper GPUs, over keys and values projected from latents"
-"""The note in the log where chunks may attend to projected latents."""
 _PARTS = TilePart.PREFIX, TilePart.REST, TilePart.OTHERS
 """Prefix first; the rest continues its softmax."""
-
-
-def attention_shape(case: AttentionCase, geometry: Geometry) -> AttentionShape:
-    """Return the heads of a geometry and their cache."""
-    num_heads, num_kv_heads, head_dim, value_dim = geometry
-    return AttentionShape(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim if value_dim is None else value_dim,
-        tail_dim=0 if value_dim is None else head_dim - value_dim,
-        block_size=case.block_size,
-        dtype=case.dtype,
-        kv_dtype=case.cache_dtype,
-        device=case.device,
-    )
-
-
-def layer_inputs(layer: AttentionLayer, q: Tensor, batch: ForwardBatch) -> LayerInputs:
-    """Return the kernel's inputs for a layer; the arguments are those of `AttentionBackend.decode`."""
-    spec, number, sinks = layer
-    k_cache, v_cache = batch.kv_cache.layer(number)
-    tables = batch.block_tables[spec.kv_group]
-    return LayerInputs(q, k_cache, v_cache, tables, spec.scale, spec.window, spec.soft_cap, sinks)
-
-
-def row_tokens(batch: ForwardBatch) -> RowTokens | None:
-    """Return the tokens of decode rows that may have several; None: they have one each."""
-    if batch.shape.tokens_per_row == 1:
-        return None
-    return RowTokens(batch.query_start_loc[: batch.num_decoded_rows + 1], batch.shape.tokens_per_row)
-
-
-def _projected_prefill(case: AttentionCase) -> ProjectedPrefill | None:
-    """Make the kernels for chunks that attend to projected latents; None where a run has none."""
-    if case.batch_invariant or case.has_states or len({replace(one, kv_group=0) for one in case.specs}) > 1:
-        return None
-    spec, sizes = case.specs[0], case.specs[0].projected
-    if sizes is None or not sizes.has_kernels:
-        return None
-    tokens = projected_scratch_tokens(
-        case.max_model_len, case.max_num_batched_tokens, spec.projected_size() * case.dtype.itemsize
-    )
-    return prefill_choice.projected_prefill(
-        attention_shape(case, spec.geometry),
-        ProjectedHeads(spec.num_heads, sizes.key_dim, sizes.value_dim),
-        scratch_tokens=tokens,
-    )
 
 
 class ChunkedPrefill:
@@ -106,13 +57,10 @@ class ChunkedPrefill:
                 scratch_tokens=scratch_tokens(case.max_model_len, case.max_num_seqs),
             )
             notes += notes_of_kernel
-        self.projected = _projected_prefill(case)
-        """The kernels for chunks of batches that project latents; None: there are none."""
-        self._projected_tiles: PrefillTiles | None = None
+        self.projected = ProjectedLatents.make(case)
+        """The attention of chunks of batches that project latents; None: there are no such batches."""
         if self.projected is not None:
             notes.append(PROJECTED_NOTE)
-            sizes = {"max_tokens": case.max_num_batched_tokens, "max_chunks": case.max_num_seqs}
-            self._projected_tiles = ScratchTiles(self.projected.tile_key, **sizes, device=case.device)
         self._whole = {kind: [(kernel, self._tiles.of(kernel))] for kind, kernel in self.kernels.items()}
         self.notes = tuple(dict.fromkeys(notes))
         self.prefix_tile_tokens = 0
@@ -141,16 +89,10 @@ class ChunkedPrefill:
             prefixes=batch.prefixes,
         )
         if batch.shape.projects_latents:
-            assert self._projected_tiles is not None
-            self._projected_tiles.plan(chunks)
+            assert self.projected is not None
+            self.projected.plan(chunks)
         else:
             self._tiles.plan(chunks)
-
-    def run_projected(self, inputs: LayerInputs, weight: Tensor, out: Tensor) -> None:
-        """Attend the chunks of a batch that projects latents as planned; see `AttentionBackend.forward_projected`."""
-        assert self.projected is not None
-        assert self._projected_tiles is not None
-        self.projected.run(inputs, weight, self._projected_tiles, out)
 
     def run(self, spec: AttentionSpec, inputs: LayerInputs, batch: ForwardBatch, out: Tensor) -> None:
         """Attend the chunks as planned."""

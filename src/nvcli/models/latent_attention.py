@@ -110,7 +110,8 @@ class LatentAttention(TokenMixer):
             attended = batch.backend.forward(self.spec, self.cache_layer, absorbed, keys, new_values, batch)
             self.by_head(attended, weight[:, config.plain_dim :].transpose(1, 2), out[:num_absorbed])
         if batch.shape.projects_latents:
-            batch.backend.forward_projected(
+            assert batch.backend.projected is not None
+            batch.backend.projected.forward(
                 self.spec, self.cache_layer, projected_queries, from_latents, batch, out[num_absorbed:]
             )
         return out.flatten(1)

@@ -19,7 +19,7 @@ from nvcli.worker.runner.graph_shapes import GraphShapes
 class Projects:
     """An attention backend, as far as the choice asks it."""
 
-    can_project = True
+    projected = object()
 
     def can_capture(self, shape: BatchShape) -> bool:
         return True

@@ -12,7 +12,7 @@ import torch
 
 from checkpoints import write_tiny_model
 from family_shapes import SHAPES
-from nvcli.attention.triton_backend import TritonBackend
+from nvcli.attention.projected_latents import ProjectedLatents
 from nvcli.core.messages import unpack
 from nvcli.core.sampling_params import SamplingParams
 from one_rank import make_runner, run_to_outputs
@@ -41,7 +41,7 @@ def answers(path: Path, *, projects: bool, **settings: Any) -> tuple[list[list[i
 
     sampling = SamplingParams(temperature=0, logprobs=0)
     requests = [make_request(i, prompt, 8, sampling=sampling) for i, prompt in enumerate(PROMPTS)]
-    with patch.object(TritonBackend, "projects_latents", choose):
+    with patch.object(ProjectedLatents, "pays", choose):
         outputs = run_to_outputs(runner, requests)
     assert used, "the rank was asked for no projected chunks"
     found = [outputs[i] for i in range(len(PROMPTS))]

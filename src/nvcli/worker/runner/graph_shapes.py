@@ -60,7 +60,7 @@ class GraphShapes:
         ]
         most_tokens = bound_tokens_of_home(config, model)
         absorbed: list[BatchShape] = []
-        if backend.can_project:  # few steps have chunks whose keys are not projected
+        if backend.projected is not None:  # few steps have chunks whose keys are not projected
             absorbed = [shape for shape in at_start if 0 < shape.prefill_tokens <= most_tokens]
             late = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in late]
             at_start = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in at_start]

@@ -303,7 +303,7 @@ class ModelRunner:
             self.device,
             max_shared_rows=self._attention.max_shared_rows,
             shares_prefixes=self._attention.prefix_tile_tokens > 0,
-            projects_latents=self.backend.can_project,
+            projects_latents=self.backend.projected is not None,
             draft_widths=self._draft_widths,
             num_places=self._adapters.num_places,
         )

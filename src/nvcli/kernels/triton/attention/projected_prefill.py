@@ -2,8 +2,8 @@
 are projected to a scratch, one layer at a time, and the kernel of `hopper_prefill_kernel.py` attends to it.
 
 A query that is absorbed is compared with 576 numbers of a key and collects 512; as it is projected, with 192 and 128 in
-DeepSeek-V3: a third of the operations, but each latent must be projected in every step that sees it. The `triton`
-backend says which steps gain (`projects_latents`).
+DeepSeek-V3: a third of the operations, but each latent must be projected in every step that sees it.
+`attention/projected_latents.py` says which steps gain.
 
 On an H200 a layer of 16 heads of 192 and 128 takes, in microseconds with the projection, against absorbed queries
 without their products: 615 (projection 104) against 3,683 for 8,192 tokens, 1,698 (206) against 11,428 for as many

@@ -1,0 +1,81 @@
+"""Prefill chunks of latent attention over keys and values that are projected from latents: which steps gain by them,
+and how they are computed. The kernels are in `kernels/triton/attention/projected_prefill.py`, with measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+from torch import Tensor
+
+from nvcli.attention.backend import AttentionCase, AttentionLayer
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.kv_layout import SCRATCH_UNIT, projected_scratch_tokens
+from nvcli.attention.spec import AttentionSpec, HeadSizes
+from nvcli.attention.triton_inputs import attention_shape, layer_inputs
+from nvcli.kernels.triton.attention import prefill_choice
+from nvcli.kernels.triton.attention.prefill_scratch import ScratchTiles
+from nvcli.kernels.triton.attention.prefill_tiles import Chunks
+from nvcli.kernels.triton.attention.projected_prefill import ProjectedHeads, ProjectedPrefill
+
+_ABSORBED_RATE, _PROJECTED_RATE, _PROJECTING_RATE = 310.0, 550.0, 400.0
+"""Tera-operations per second of an H200: of prefill attention with absorbed queries (measured), with projected keys and
+values, and of their projection."""
+PROJECTED_NOTE = "prefill attention: the kernel for Hopper GPUs, over keys and values projected from latents"
+"""The note in the log where chunks may attend to projected latents."""
+
+
+class ProjectedLatents:
+    """Attends chunks to projected latents, for the one kind of attention of a run."""
+
+    @classmethod
+    def make(cls, case: AttentionCase) -> Self | None:
+        """Return what a run takes; None where it has no kernels for this."""
+        if case.batch_invariant or case.has_states or len({replace(one, kv_group=0) for one in case.specs}) > 1:
+            return None
+        spec, sizes = case.specs[0], case.specs[0].projected
+        if sizes is None or not sizes.has_kernels:
+            return None
+        tokens = projected_scratch_tokens(
+            case.max_model_len, case.max_num_batched_tokens, spec.projected_size() * case.dtype.itemsize
+        )
+        kernels = prefill_choice.projected_prefill(
+            attention_shape(case, spec.geometry),
+            ProjectedHeads(spec.num_heads, sizes.key_dim, sizes.value_dim),
+            scratch_tokens=tokens,
+        )
+        return None if kernels is None else cls(case, sizes, kernels)
+
+    def __init__(self, case: AttentionCase, sizes: HeadSizes, kernels: ProjectedPrefill) -> None:
+        self._spec, self._sizes, self._kernels = case.specs[0], sizes, kernels
+        self._tiles = ScratchTiles(
+            kernels.tile_key,
+            max_tokens=case.max_num_batched_tokens,
+            max_chunks=case.max_num_seqs,
+            device=case.device,
+        )
+
+    def pays(self, num_tokens: np.ndarray, seq_lens: np.ndarray) -> bool:
+        """Whether chunks of so many tokens, of requests with so many keys, [chunks] each, take less time with projected
+        latents, and find room for them."""
+        spec, sizes = self._spec, self._sizes
+        num_units = int((-(-seq_lens // SCRATCH_UNIT)).sum())
+        if num_units > self._kernels.num_units:
+            return False
+        of_latent = spec.result_dim * sizes.projected_dim
+        pairs = float((num_tokens * (seq_lens - (num_tokens - 1) / 2)).sum())
+        absorbed = pairs * (spec.head_dim + spec.result_dim) / _ABSORBED_RATE
+        absorbed += float(num_tokens.sum()) * of_latent / _PROJECTING_RATE
+        projected = pairs * (sizes.key_dim + sizes.value_dim) / _PROJECTED_RATE
+        return projected + num_units * SCRATCH_UNIT * of_latent / _PROJECTING_RATE < absorbed
+
+    def plan(self, chunks: Chunks) -> None:
+        """List a step's work, on the device."""
+        self._tiles.plan(chunks)
+
+    def forward(
+        self, spec: AttentionSpec, layer: int, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor
+    ) -> None:
+        """Attend chunks as planned; see `ProjectedAttention.forward`."""
+        self._kernels.run(layer_inputs(AttentionLayer(spec, layer, None), q, batch), weight, self._tiles, out)

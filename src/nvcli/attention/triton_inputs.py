@@ -1,0 +1,41 @@
+"""Inputs of the kernels of the `triton` backend, from those of a run and of a batch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nvcli.attention.backend import AttentionCase, AttentionLayer
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import Geometry
+from nvcli.kernels.triton.attention.attention_launch import AttentionShape, LayerInputs
+from nvcli.kernels.triton.attention.decode_work_list import RowTokens
+
+
+def attention_shape(case: AttentionCase, geometry: Geometry) -> AttentionShape:
+    """Return the heads of a geometry and their cache."""
+    num_heads, num_kv_heads, head_dim, value_dim = geometry
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim if value_dim is None else value_dim,
+        tail_dim=0 if value_dim is None else head_dim - value_dim,
+        block_size=case.block_size,
+        dtype=case.dtype,
+        kv_dtype=case.cache_dtype,
+        device=case.device,
+    )
+
+
+def layer_inputs(layer: AttentionLayer, q: Tensor, batch: ForwardBatch) -> LayerInputs:
+    """Return the kernel's inputs for a layer; the arguments are those of `AttentionBackend.decode`."""
+    spec, number, sinks = layer
+    k_cache, v_cache = batch.kv_cache.layer(number)
+    tables = batch.block_tables[spec.kv_group]
+    return LayerInputs(q, k_cache, v_cache, tables, spec.scale, spec.window, spec.soft_cap, sinks)
+
+
+def row_tokens(batch: ForwardBatch) -> RowTokens | None:
+    """Return the tokens of decode rows that may have several; None: they have one each."""
+    if batch.shape.tokens_per_row == 1:
+        return None
+    return RowTokens(batch.query_start_loc[: batch.num_decoded_rows + 1], batch.shape.tokens_per_row)
