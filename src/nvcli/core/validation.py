@@ -203,7 +203,9 @@ def _container(info: inspect.Type, value: Any) -> inspect.Type:
 
 
 def _fits(value: Any, info: inspect.Type) -> bool:
-    """Tell whether a number is within its bounds, to find the wrong entry of a mapping."""
+    """Tell whether a text is one, or a number is within its bounds, to find the wrong entry of a mapping."""
+    if isinstance(info, inspect.StrType):
+        return isinstance(value, str)
     if not isinstance(info, inspect.IntType | inspect.FloatType):
         return True
     if isinstance(value, bool) or not isinstance(value, int | float):
