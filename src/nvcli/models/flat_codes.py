@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.json_file import JsonFile
 from nvcli.models.tensor_info import FlatCodes, TensorInfo
 
-if TYPE_CHECKING:
-    from nvcli.models.stored_values import OpenFiles
-
 _MOST_BYTES = 10_000
 """The longest description of a weight."""
+
+
+class ReadsTensors(Protocol):
+    """Reads parts of the files' tensors."""
+
+    def read_stored(self, info: TensorInfo, part: Sequence[slice]) -> Tensor: ...
 
 
 class _Blocks(NamedTuple):
@@ -33,7 +36,7 @@ class _Blocks(NamedTuple):
     """A number that is added to such scales."""
 
 
-def read_flat(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
+def read_flat(files: ReadsTensors, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
     """Read the values of a part that is not empty, [rows, columns] float32. Raises LoadError if the description of the
     weight does not fit it."""
     flat = info.flat
@@ -53,7 +56,7 @@ def read_flat(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device:
     return values.view(-1, columns)[:, part[1]]
 
 
-def _read_scales(files: OpenFiles, flat: FlatCodes, blocks: _Blocks, part: slice, device: torch.device) -> Tensor:
+def _read_scales(files: ReadsTensors, flat: FlatCodes, blocks: _Blocks, part: slice, device: torch.device) -> Tensor:
     """Read the scales of some blocks, in float32."""
     scales = files.read_stored(flat.scales, (part,)).to(device)
     if flat.nested_table is None or flat.nested_scales is None:
@@ -65,7 +68,7 @@ def _read_scales(files: OpenFiles, flat: FlatCodes, blocks: _Blocks, part: slice
     return table[scales.int()] * outer.to(device).float()[outer_of] + blocks.offset
 
 
-def _read_blocks(files: OpenFiles, info: TensorInfo, flat: FlatCodes) -> _Blocks:
+def _read_blocks(files: ReadsTensors, info: TensorInfo, flat: FlatCodes) -> _Blocks:
     """Read the description of a weight, which is JSON, and check that its tensors are as many."""
     state = flat.state
     if len(state.shape) != 1:
