@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--size", default="1024x768", help="width x height")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that the text part is cut over")
     parser.add_argument("--result", type=Path)
     options = parser.parse_args()
     width, height = map(int, options.size.split("x"))
@@ -121,6 +122,7 @@ def main() -> None:
             model=name,
             load_format="dummy",
             device=options.device,
+            tensor_parallel_size=options.tp,
             enable_prefix_caching=False,
             max_model_len=32768,
             job=JobConfig(media_roots=[name]),

@@ -61,4 +61,6 @@ def tower_bytes(config: EngineConfig, vision: VisionConfig) -> int:
     kept = vision.patch_values + 4 * vision.hidden_size + results
     size = DTYPE_BYTES[config.dtype]
     cut = vision.patch_values * (size + 4 / max(1, vision.temporal_patch_size))
-    return patches * int(max((kept + max(in_mlp, in_attention)) * size, cut))
+    ranks = config.tensor_parallel_size
+    gathered = 0 if ranks == 1 else (2 + ranks) * results * size  # own ones, their copy, and those of all ranks
+    return patches * int(max((kept + max(in_mlp, in_attention)) * size, cut, gathered))

@@ -87,7 +87,8 @@ def test_preempted_requests_are_computed_again(name: str, checkpoint_of: Callabl
     path, requests, expected = checkpoint_of(name)
     runner = runner_of(path, block_size=4)
     assert runner._images is not None
-    runner._images.most_kept_bytes = 0
+    assert runner._images.encoder is not None
+    runner._images.encoder.most_kept_bytes = 0
     scheduler = make_scheduler(runner, num_blocks=36 * len(runner.ready.kv_groups))
     assert answers_in_order(run_requests(runner, requests.requests(), scheduler)) == expected
     assert scheduler.stats.num_preemptions > 0
@@ -123,13 +124,14 @@ def test_a_later_memory_of_pixels_may_have_the_path_of_an_earlier_one(
     path, _, expected = checkpoint_of(FAMILIES[0])
     runner = runner_of(path)
     assert runner._images is not None
+    assert runner._images.encoder is not None
     paths = set()
     for _ in range(2):
         requests = ImageRequests(path)
         made = requests.requests()
         paths.add(made[0].images[0].file.partition("#")[0])
         assert answers_in_order(run_requests(runner, made)) == expected
-        runner._images.forget()
+        runner._images.encoder.forget()
         del requests
         gc.collect()
     assert len(paths) == 1, "the test would not test anything"

@@ -6,17 +6,13 @@ earlier step, and take the place of their tokens' embeddings; a head that drafts
 each, and gets them likewise. All other steps only shift the positions of requests that
 have images, on the device at fixed addresses, so that a graph holds it.
 
-Embeddings are kept by the digest of the image, the least recently used are dropped. The pixels stay in the parent's
-memory until the request has ended, so that an image can be computed again at any time.
-
-The tower is in the first pipeline stage alone, where its results enter. Later stages get the residual stream with them,
-and only need to know where images are: for positions, and for attention both ways.
+The tower (`image_encoder.py`) is in the first pipeline stage alone, where its results enter. Later stages get the
+residual stream with them, and only need to know where images are: for positions, and for attention both ways.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -30,21 +26,17 @@ from nvcli.attention.whole_images import Kind, WholeImage, plan_both_ways
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
 from nvcli.core.prompt_image import PromptImage
-from nvcli.core.system.pixel_file import PixelFile
 from nvcli.kernels.lora import spread_adapters
 from nvcli.kernels.step_tensors import StepRows
 from nvcli.models.causal_lm import CausalLM
-from nvcli.models.vision.image_processor import read_processor
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
-from nvcli.models.vision.tower import PixelScale, VisionTower
 from nvcli.models.vision.vision_config import VisionConfig
-from nvcli.sizing.images import image_buffer_bytes, kept_image_bytes, largest_tower_batch, tower_batch_tokens
+from nvcli.sizing.images import image_buffer_bytes
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.worker.runner.image_encoder import ImageEncoder
 from nvcli.worker.runner.memory import device_bytes
 from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
 from nvcli.worker.runner.uploader import to_device
-
-_MOST_FILES = 4
-"""Memories that are kept open, of runs that use the rank one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,34 +83,27 @@ class ImagePlan:
 
 
 class StepImages:
-    """The images of each slot, and the embeddings that are kept."""
+    """The images of each slot, and those of the step that is about to run."""
 
     def __init__(
         self,
         vision: VisionConfig,
-        tower: VisionTower | None,
-        scale: PixelScale,
+        encoder: ImageEncoder | None,
         kinds: Sequence[Kind],
         slots: SlotTable,
         device: torch.device,
         *,
         max_tokens: int,
-        most_kept_bytes: int,
         num_bytes: int,
-        batch_tokens: int,
         feeds_head: bool,
     ) -> None:
-        """`tower`: None in a stage that has none. `kinds`: those of the stage's layers that attend to images both ways.
-        `batch_tokens`: the most tokens of the images that the tower computes together, and of one image. `feeds_head`:
-        whether a head reads embeddings of images."""
+        """`encoder`: None in a stage without a tower. `kinds`: those of the stage's layers that attend to images both
+        ways. `feeds_head`: whether a head reads embeddings of images."""
         self._vision, self._kinds = vision, kinds
-        self._tower, self._scale, self._upload, self._device = tower, scale, slots.upload, device
+        self.encoder, self._upload, self._device = encoder, slots.upload, device
         num_slots = len(slots.state.lengths)
         self.num_bytes = num_bytes
         """The most bytes of embeddings, kept ones and those of a step, for the plan of the memory."""
-        self.most_kept_bytes = most_kept_bytes
-        """The most bytes of embeddings that are kept for later steps."""
-        self._batch_tokens = batch_tokens
         self._plan: ImagePlan | None = None
         """The plan of the step that is about to run; None: its chunks have no images."""
         self._feeds_head = feeds_head
@@ -130,31 +115,24 @@ class StepImages:
         """Offsets of the positions of each slot's tokens behind its images."""
         self._offsets_host = np.zeros(num_slots, dtype=np.int32)
         self._of_tokens = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        """Digest → embeddings of an image's tokens, the least recently used first."""
-        self._kept_bytes = 0
-        self._files: dict[str, PixelFile] = {}
-        """The parent's memories that hold pixels."""
 
     @classmethod
-    def of(cls, config: EngineConfig, model: CausalLM, slots: SlotTable, device: torch.device) -> Self | None:
+    def of(
+        cls, config: EngineConfig, model: CausalLM, slots: SlotTable, group: TensorParallelGroup, device: torch.device
+    ) -> Self | None:
         """Return the images of a rank's steps; None if prompts have none. Raises LoadError."""
-        vision = model.config.vision
+        vision, tower = model.config.vision, model.vision
         if not model.config.has_tower or vision is None:
             return None
-        processor, total = read_processor(config.model_path, vision), device_bytes(device)
-        has_tower, head = model.vision is not None, model.config.draft_head
+        head = model.config.draft_head
         return cls(
             vision,
-            model.vision,
-            PixelScale(processor.factor, processor.mean, processor.std),
+            None if tower is None else ImageEncoder.of(config, tower, group, device),
             [(spec.window, spec.kv_group) for spec in model.attention_kinds if vision.is_whole_in(spec.window)],
             slots,
             device,
             max_tokens=config.max_padded_tokens,
-            most_kept_bytes=kept_image_bytes(config, vision, total) if has_tower else 0,
-            num_bytes=image_buffer_bytes(config, vision, total) if has_tower else 0,
-            batch_tokens=tower_batch_tokens(config),
+            num_bytes=0 if tower is None else image_buffer_bytes(config, vision, device_bytes(device)),
             feeds_head=head is not None and head.reads_images,
         )
 
@@ -230,8 +208,8 @@ class StepImages:
         if plan is None or not (plan.own.parts or plan.ahead.parts):
             return batch
         found: Mapping[bytes, Tensor] | None = None
-        if self._tower is not None:
-            found = self._embeddings(self._tower, [image for image, _, _ in (*plan.own.parts, *plan.ahead.parts)])
+        if self.encoder is not None:
+            found = self.encoder.embeddings(image for image, _, _ in (*plan.own.parts, *plan.ahead.parts))
         if plan.ahead.parts:
             self._ahead = self._image_tokens(plan.ahead, found)
         if not plan.own.parts:
@@ -271,72 +249,9 @@ class StepImages:
         by_axis[:, to_device(plan.rows, self._device)] = to_device(plan.positions, self._device)
         return by_axis
 
-    def _embeddings(self, tower: VisionTower, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
-        """Return the embeddings of images by digest, and keep them."""
-        wanted = {image.key: image for image in images}
-        for key in wanted:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-        for batch in self._batches(image for key, image in wanted.items() if key not in self._kept):
-            pixels = [self._read(image) for image in batch]
-            for image, output in zip(batch, tower(pixels, self._scale), strict=True):
-                # a view would keep the embeddings of the whole batch.
-                kept = self._kept[image.key] = output.clone() if len(batch) > 1 else output
-                self._kept_bytes += kept.nbytes
-        found = {key: self._kept[key] for key in wanted}
-        while self._kept_bytes > self.most_kept_bytes and self._kept:
-            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
-        return found
-
-    def _batches(self, images: Iterable[PromptImage]) -> Iterator[list[PromptImage]]:
-        """Split images into batches of the tower."""
-        batch: list[PromptImage] = []
-        num_tokens = 0
-        for image in images:
-            size = image.rows * image.columns
-            if batch and num_tokens + size > self._batch_tokens:
-                yield batch
-                batch, num_tokens = [], 0
-            batch.append(image)
-            num_tokens += size
-        if batch:
-            yield batch
-
-    def _read(self, image: PromptImage) -> Tensor:
-        """Copy the pixels of an image to the device: [height, width, 3] uint8."""
-        file = self._files.get(image.file)
-        if file is None:
-            if len(self._files) == _MOST_FILES:
-                self._files.pop(next(iter(self._files))).close()
-            file = self._files[image.file] = PixelFile(image.file)
-        side, on_gpu = self._vision.token_pixels, self._device.type == "cuda"
-        pixels = torch.empty(image.rows * side, image.columns * side, 3, dtype=torch.uint8, pin_memory=on_gpu)
-        file.read(pixels.numpy().data.cast("B"), image.offset)
-        return pixels.to(self._device, non_blocking=True)  # whose allocator keeps the host's memory until it is read
-
     def take_note(self) -> str:
         """Return nothing: images have nothing to tell."""
         return ""
-
-    def forget(self) -> None:
-        """Drop all embeddings, which another tower would not give."""
-        self._kept.clear()
-        self._kept_bytes = 0
-
-    def run_largest(self) -> None:
-        """Run the tower, if it is here, over the largest batch on a GPU, so that its memory is measured; on a CPU over
-        the smallest image."""
-        if self._tower is None:
-            return
-        side, smallest = self._vision.token_pixels, self._vision.tile_tokens or 1
-        sizes = [(smallest, smallest)]
-        if self._device.type != "cpu":
-            sizes = largest_tower_batch(self._vision, self._batch_tokens)
-        images = [
-            torch.zeros(rows * side, columns * side, 3, dtype=torch.uint8, device=self._device)
-            for rows, columns in sizes
-        ]
-        self._tower(images, self._scale)
 
 
 def _spans(images: Sequence[PromptImage]) -> list[ImageSpan]:
