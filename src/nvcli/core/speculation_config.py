@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from nvcli.core.config_types import MAX_DRAFT_TOKENS, DraftPolicyName
+from nvcli.core.config_types import MAX_DRAFT_TOKENS, DraftPolicyName, Name
 from nvcli.core.flags import MODEL, Flag
 
 
@@ -15,7 +15,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How tokens are drafted. Drafts change no answer: only tokens that the model itself would give are kept."""
 
     method: Annotated[
-        str,
+        Name,
         Flag(
             "--speculate",
             MODEL,
