@@ -78,8 +78,8 @@ class ImageEncoder:
         missing = [image for key, image in wanted.items() if key not in self._kept]
         for batches in zip_longest(*(self._batches(share) for share in self._shares(missing)), fillvalue=[]):
             for image, output in self._computed(batches):
-                kept = self._kept[image.key] = output
-                self._kept_bytes += kept.nbytes
+                self._kept[image.key] = output
+                self._kept_bytes += output.nbytes
         found = {key: self._kept[key] for key in wanted}
         while self._kept_bytes > self.most_kept_bytes and self._kept:
             self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes

@@ -225,6 +225,7 @@ class ModelRunner:
         vocab_size = self.model_config.vocab_size
         self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
         self._images = StepImages.of(config, self.model, self.slots, self.group, self.device)
+        self._image_encoder = None if self._images is None else self._images.encoder
         follows = self._context.rank == config.output_rank
         self.kept_states: KeptStates | None = None
         self._model_drafter: ModelDrafter | None = None
@@ -307,8 +308,8 @@ class ModelRunner:
             draft_widths=self._draft_widths,
             num_places=self._adapters.num_places,
         )
-        if self._images is not None and self._images.encoder is not None:
-            self._images.encoder.run_largest()
+        if self._image_encoder is not None:
+            self._image_encoder.run_largest()
 
     def _measure_graphs(self) -> None:
         """Estimate the memory of all graphs from a few, which are captured on the null block."""
@@ -461,8 +462,8 @@ class ModelRunner:
         """Replace the weights, or give up and take back their memory and the KV cache's (see
         `Runner.change_weights`)."""
         self._weight_changes.apply(change)
-        if self._images is not None and self._images.encoder is not None:
-            self._images.encoder.forget()
+        if self._image_encoder is not None:
+            self._image_encoder.forget()
 
     def _free_after_oom(self) -> None:
         """Wait for the work that a step launched before it ran out of memory, and free its memory."""
