@@ -144,21 +144,23 @@ def test_tiles_are_of_one_adapter_each() -> None:
     layer = make_layer(32, [(48, 0), (16, 1)], DEVICE)
     bank = make_bank(layer, [[16, 40, 8, 1, 2], [0, 3, 8, 1, 2]], torch.float32, DEVICE)
     rows = lora_rows.group_rows(torch.tensor(adapters, dtype=torch.int32, device=DEVICE), bank)
-    num_with, num_all = rows.num_tiles.tolist()
+    tiles = rows.tiles
+    assert tiles is not None
+    num_with, num_all = tiles.num_tiles.tolist()
     covered: dict[int, list[int]] = {}
-    for tile, count in enumerate(rows.counts[:num_all].tolist()):
+    for tile, count in enumerate(tiles.counts[:num_all].tolist()):
         assert 0 < count <= rows.row_tile
-        mine = rows.order[tile, :count].tolist()
+        mine = tiles.order[tile, :count].tolist()
         (adapter,) = {adapters[row] for row in mine}
         covered.setdefault(adapter, []).extend(mine)
         assert (adapter == 0) == (tile >= num_with)
         if adapter == 0:
-            assert not rows.ranks[tile].any()
-            assert not rows.scales[tile].any()
+            assert not tiles.ranks[tile].any()
+            assert not tiles.scales[tile].any()
         else:
-            assert torch.equal(rows.pages[tile], bank.page_table[adapter - 1])
-            assert torch.equal(rows.ranks[tile], bank.ranks[adapter - 1])
-            assert torch.equal(rows.scales[tile], bank.scales[adapter - 1])
+            assert torch.equal(tiles.pages[tile], bank.page_table[adapter - 1])
+            assert torch.equal(tiles.ranks[tile], bank.ranks[adapter - 1])
+            assert torch.equal(tiles.scales[tile], bank.scales[adapter - 1])
     assert [*covered] == [1, 3, 0]
     for adapter, found in covered.items():
         assert found == [row for row, of_row in enumerate(adapters) if of_row == adapter]

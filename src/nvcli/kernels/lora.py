@@ -29,8 +29,7 @@ def group_rows(adapters: Tensor, bank: AdapterBank, *, batch_invariant: bool = F
     """Sort rows by adapter and split them into tiles. adapters: [T] int32, contiguous. `batch_invariant`: see
     `AdapterRows`."""
     if not adapters.is_cuda:
-        nothing = adapters.new_empty(0)
-        return AdapterRows(adapters, nothing, nothing, nothing, nothing, nothing, nothing, 0, batch_invariant)
+        return AdapterRows(adapters, None, 0, batch_invariant)
     from nvcli.kernels.triton.products import lora_rows as kernels
 
     return kernels.group_rows(adapters, bank, batch_invariant=batch_invariant)

@@ -71,14 +71,12 @@ class AdaptedLayer:
     """A power of two that divides the first feature and the size of every block."""
 
 
-class AdapterRows(NamedTuple):
-    """The adapters of a step's tokens, or of those that are kept after the last attention."""
+class AdapterTiles(NamedTuple):
+    """Rows in tiles of one adapter, in the form that kernels take."""
 
-    adapters: Tensor
-    """[T] int32: a place on the device, counted from 1; NO_ADAPTER: none."""
     order: Tensor
     """[tiles, row_tile] int32: the rows of each tile, sorted by adapter, those without one in the last tiles. Rows past
-    a tile's count are undefined, and so are tiles past `num_tiles`, here and below. All of this is empty on a CPU."""
+    a tile's count are undefined, and so are tiles past `num_tiles`, here and below."""
     counts: Tensor
     """[tiles] int32: the rows of a tile."""
     pages: Tensor
@@ -89,6 +87,15 @@ class AdapterRows(NamedTuple):
     """[tiles, projections of all layers] float32."""
     num_tiles: Tensor
     """[2] int32: the number of tiles of rows with adapters, and of all tiles."""
+
+
+class AdapterRows(NamedTuple):
+    """The adapters of a step's tokens, or of those that are kept after the last attention."""
+
+    adapters: Tensor
+    """[T] int32: a place on the device, counted from 1; NO_ADAPTER: none."""
+    tiles: AdapterTiles | None
+    """None on a CPU."""
     row_tile: int
     """Maximum rows of a tile."""
     batch_invariant: bool = False

@@ -66,17 +66,13 @@ def add_low_rank(
 ) -> None:
     """See `nvcli.kernels.lora.add_low_rank`."""
     launch = choose_launch(rows) if launch is None else launch
+    assert rows.tiles is not None
     assert out.is_contiguous()
     parts = _shrink(x, rows, bank, layer, launch)
     num_blocks = len(layer.blocks)
-    expand_kernel[_grid(len(rows.counts) * num_blocks, launch.expand_programs, x.device)](
+    expand_kernel[_grid(len(rows.tiles.counts) * num_blocks, launch.expand_programs, x.device)](
         parts,
-        rows.order,
-        rows.counts,
-        rows.num_tiles,
-        rows.pages,
-        rows.ranks,
-        rows.scales,
+        rows.tiles,
         layer.blocks,
         bank.pages,
         out,
@@ -112,20 +108,16 @@ def activate_with_low_rank(
 ) -> Tensor:
     """See `nvcli.kernels.lora.activate_with_low_rank`."""
     launch = choose_launch(rows) if launch is None else launch
+    assert rows.tiles is not None
     assert gate_up.is_contiguous()
     assert layer.num_projections == 2
     size = layer.out_features // 2
     parts = _shrink(x, rows, bank, layer, launch)
     out = torch.empty(len(x), size, dtype=gate_up.dtype, device=gate_up.device)
     num_blocks = ceil_div(size, launch.gated_tile)
-    expand_gated_kernel[_grid(len(rows.counts) * num_blocks, launch.expand_programs, x.device)](
+    expand_gated_kernel[_grid(len(rows.tiles.counts) * num_blocks, launch.expand_programs, x.device)](
         parts,
-        rows.order,
-        rows.counts,
-        rows.num_tiles,
-        rows.pages,
-        rows.ranks,
-        rows.scales,
+        rows.tiles,
         bank.pages,
         gate_up,
         out,
@@ -152,23 +144,20 @@ def activate_with_low_rank(
 
 def _shrink(x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer, launch: LowRankLaunch) -> Tensor:
     """Multiply rows by A: [P, S, J, R] float32 parts. The parts of rows without adapters are undefined."""
+    assert rows.tiles is not None
     assert bank.pages.is_contiguous()
     assert x.stride(1) == 1
-    num_slots, in_features = rows.order.numel(), layer.in_features
+    num_slots, in_features = rows.tiles.order.numel(), layer.in_features
     part_features = max(launch.part_features or in_features, ceil_div(in_features, launch.most_parts))
     part_features = launch.in_tile * ceil_div(part_features, launch.in_tile)
     num_parts, rank_tile = ceil_div(in_features, part_features), min(RANKS_AT_ONCE, bank.max_rank)
     parts = torch.empty(
         num_parts, num_slots, layer.num_projections, bank.max_rank, dtype=torch.float32, device=x.device
     )
-    units = len(rows.counts) * layer.num_projections * (bank.max_rank // rank_tile) * num_parts
+    units = len(rows.tiles.counts) * layer.num_projections * (bank.max_rank // rank_tile) * num_parts
     shrink_kernel[_grid(units, launch.shrink_programs, x.device)](
         x,
-        rows.order,
-        rows.counts,
-        rows.num_tiles,
-        rows.pages,
-        rows.ranks,
+        rows.tiles,
         bank.pages,
         parts,
         x.stride(0),

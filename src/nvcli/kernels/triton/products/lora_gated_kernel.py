@@ -17,7 +17,7 @@ from nvcli.kernels.triton.products.lora_kernels import load_low, load_pages, loa
 def _add_products(
     values,  # [rows, columns] float32
     low,  # [rows, ranks] float32, the first ranks of the tile's rows times A
-    scale, rank, half: tl.constexpr, parts_ptr, pages_ptr, pages, tile_pages_ptr, tile, is_row, columns, exists,
+    scale, rank, half: tl.constexpr, parts_ptr, pages_ptr, pages, tiles, tile, is_row, columns, exists,
     page_stride, up_offset, num_slots,
     SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, MAX_RANK: tl.constexpr, ROW_TILE: tl.constexpr,
     RANK_TILE: tl.constexpr, PAGE_RANKS: tl.constexpr,
@@ -27,7 +27,7 @@ def _add_products(
         if MAX_RANK == RANK_TILE or first_rank < rank:
             ranks = first_rank + tl.arange(0, RANK_TILE)
             if first_rank > 0:
-                pages = load_pages(tile_pages_ptr, tile, first_rank, MAX_RANK, RANK_TILE, PAGE_RANKS)
+                pages = load_pages(tiles, tile, first_rank, MAX_RANK, RANK_TILE, PAGE_RANKS)
                 low = load_low(
                     parts_ptr, tile, is_row, ranks, rank, half, num_slots, 2, NUM_PARTS, MAX_RANK, ROW_TILE, RANK_TILE
                 )
@@ -42,12 +42,7 @@ def _add_products(
 @triton.jit(do_not_specialize=["num_slots", "all_projections", "first_projection"])
 def expand_gated_kernel(
     parts_ptr,  # [P, S, 2, MAX_RANK] float32
-    order_ptr,  # [tiles, ROW_TILE] int32
-    counts_ptr,  # [tiles] int32
-    num_tiles_ptr,  # [2] int32
-    tile_pages_ptr,  # [tiles, C] int32
-    tile_ranks_ptr,  # [tiles, projections of all layers] int32
-    tile_scales_ptr,  # [tiles, projections of all layers] float32
+    tiles,  # `AdapterTiles`
     pages_ptr,  # [pages, page_stride]
     gate_up_ptr,  # [T, 2 × SIZE]
     out_ptr,  # [T, SIZE], written
@@ -70,7 +65,7 @@ def expand_gated_kernel(
 ):
     """A unit of work is (tile, block of features); there are also tiles of rows without adapters. A program takes
     consecutive units: with many tiles it adds up the parts of a tile once for many blocks."""
-    num_units = tl.load(num_tiles_ptr + 1) * NUM_BLOCKS
+    num_units = tl.load(tiles.num_tiles + 1) * NUM_BLOCKS
     units_each = tl.cdiv(num_units, tl.num_programs(0))
     unit = tl.program_id(0) * units_each
     end = tl.minimum(unit + units_each, num_units)
@@ -79,13 +74,13 @@ def expand_gated_kernel(
         first_block = unit % NUM_BLOCKS
         num_blocks = tl.minimum(NUM_BLOCKS - first_block, end - unit)
         unit += num_blocks
-        count, order = load_rows(order_ptr, counts_ptr, tile, ROW_TILE)
-        pages = load_pages(tile_pages_ptr, tile, 0, MAX_RANK, RANK_TILE, PAGE_RANKS)
+        count, order = load_rows(tiles, tile, ROW_TILE)
+        pages = load_pages(tiles, tile, 0, MAX_RANK, RANK_TILE, PAGE_RANKS)
         number = tile * all_projections + first_projection
-        gate_rank = tl.load(tile_ranks_ptr + number)
-        up_rank = tl.load(tile_ranks_ptr + number + 1)
-        gate_scale = tl.load(tile_scales_ptr + number)
-        up_scale = tl.load(tile_scales_ptr + number + 1)
+        gate_rank = tl.load(tiles.ranks + number)
+        up_rank = tl.load(tiles.ranks + number + 1)
+        gate_scale = tl.load(tiles.scales + number)
+        up_scale = tl.load(tiles.scales + number + 1)
         is_row = tl.arange(0, ROW_TILE) < count
         tokens = tl.where(is_row, order, 0).to(tl.int64)[:, None]
         await_kernel_before(DEPENDENT)
@@ -104,12 +99,12 @@ def expand_gated_kernel(
             gate = tl.load(sources, mask=is_used, other=0).to(tl.float32)
             up = tl.load(sources + SIZE, mask=is_used, other=0).to(tl.float32)
             gate = _add_products(
-                gate, gate_low, gate_scale, gate_rank, 0, parts_ptr, pages_ptr, pages, tile_pages_ptr, tile, is_row,
+                gate, gate_low, gate_scale, gate_rank, 0, parts_ptr, pages_ptr, pages, tiles, tile, is_row,
                 columns, exists, page_stride, up_offset, num_slots,
                 SIZE, NUM_PARTS, MAX_RANK, ROW_TILE, RANK_TILE, PAGE_RANKS,
             )  # fmt: skip
             up = _add_products(
-                up, up_low, up_scale, up_rank, 1, parts_ptr, pages_ptr, pages, tile_pages_ptr, tile, is_row,
+                up, up_low, up_scale, up_rank, 1, parts_ptr, pages_ptr, pages, tiles, tile, is_row,
                 columns, exists, page_stride, up_offset, num_slots,
                 SIZE, NUM_PARTS, MAX_RANK, ROW_TILE, RANK_TILE, PAGE_RANKS,
             )  # fmt: skip

@@ -9,8 +9,7 @@ before it works on a unit. A program also reads it before it waits for the previ
 start of the step, and between that and the first of these launches comes one that is not a dependent launch (of the
 embedding, or of the rotary tables), which starts only when everything before it has ended.
 
-Shapes: T rows, S rows of all tiles, full or not, J projections of a layer, P parts, C pages that an adapter has room
-for.
+Shapes: T rows, S rows of all tiles, full or not, J projections of a layer, P parts.
 """
 
 from __future__ import annotations
@@ -22,18 +21,16 @@ from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before
 
 
 @triton.jit
-def load_pages(
-    tile_pages_ptr, tile, first_rank, MAX_RANK: tl.constexpr, RANK_TILE: tl.constexpr, PAGE_RANKS: tl.constexpr
-):
+def load_pages(tiles, tile, first_rank, MAX_RANK: tl.constexpr, RANK_TILE: tl.constexpr, PAGE_RANKS: tl.constexpr):
     """Load the page that each of some ranks of a tile's adapter is in."""
     ranks = first_rank + tl.arange(0, RANK_TILE)
-    return tl.load(tile_pages_ptr + tile * (MAX_RANK // PAGE_RANKS) + ranks // PAGE_RANKS)
+    return tl.load(tiles.pages + tile * (MAX_RANK // PAGE_RANKS) + ranks // PAGE_RANKS)
 
 
 @triton.jit
-def load_rows(order_ptr, counts_ptr, tile, ROW_TILE: tl.constexpr):
+def load_rows(tiles, tile, ROW_TILE: tl.constexpr):
     """Load the number of rows of a tile, and the rows, which are undefined past that number."""
-    return tl.load(counts_ptr + tile), tl.load(order_ptr + tile * ROW_TILE + tl.arange(0, ROW_TILE))
+    return tl.load(tiles.counts + tile), tl.load(tiles.order + tile * ROW_TILE + tl.arange(0, ROW_TILE))
 
 
 @triton.jit
@@ -61,26 +58,22 @@ def load_up(
 
 @triton.jit
 def _load_shrink_unit(
-    order_ptr, counts_ptr, tile_pages_ptr, tile_ranks_ptr, unit, all_projections, first_projection,
+    tiles, unit, all_projections, first_projection,
     NUM_PROJECTIONS: tl.constexpr, NUM_PARTS: tl.constexpr, RANK_BLOCKS: tl.constexpr, MAX_RANK: tl.constexpr,
     ROW_TILE: tl.constexpr, RANK_TILE: tl.constexpr, PAGE_RANKS: tl.constexpr,
 ):  # fmt: skip
     tile = unit // (NUM_PARTS * NUM_PROJECTIONS * RANK_BLOCKS)
     projection = unit // NUM_PARTS % NUM_PROJECTIONS
     first_rank = unit // (NUM_PARTS * NUM_PROJECTIONS) % RANK_BLOCKS * RANK_TILE
-    count, tokens = load_rows(order_ptr, counts_ptr, tile, ROW_TILE)
-    pages = load_pages(tile_pages_ptr, tile, first_rank, MAX_RANK, RANK_TILE, PAGE_RANKS)
-    return count, tokens, pages, tl.load(tile_ranks_ptr + tile * all_projections + first_projection + projection)
+    count, tokens = load_rows(tiles, tile, ROW_TILE)
+    pages = load_pages(tiles, tile, first_rank, MAX_RANK, RANK_TILE, PAGE_RANKS)
+    return count, tokens, pages, tl.load(tiles.ranks + tile * all_projections + first_projection + projection)
 
 
 @triton.jit(do_not_specialize=["num_slots", "all_projections", "first_projection"])
 def shrink_kernel(
     x_ptr,  # [T, in], rows x_stride apart
-    order_ptr,  # [tiles, ROW_TILE] int32
-    counts_ptr,  # [tiles] int32
-    num_tiles_ptr,  # [2] int32
-    tile_pages_ptr,  # [tiles, C] int32
-    tile_ranks_ptr,  # [tiles, projections of all layers] int32
+    tiles,  # `AdapterTiles`
     pages_ptr,  # [pages, page_stride]
     parts_ptr,  # [P, S, J, MAX_RANK] float32, written
     x_stride,
@@ -103,18 +96,17 @@ def shrink_kernel(
     """A unit of work is (tile, projection, block of ranks, part)."""
     RANK_BLOCKS: tl.constexpr = MAX_RANK // RANK_TILE
     UNITS: tl.constexpr = NUM_PROJECTIONS * RANK_BLOCKS * NUM_PARTS
-    num_units = tl.load(num_tiles_ptr) * UNITS
+    num_units = tl.load(tiles.num_tiles) * UNITS
     unit = tl.program_id(0)
     count, tokens, pages, rank = _load_shrink_unit(
-        order_ptr, counts_ptr, tile_pages_ptr, tile_ranks_ptr, unit, all_projections, first_projection,
+        tiles, unit, all_projections, first_projection,
         NUM_PROJECTIONS, NUM_PARTS, RANK_BLOCKS, MAX_RANK, ROW_TILE, RANK_TILE, PAGE_RANKS,
     )  # fmt: skip
     rows = tl.arange(0, ROW_TILE)
     while unit < num_units:
         next_unit = unit + tl.num_programs(0)
         next_count, next_tokens, next_pages, next_rank = _load_shrink_unit(
-            order_ptr, counts_ptr, tile_pages_ptr, tile_ranks_ptr, tl.minimum(next_unit, num_units - 1),
-            all_projections, first_projection,
+            tiles, tl.minimum(next_unit, num_units - 1), all_projections, first_projection,
             NUM_PROJECTIONS, NUM_PARTS, RANK_BLOCKS, MAX_RANK, ROW_TILE, RANK_TILE, PAGE_RANKS,
         )  # fmt: skip
         tile = unit // UNITS
@@ -162,31 +154,25 @@ def load_low(
 
 @triton.jit
 def _load_expand_unit(
-    order_ptr, counts_ptr, tile_pages_ptr, tile_ranks_ptr, tile_scales_ptr, blocks_ptr, unit, all_projections,
-    first_projection,
+    tiles, blocks_ptr, unit, all_projections, first_projection,
     NUM_BLOCKS: tl.constexpr, MAX_RANK: tl.constexpr,
     ROW_TILE: tl.constexpr, RANK_TILE: tl.constexpr, PAGE_RANKS: tl.constexpr, BLOCK_FIELDS: tl.constexpr,
 ):  # fmt: skip
     tile = unit // NUM_BLOCKS
     block = blocks_ptr + unit % NUM_BLOCKS * BLOCK_FIELDS
-    count, tokens = load_rows(order_ptr, counts_ptr, tile, ROW_TILE)
-    pages = load_pages(tile_pages_ptr, tile, 0, MAX_RANK, RANK_TILE, PAGE_RANKS)
+    count, tokens = load_rows(tiles, tile, ROW_TILE)
+    pages = load_pages(tiles, tile, 0, MAX_RANK, RANK_TILE, PAGE_RANKS)
     projection = tl.load(block + 2)
     number = tile * all_projections + first_projection + projection
-    rank = tl.load(tile_ranks_ptr + number)
-    scale = tl.load(tile_scales_ptr + number)
+    rank = tl.load(tiles.ranks + number)
+    scale = tl.load(tiles.scales + number)
     return count, tokens, pages, tl.load(block), tl.load(block + 1), projection, rank, scale
 
 
 @triton.jit(do_not_specialize=["num_slots", "all_projections", "first_projection"])
 def expand_kernel(
     parts_ptr,  # [P, S, J, MAX_RANK] float32
-    order_ptr,  # [tiles, ROW_TILE] int32
-    counts_ptr,  # [tiles] int32
-    num_tiles_ptr,  # [2] int32
-    tile_pages_ptr,  # [tiles, C] int32
-    tile_ranks_ptr,  # [tiles, projections of all layers] int32
-    tile_scales_ptr,  # [tiles, projections of all layers] float32
+    tiles,  # `AdapterTiles`
     blocks_ptr,  # [NUM_BLOCKS, BLOCK_FIELDS] int32
     pages_ptr,  # [pages, page_stride]
     out_ptr,  # [T, OUT_FEATURES], written
@@ -210,11 +196,11 @@ def expand_kernel(
 ):
     """A unit of work is (tile, OUT_TILE features of a block). The previous kernel is the one that shrinks; it has
     waited for the layer's product, to which this one adds."""
-    num_units = tl.load(num_tiles_ptr) * NUM_BLOCKS
+    num_units = tl.load(tiles.num_tiles) * NUM_BLOCKS
     unit = tl.program_id(0)
     count, tokens, pages, first_feature, num_features, projection, rank, scale = _load_expand_unit(
-        order_ptr, counts_ptr, tile_pages_ptr, tile_ranks_ptr, tile_scales_ptr, blocks_ptr, unit, all_projections,
-        first_projection, NUM_BLOCKS, MAX_RANK, ROW_TILE, RANK_TILE, PAGE_RANKS, BLOCK_FIELDS,
+        tiles, blocks_ptr, unit, all_projections, first_projection,
+        NUM_BLOCKS, MAX_RANK, ROW_TILE, RANK_TILE, PAGE_RANKS, BLOCK_FIELDS,
     )  # fmt: skip
     while unit < num_units:
         next_unit = unit + tl.num_programs(0)
@@ -222,9 +208,8 @@ def expand_kernel(
             next_count, next_tokens, next_pages, next_feature, next_num_features, next_projection, next_rank,
             next_scale,
         ) = _load_expand_unit(
-            order_ptr, counts_ptr, tile_pages_ptr, tile_ranks_ptr, tile_scales_ptr, blocks_ptr,
-            tl.minimum(next_unit, num_units - 1), all_projections,
-            first_projection, NUM_BLOCKS, MAX_RANK, ROW_TILE, RANK_TILE, PAGE_RANKS, BLOCK_FIELDS,
+            tiles, blocks_ptr, tl.minimum(next_unit, num_units - 1), all_projections, first_projection,
+            NUM_BLOCKS, MAX_RANK, ROW_TILE, RANK_TILE, PAGE_RANKS, BLOCK_FIELDS,
         )  # fmt: skip
         if rank > 0:
             tile = unit // NUM_BLOCKS
@@ -248,7 +233,7 @@ def expand_kernel(
             for first_rank in tl.static_range(RANK_TILE, MAX_RANK, RANK_TILE):
                 if first_rank < rank:
                     more_ranks = first_rank + ranks
-                    more_pages = load_pages(tile_pages_ptr, tile, first_rank, MAX_RANK, RANK_TILE, PAGE_RANKS)
+                    more_pages = load_pages(tiles, tile, first_rank, MAX_RANK, RANK_TILE, PAGE_RANKS)
                     up = load_up(
                         pages_ptr, more_pages, more_ranks, rank, columns, exists, page_stride, up_offset,
                         OUT_FEATURES, PAGE_RANKS,

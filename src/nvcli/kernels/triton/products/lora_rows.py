@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.core.messages import NO_ADAPTER
-from nvcli.kernels.lora_types import AdapterBank, AdapterRows
+from nvcli.kernels.lora_types import AdapterBank, AdapterRows, AdapterTiles
 from nvcli.kernels.whole_numbers import next_power_of_2
 
 _FEW_ROWS = 1024
@@ -61,12 +61,7 @@ def _group_kernel(
     page_table_ptr,  # [L, COLUMNS] int32
     ranks_ptr,  # [L, projections] int32
     scales_ptr,  # [L, projections] float32
-    order_ptr,  # [tiles, ROW_TILE] int32, written, as are all below
-    counts_ptr,  # [tiles] int32
-    tile_pages_ptr,  # [tiles, COLUMNS] int32
-    tile_ranks_ptr,  # [tiles, projections] int32
-    tile_scales_ptr,  # [tiles, projections] float32
-    num_tiles_ptr,  # [2] int32
+    tiles,  # `AdapterTiles`, written
     num_rows,
     num_projections,
     NUM_PLACES: tl.constexpr,
@@ -90,21 +85,21 @@ def _group_kernel(
     count = tl.sum(tl.where(bins == place, counts, 0), 0)
     last_tile = first_tile + (count + ROW_TILE - 1) // ROW_TILE
     if place == NUM_PLACES:
-        tl.store(num_tiles_ptr, first_tile)
-        tl.store(num_tiles_ptr + 1, last_tile)
+        tl.store(tiles.num_tiles, first_tile)
+        tl.store(tiles.num_tiles + 1, last_tile)
     if count > 0:
         target = first_tile * ROW_TILE
         for start in range(0, num_rows, ROWS):
             rows = start + tl.arange(0, ROWS)
             is_mine = (_load_places(adapters_ptr, rows, num_rows, NUM_PLACES, NO_ADAPTER) == place).to(tl.int32)
-            tl.store(order_ptr + target + tl.cumsum(is_mine, 0) - is_mine, rows, mask=is_mine > 0)
+            tl.store(tiles.order + target + tl.cumsum(is_mine, 0) - is_mine, rows, mask=is_mine > 0)
             target += tl.sum(is_mine, 0)
         has_adapter = place < NUM_PLACES
         columns = tl.arange(0, COLUMNS_MASKED)
         pages = tl.load(page_table_ptr + place * COLUMNS + columns, mask=has_adapter & (columns < COLUMNS), other=0)
         for tile in range(first_tile, last_tile):
-            tl.store(counts_ptr + tile, tl.minimum(count - (tile - first_tile) * ROW_TILE, ROW_TILE))
-            tl.store(tile_pages_ptr + tile * COLUMNS + columns, pages, mask=columns < COLUMNS)
+            tl.store(tiles.counts + tile, tl.minimum(count - (tile - first_tile) * ROW_TILE, ROW_TILE))
+            tl.store(tiles.pages + tile * COLUMNS + columns, pages, mask=columns < COLUMNS)
         for start in range(0, num_projections, PROJECTIONS):
             projections = start + tl.arange(0, PROJECTIONS)
             exists = projections < num_projections
@@ -112,8 +107,8 @@ def _group_kernel(
             ranks = tl.load(ranks_ptr + source, mask=has_adapter & exists, other=0)
             scales = tl.load(scales_ptr + source, mask=has_adapter & exists, other=0)
             for tile in range(first_tile, last_tile):
-                tl.store(tile_ranks_ptr + tile * num_projections + projections, ranks, mask=exists)
-                tl.store(tile_scales_ptr + tile * num_projections + projections, scales, mask=exists)
+                tl.store(tiles.ranks + tile * num_projections + projections, ranks, mask=exists)
+                tl.store(tiles.scales + tile * num_projections + projections, scales, mask=exists)
 
 
 def spread_adapters(adapters_of_slots: Tensor, slots: Tensor, query_start_loc: Tensor, out: Tensor) -> None:
@@ -138,28 +133,20 @@ def group_rows(adapters: Tensor, bank: AdapterBank, *, batch_invariant: bool = F
         return torch.empty(shape, dtype=dtype, device=adapters.device)
 
     num_projections, columns = bank.ranks.shape[1], bank.page_table.shape[1]
-    rows = AdapterRows(
-        adapters=adapters,
+    tiles = AdapterTiles(
         order=make(most_tiles, row_tile),
         counts=make(most_tiles),
         pages=make(most_tiles, columns),
         ranks=make(most_tiles, num_projections),
         scales=make(most_tiles, num_projections, dtype=torch.float32),
         num_tiles=make(2),
-        row_tile=row_tile,
-        batch_invariant=batch_invariant,
     )
     _group_kernel[(num_places + 1,)](
         adapters,
         bank.page_table,
         bank.ranks,
         bank.scales,
-        rows.order,
-        rows.counts,
-        rows.pages,
-        rows.ranks,
-        rows.scales,
-        rows.num_tiles,
+        tiles,
         num_rows,
         num_projections,
         NUM_PLACES=num_places,
@@ -172,7 +159,7 @@ def group_rows(adapters: Tensor, bank: AdapterBank, *, batch_invariant: bool = F
         NO_ADAPTER=NO_ADAPTER,
         num_warps=4,
     )
-    return rows
+    return AdapterRows(adapters, tiles, row_tile, batch_invariant)
 
 
 def _row_tile(num_rows: int, num_places: int, *, batch_invariant: bool) -> int:
