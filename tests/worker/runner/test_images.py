@@ -125,16 +125,16 @@ def test_a_later_memory_of_pixels_may_have_the_path_of_an_earlier_one(
     runner = runner_of(path)
     assert runner._images is not None
     assert runner._images.encoder is not None
-    paths = set()
-    for _ in range(2):
+    paths: list[str] = []
+    while len(set(paths)) == len(paths) < 9:  # whatever else opens files may take the number that was given back
         requests = ImageRequests(path)
         made = requests.requests()
-        paths.add(made[0].images[0].file.partition("#")[0])
+        paths.append(made[0].images[0].file.partition("#")[0])
         assert answers_in_order(run_requests(runner, made)) == expected
         runner._images.encoder.forget()
         del requests
         gc.collect()
-    assert len(paths) == 1, "the test would not test anything"
+    assert len(set(paths)) < len(paths), "the test would not test anything"
 
 
 @pytest.mark.parametrize(
