@@ -20,7 +20,7 @@ from nvcli.core.config import JobConfig, MessageTemplate, RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import unpack
 from nvcli.core.sampling_params import SamplingParams
-from nvcli.engine.request import Request
+from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import CapacityError, ConfigError, LoadError, WorkerError
 from nvcli.job.progress.summary import Summary, format_summary
 from nvcli.job.run.feeder import Feeder
@@ -524,6 +524,39 @@ def test_shared_prefixes_are_computed_once_though_the_cache_is_small(
     least = num_prefixes * 40 + num_rows * 3
     assert computed[True] <= least * (1.0 if num_replicas == 1 else 1.1)
     assert computed[False] > 5 * least
+
+
+class BusyEngine(FakeEngine):
+    """Has its hands full for 100 polls."""
+
+    busy_polls = 100
+
+    def poll(self, timeout: float) -> list[RequestOutput]:
+        if self._running and self.busy_polls:
+            self.busy_polls -= 1
+            return []
+        return super().poll(timeout)
+
+
+def test_a_replica_that_starts_later_gets_its_share_of_a_small_job(run: Runs) -> None:
+    def start(config: EngineConfig) -> FakeEngine:
+        run.engines.append(BusyEngine(config, polls_until_ready=2 + 20 * config.replica))
+        return run.engines[-1]
+
+    lengths = [4] * 60 + [40] * 20
+    rows: list[dict[str, Any] | str] = [
+        {"prompt": f"p{number}", "sampling": {"max_tokens": length}} for number, length in enumerate(lengths)
+    ]
+    run(rows, config={"data_parallel_size": 2, "max_num_seqs": 64}, start=start)
+    shares = [[request.max_tokens for request in engine.requests] for engine in run.engines]
+    assert [len(share) for share in shares] == [40, 40]
+    assert [share.count(40) for share in shares] == [10, 10]
+
+
+def test_a_replica_that_never_starts_keeps_no_rows(run: Runs) -> None:
+    start = replicas(run, {}, {"polls_until_ready": 1_000_000})
+    rows = run([{"prompt": f"p{number}"} for number in range(90)], config={"data_parallel_size": 2}, start=start)
+    assert len(rows) == len(run.engines[0].requests) == 90
 
 
 def replicas(run: Runs, *options: dict[str, Any]) -> Any:

@@ -1,15 +1,19 @@
 """The parent's loop: rows from the feeder through the planner to the replicas, and results to the writer.
 
 It keeps each replica supplied with about twice the requests that it can run, so that a replica never waits for the
-parent. It gives little more, so that replicas take rows as they get on with them and the plan can still change. A
-replica that dies ends the run, or its unfinished rows go back to the plan: an answer does not depend on who computes
-it. The loop knows no files and no flags.
+parent. It gives little more, so that replicas take rows as they get on with them and the plan can still change. Once
+one replica is ready, rows are dealt to those that are still starting too: replicas start within seconds of each other,
+and the first would otherwise get all rows of a small job, or the longest ones of a large job. Dealt rows stay here
+until their replica is ready; a replica that runs out of rows takes half of them. A replica that dies ends the run, or
+its unfinished rows go back to the plan: an answer does not depend on who computes it. The loop knows no files and no
+flags.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Protocol
@@ -66,8 +70,12 @@ class _Replica:
         """Its answer to the last change of the weights."""
         self.rows: dict[int, OpenRow] = {}
         """Rows with incomplete answers, by request id."""
+        self.dealt: deque[PreparedRow] = deque()
+        """Rows that it gets when it is ready."""
+        self._num_dealt = 0
+        """Requests of those rows."""
         self.num_bytes = 0
-        """Bytes of those rows."""
+        """Bytes of all these rows."""
 
     @property
     def stats(self) -> EngineStats:
@@ -76,8 +84,26 @@ class _Replica:
 
     @property
     def room(self) -> int:
-        """Number of requests to give it now, if positive."""
-        return self.capacity - len(self.rows) if self.num_bytes < MAX_BYTES_IN_FLIGHT else 0
+        """Number of requests to deal to it now, if positive."""
+        return self.capacity - len(self.rows) - self._num_dealt if self.num_bytes < MAX_BYTES_IN_FLIGHT else 0
+
+    def deal(self, row: PreparedRow) -> None:
+        self.dealt.append(row)
+        self._num_dealt += row.sampling.num_samples
+        self.num_bytes += row.num_bytes
+
+    def take_back(self) -> PreparedRow:
+        """Return the row that was dealt last, to give it to another replica."""
+        return self._undeal(self.dealt.pop())
+
+    def take_dealt(self) -> PreparedRow:
+        """Return the row that was dealt first, to give it to the engine."""
+        return self._undeal(self.dealt.popleft())
+
+    def _undeal(self, row: PreparedRow) -> PreparedRow:
+        self._num_dealt -= row.sampling.num_samples
+        self.num_bytes -= row.num_bytes
+        return row
 
     def give(self, row: OpenRow) -> None:
         """Record that it was given all requests of a row."""
@@ -150,7 +176,8 @@ class JobLoop:
         self._feeder.raise_error()
 
     def _is_done(self) -> bool:
-        return self._feeder.ended and not self._planner.num_rows and not any(each.rows for each in self._replicas)
+        is_idle = not any(each.rows or each.dealt for each in self._replicas)
+        return self._feeder.ended and not self._planner.num_rows and is_idle
 
     def _take_rows(self) -> None:
         """Move rows from the feeder to the planner, and failed ones to the writer."""
@@ -171,36 +198,50 @@ class JobLoop:
             self._finish_duplicates()
 
     def _send_rows(self) -> None:
-        """Send rows to the replicas with the most room. All samples of a row go to one replica."""
-        ready = {replica.number: replica for replica in self._replicas if replica.ready is not None}
-        room = {number: replica.room for number, replica in ready.items()}
-        requests: dict[int, list[Request]] = {}
+        """Deal rows to the replicas with the most room, and send those of the replicas that are ready."""
+        ready = [replica for replica in self._replicas if replica.ready is not None]
+        if not ready:
+            return
+        self._deal_rows()
+        for replica in ready:
+            if not replica.rows and not replica.dealt:
+                starting = max(self._replicas, key=lambda each: len(each.dealt))
+                for _ in range((len(starting.dealt) + 1) // 2):
+                    replica.deal(starting.take_back())
+            self._send_dealt(replica)
+
+    def _deal_rows(self) -> None:
+        """Deal planned rows as long as a replica has room, except those that no one needs. All samples of a row go to
+        one replica."""
         unwanted: list[PreparedRow] = []
-        while room and self._planner.num_rows:
-            number = max(room, key=room.__getitem__)
-            if room[number] <= 0:
+        while self._planner.num_rows:
+            replica = max(self._replicas, key=lambda each: each.room)
+            if replica.room <= 0:
                 break
-            prepared = self._planner.take(number)
+            prepared = self._planner.take(replica.number)
             assert prepared is not None
             if self._is_unwanted(prepared):
                 self._counts.lengths.drop(prepared, prepared.sampling.num_samples)
                 unwanted.append(prepared)
-                continue
-            row = OpenRow(prepared, self.next_request_id)
+            else:
+                replica.deal(prepared)
+        self._abandon(unwanted)
+
+    def _send_dealt(self, replica: _Replica) -> None:
+        """Send a replica the rows that were dealt to it."""
+        requests: list[Request] = []
+        while replica.dealt:
+            row = OpenRow(replica.take_dealt(), self.next_request_id)
             self.next_request_id += len(row.samples)
-            made = self._make_requests(row)
-            if made is None:
-                continue
-            ready[number].give(row)
-            room[number] = ready[number].room
-            requests.setdefault(number, []).extend(made)
-        for number, batch in requests.items():
+            if (made := self._make_requests(row)) is not None:
+                replica.give(row)
+                requests += made
+        if requests:
             self._counts.started_at = self._counts.started_at or time.monotonic()
             try:
-                ready[number].engine.add(batch)
+                replica.engine.add(requests)
             except _DEATHS as error:
-                self._drop_replica(ready[number], error)
-        self._abandon(unwanted)
+                self._drop_replica(replica, error)
 
     def _make_requests(self, row: OpenRow) -> list[Request] | None:
         """Return the requests of a row; None if that failed, which finishes the row."""
@@ -301,7 +342,8 @@ class JobLoop:
             self._drop_replica(replica, death)
         self._counts.replicas = [*(replica.stats for replica in self._replicas), *self._stats_of_lost]
         self._counts.num_waiting_for_equals = self._duplicates.num_rows
-        self._counts.num_planned = self._planner.num_rows + self._counts.num_waiting_for_equals
+        num_dealt = sum(len(replica.dealt) for replica in self._replicas)
+        self._counts.num_planned = self._planner.num_rows + num_dealt + self._counts.num_waiting_for_equals
 
     def _poll_replica(self, replica: _Replica, complete: list[OpenRow]) -> None:
         """Collect a replica's outputs, and the rows that they complete. Raises the error that the replica died of."""
@@ -368,7 +410,8 @@ class JobLoop:
         if not self._keep_going or len(self._replicas) == 1:
             raise error
         self._replicas.remove(replica)
-        rows = {id(row): row.prepared for row in replica.rows.values()}.values()  # the samples of a row are one row
+        given = {id(row): row.prepared for row in replica.rows.values()}  # the samples of a row are one row
+        rows = [*given.values(), *replica.dealt]
         for prepared in rows:
             self._planner.add(prepared)
         # What it computed still counts; nothing runs or waits in it any more.
