@@ -118,11 +118,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """For each repository, what `resolve_model` gives, what the hub was asked for, and what lies in the cache then."""
     code = (
+        "from nvcli.core.config import RunConfig\n"
         "from nvcli.tools.doctor.model_files import check_model_files\n"
         "from nvcli.errors import ConfigError, LoadError\n"
         "from nvcli.models.checkpoint import resolve_model\n"
         "for name in sys.argv[1:]:\n"
-        "    finding = check_model_files(name).findings[0]\n"
+        "    finding = check_model_files(RunConfig(model=name)).findings[0]\n"
         "    try: answer = str(resolve_model(name, weights=name != 'someone/looked-at'))\n"
         "    except (ConfigError, LoadError) as error: answer = f'{type(error).__name__}: {error}'\n"
         "    print(json.dumps([name, answer, finding.level.name, finding.found]))\n"

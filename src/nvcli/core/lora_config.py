@@ -57,9 +57,6 @@ class AdapterChoice:
     mode: LoraMode = "auto"
 
 
-NO_ADAPTERS = AdapterChoice()
-
-
 def adapter_choice(lora: str | Sequence[str] | LoraConfig | None) -> AdapterChoice:
     """Return the adapters that the key `lora` asks for. Raises ConfigError."""
     if isinstance(lora, LoraConfig):

@@ -10,6 +10,8 @@ import pytest
 
 from checkpoints import edit_json
 from eagle3_heads import write_head
+from nvcli.core.config import RunConfig
+from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
 from nvcli.models.hub import DownloadSize
@@ -24,12 +26,16 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(demo_path(), tmp_path / "model"))
 
 
+def check_files(model: Path | str, *, draft_head: str = "auto") -> ModelFiles:
+    return check_model_files(RunConfig(model=str(model), speculation=SpeculationConfig(method=draft_head)))
+
+
 def problems(files: ModelFiles) -> list[Finding]:
     return [finding for finding in files.findings if finding.level == Level.PROBLEM]
 
 
 def test_a_sound_folder(folder: Path) -> None:
-    files = check_model_files(str(folder))
+    files = check_files(folder)
     assert {finding.level for finding in files.findings} == {Level.OK}
     assert files.config is not None
     assert files.tensors is not None
@@ -38,7 +44,7 @@ def test_a_sound_folder(folder: Path) -> None:
 
 
 def test_no_folder() -> None:
-    (finding,) = check_model_files("./none").findings
+    (finding,) = check_files("./none").findings
     assert (finding.level, finding.found) == (Level.PROBLEM, "./none: no such folder")
 
 
@@ -47,7 +53,7 @@ def test_a_model_that_would_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(model_files, "check_reachable", lambda name, revision: None)
     size = DownloadSize(num_bytes=16 << 30, free_bytes=20 << 30, folder=Path("/cache"))
     monkeypatch.setattr(model_files, "download_size", lambda name, revision: size)
-    (finding,) = check_model_files("someone/model").findings
+    (finding,) = check_files("someone/model").findings
     assert finding.level == Level.WARNING
     assert "would download 16.0 GiB (20.0 GiB are free)" in finding.found
     assert "hf download someone/model" in finding.advice
@@ -56,7 +62,7 @@ def test_a_model_that_would_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> No
         raise LoadError("the hub cannot be reached")
 
     monkeypatch.setattr(model_files, "check_reachable", unreachable)
-    (finding,) = check_model_files("someone/model").findings
+    (finding,) = check_files("someone/model").findings
     assert finding.level == Level.PROBLEM
 
 
@@ -68,7 +74,7 @@ def test_several_things_wrong_at_once(folder: Path) -> None:
     (folder / "model-1.safetensors").write_bytes(whole[:-1000])
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    found = [finding.found for finding in problems(check_model_files(str(folder)))]
+    found = [finding.found for finding in problems(check_files(folder))]
     assert len(found) == 3
     for part, text in zip(
         ("config.json: not valid JSON", "truncated", "model-2.safetensors: no such"), found, strict=True
@@ -79,14 +85,14 @@ def test_several_things_wrong_at_once(folder: Path) -> None:
 def test_many_missing_files_are_summed_up(folder: Path) -> None:
     weight_map = {str(n): f"model-{n}.safetensors" for n in range(20)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    found = problems(check_model_files(str(folder)))
+    found = problems(check_files(folder))
     assert len(found) == 6
     assert "15 files more" in found[-1].found
 
 
 def test_an_index_that_promises_too_much(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"none": "model.safetensors"}}))
-    (finding,) = problems(check_model_files(str(folder)))
+    (finding,) = problems(check_files(folder))
     assert "tensor none is missing" in finding.found
 
 
@@ -97,7 +103,7 @@ def test_sizes_are_held_against_headers(folder: Path, extra: bytes) -> None:
 
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes() + extra)
-    assert bool(problems(check_model_files(str(folder)))) == bool(extra)
+    assert bool(problems(check_files(folder))) == bool(extra)
     if extra:
         with pytest.raises(SafetensorError), safe_open(file, framework="np"):
             pass
@@ -105,25 +111,25 @@ def test_sizes_are_held_against_headers(folder: Path, extra: bytes) -> None:
 
 def test_an_unknown_architecture(folder: Path) -> None:
     edit_json(folder / "config.json", architectures=["OtherForCausalLM"])
-    (finding,) = problems(check_model_files(str(folder)))
+    (finding,) = problems(check_files(folder))
     assert "OtherForCausalLM is not supported: its config.json has the keys of " in finding.found
 
 
 def test_end_of_sequence_ids(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
-    files = check_model_files(str(folder))
+    files = check_files(folder)
     assert [f.level for f in files.findings if f.name == "generation config"] == [Level.NOTE]
     edit_json(folder / "config.json", eos_token_id=None)
-    files = check_model_files(str(folder))
+    files = check_files(folder)
     assert [f.level for f in files.findings if f.name == "generation config"] == [Level.WARNING]
 
 
 def test_the_head_that_drafts(tmp_path: Path) -> None:
     write_head(tmp_path / "head", demo_path(), layers=(0, 3, 6))
-    files = check_model_files("demo", draft_head=str(tmp_path / "head"))
+    files = check_files("demo", draft_head=str(tmp_path / "head"))
     assert files.findings[-1].found == f"{tmp_path / 'head'}, reads the states before layers 0, 3, 6"
     assert files.config is not None
     assert files.config.draft_head is not None
     for name in ("mtp", str(tmp_path / "none")):
-        (finding,) = problems(check_model_files("demo", draft_head=name))
+        (finding,) = problems(check_files("demo", draft_head=name))
         assert "`speculation.method`" in finding.found

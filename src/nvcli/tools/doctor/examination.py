@@ -13,7 +13,6 @@ from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import AttentionSpec, attention_kinds
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.lora_config import adapter_choice
 from nvcli.core.system.host_memory import available_ram
 from nvcli.core.system.nvidia_smi import SmiReport, ask_nvidia_smi
 from nvcli.errors import CapacityError, ConfigError
@@ -53,17 +52,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
             return stack.enter_context(Probe(f"nvcli.tools.doctor.{target}:main", task, name=name, timeout=timeout))
 
         smi = ask_nvidia_smi()  # before our own probes take GPU memory
-        files = None
-        if run.model.strip():
-            files = check_model_files(
-                run.model,
-                revision=run.revision,
-                expert_parallel=run.enable_expert_parallel,
-                attention_dp=run.enable_attention_dp,
-                overrides=run.hf_overrides,
-                adapters=adapter_choice(run.lora),
-                draft_head=run.speculation.draft_head,
-            )
+        files = check_model_files(run) if run.model.strip() else None
         config, layout, config_findings = _layout(run, files, device, smi)
         num_ranks = layout.num_ranks
         device_probe = start("device_probe", None, "device probe")

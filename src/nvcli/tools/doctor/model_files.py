@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nvcli.core.byte_sizes import counted
-from nvcli.core.lora_config import NO_ADAPTERS, AdapterChoice
+from nvcli.core.config import RunConfig
+from nvcli.core.lora_config import adapter_choice
 from nvcli.core.system.hub_access import DownloadSize
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.adapters.adapter import Adapter, read_adapter
@@ -19,7 +19,6 @@ from nvcli.models.adapters.find import find_local_adapter
 from nvcli.models.adapters.row_adapters import check_row_adapter
 from nvcli.models.checkpoint import find_model, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
-from nvcli.models.config_overrides import NO_OVERRIDES
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
 from nvcli.models.hub import check_reachable, check_room, download_size
 from nvcli.models.safetensors_header import read_header
@@ -41,28 +40,16 @@ class ModelFiles:
     """The LoRA adapter for all rows, where one was asked for that fits the model."""
 
 
-def check_model_files(
-    name: str,
-    *,
-    revision: str | None = None,
-    expert_parallel: bool = False,
-    attention_dp: bool = False,
-    overrides: Mapping[str, Any] = NO_OVERRIDES,
-    adapters: AdapterChoice = NO_ADAPTERS,
-    draft_head: str | None = None,
-) -> ModelFiles:
-    """Check the configured model, its adapters and the head that drafts for it (`find_head`; None: it has none).
-    Nothing is downloaded. `revision` is that of `find_model`, `expert_parallel`, `attention_dp` and `overrides` are
-    those of `load_model_config`."""
-    path, finding = _find(name, revision)
+def check_model_files(run: RunConfig) -> ModelFiles:
+    """Check the model of a run, its adapters and the head that drafts for it. Nothing is downloaded."""
+    path, finding = _find(run.model, run.revision)
     if path is None:
         return ModelFiles(path=None, config=None, tensors=None, findings=[finding])
-    config, config_findings = _read_config(
-        path, expert_parallel=expert_parallel, attention_dp=attention_dp, overrides=overrides
-    )
+    config, config_findings = _read_config(run, path)
     tensors, weight_findings = _read_weights(path)
     findings = [finding, *config_findings, *weight_findings]
     adapter: Adapter | None = None
+    adapters, draft_head = adapter_choice(run.lora), run.speculation.draft_head
     if config is not None:
         findings += [_read_adapter(one, config, is_of_rows=True)[1] for one in adapters.named.values()]
     if adapters.merged is not None and config is not None:
@@ -106,12 +93,13 @@ def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
     return warning("folder", found, f"{command}, then run this again: its files were not checked")
 
 
-def _read_config(
-    path: Path, *, expert_parallel: bool, attention_dp: bool, overrides: Mapping[str, Any]
-) -> tuple[ModelConfig | None, list[Finding]]:
+def _read_config(run: RunConfig, path: Path) -> tuple[ModelConfig | None, list[Finding]]:
     try:
         config = load_model_config(
-            path, expert_parallel=expert_parallel, attention_dp=attention_dp, overrides=overrides
+            path,
+            expert_parallel=run.enable_expert_parallel,
+            attention_dp=run.enable_attention_dp,
+            overrides=run.hf_overrides,
         )
     except ConfigError as error:
         return None, [problem("config", str(error), "change that setting, or choose another checkpoint")]

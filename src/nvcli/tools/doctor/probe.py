@@ -10,7 +10,6 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import IO, Any
 
 from nvcli.worker.executor.child_process import ChildProcess
@@ -49,10 +48,9 @@ class Probe:
     def __enter__(self) -> Probe:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        self.child.close()
+        self._output.close()
 
     def result(self) -> Any:
         """Wait for the probe's message and return it. Raises ProbeFailed."""
@@ -69,11 +67,6 @@ class Probe:
         lines = self._output.read().decode(errors="replace").strip().splitlines()
         errors = [line for line in lines if _ERROR.match(line)]
         return f": {(errors or lines)[-1].strip()}" if lines else ""
-
-    def close(self) -> None:
-        """End the process. Idempotent."""
-        self.child.close()
-        self._output.close()
 
 
 def _unnamed_file() -> IO[bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NoReturn
 
 from nvcli import errors
@@ -67,9 +66,7 @@ class ComparingRanks:
     def __enter__(self) -> ComparingRanks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for child in self._ranks:
             child.kill()
         for child in self._ranks:
