@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from nvcli.cli.messages import say, say_failure
+from nvcli.cli.messages import say
 from nvcli.cli.options import AsJson, Settings, keys_of, with_options
 from nvcli.tools.bench.options import BenchOptions
 
@@ -30,16 +30,8 @@ def bench(*, settings: Settings, options: BenchOptions, as_json: AsJson = False)
     """
     run = settings.load(shape=options.shape)
 
-    from nvcli.errors import ModelError, WorkerError
     from nvcli.tools.bench.command import run_bench
     from nvcli.tools.bench.report import format_json, format_result
 
-    try:
-        result = run_bench(run, options, say=say)
-    except KeyboardInterrupt:
-        say("interrupted")
-        raise typer.Exit(130) from None
-    except (WorkerError, ModelError) as error:
-        say_failure(error)
-        raise typer.Exit(3) from None
+    result = run_bench(run, options, say=say)
     typer.echo(format_json(result) if as_json else format_result(result))

@@ -6,20 +6,17 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-import typer
 from msgspec import Meta
 
 from nvcli.cli.check_report import run_check
-from nvcli.cli.options import AsJson, Limit, Settings, ShardName, keys_of, with_options
+from nvcli.cli.options import INPUT, AsJson, Limit, Settings, ShardName, keys_of, with_options
 from nvcli.core.config_types import PositiveInt
 from nvcli.core.flags import MODEL, RESULT, WORKLOAD, Flag
 
 
 @with_options(*keys_of("", "speculation", "job", "sampling", without=("device",)))
 def check(
-    inputs: Annotated[
-        list[str], typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input.")
-    ],
+    inputs: Annotated[list[str], INPUT],
     *,
     limit: Limit = None,
     shard: ShardName = None,

@@ -8,16 +8,14 @@ from typing import Annotated
 import typer
 
 from nvcli.cli.answer_files import JobOptions, run_job
-from nvcli.cli.options import Settings, keys_of, with_options
+from nvcli.cli.options import INPUT, Settings, keys_of, with_options
 from nvcli.cli.prompt import answer_prompts, check_prompt_options
 from nvcli.core.flags import PROMPTS, Flag
 
 
 @with_options(*keys_of("", "speculation", "job", "sampling", without=("device",)))
 def generate(
-    inputs: Annotated[
-        list[str] | None, typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input.")
-    ] = None,
+    inputs: Annotated[list[str] | None, INPUT] = None,
     *,
     prompts: Annotated[
         Sequence[str],

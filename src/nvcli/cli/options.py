@@ -32,6 +32,8 @@ from nvcli.errors import ConfigError
 if TYPE_CHECKING:
     from nvcli.core.config_source import ConfigSource
 
+INPUT = typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input.")
+
 Limit = Annotated[Annotated[int, Meta(ge=1)] | None, Flag("--limit", ROWS, "Only the first N rows.")]
 ShardName = Annotated[
     str | None,

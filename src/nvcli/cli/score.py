@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from nvcli.cli.answer_files import JobOptions, run_job
-from nvcli.cli.options import Settings, keys_of, with_options
+from nvcli.cli.options import INPUT, Settings, keys_of, with_options
 
-_Inputs = Annotated[
-    list[str], typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input.")
-]
 _WITHOUT = ("device", "seed", "job.text_field")
 
 
 @with_options(*keys_of("", "job", "score", without=_WITHOUT))
-def score(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
+def score(inputs: Annotated[list[str], INPUT], *, job: JobOptions, settings: Settings) -> None:
     """Compute how likely the model finds the texts of every row of INPUT, without generating anything.
 
     A row has a prompt as for `generate`, and a `continuation` or several `choices`, whose log-probabilities after the
@@ -35,7 +30,7 @@ def score(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
 
 
 @with_options(*keys_of("", "job", "embed", without=_WITHOUT))
-def embed(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
+def embed(inputs: Annotated[list[str], INPUT], *, job: JobOptions, settings: Settings) -> None:
     """Compute an embedding (a vector) of every row of INPUT, with a decoder-only embedding model.
 
     A row has a prompt as for `generate`. The checkpoint (modules.json) says which hidden states become the embedding,
