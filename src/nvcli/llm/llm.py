@@ -19,7 +19,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import msgspec
@@ -27,7 +26,6 @@ import msgspec
 from nvcli.core.config import RunConfig, flag_keys
 from nvcli.core.config_types import Order, ParallelSize
 from nvcli.core.sampling_params import MAX_INT
-from nvcli.core.system.process_limits import check_process
 from nvcli.core.task_config import Normalization, ScoreConfig, Task
 from nvcli.core.validation import InvalidValue, convert, show
 from nvcli.core.weight_changes import LoadWeights, Sleep, Wake
@@ -41,7 +39,7 @@ from nvcli.llm.answer import Answer, make_answer
 from nvcli.llm.call import Call
 from nvcli.llm.call_defaults import Lora
 from nvcli.llm.keywords import METHODS, read_config, says_what_to_use
-from nvcli.llm.rows import ReadRow, Row, as_conversation, as_row, check_rows
+from nvcli.llm.rows import Row, as_conversation, check_rows
 from nvcli.llm.sampling import read_samplings
 from nvcli.llm.session import Session
 
@@ -85,7 +83,7 @@ class LLM:
             if value is not None and (key := flag_keys()[flag]) in settings:
                 raise ConfigError(f"`{key}` and its short name `{flag.lstrip('-')}` are given; leave one out")
         run = read_config(model, config, flags, settings | ({} if sampling is None else {"sampling": sampling}))
-        self._open(run, log_note, start_engine, None, False)
+        self._open(Session(run, note=log_note))
 
     @classmethod
     def from_config(
@@ -102,21 +100,17 @@ class LLM:
         Notes go to the logger `nvcli` if `note` is None.
         """
         llm = cls.__new__(cls)
-        llm._open(run, note or log_note, start, num_requests, needs_chat_template)
+        session = Session(
+            run,
+            note=note or log_note,
+            start=start,
+            num_requests=num_requests,
+            needs_chat_template=needs_chat_template,
+        )
+        llm._open(session)
         return llm
 
-    def _open(
-        self,
-        run: RunConfig,
-        note: Callable[[str], None],
-        start: StartEngine,
-        num_requests: int | None,
-        needs_chat_template: bool,
-    ) -> None:
-        check_process()
-        session = Session(
-            run, note=note, start=start, num_requests=num_requests, needs_chat_template=needs_chat_template
-        )
+    def _open(self, session: Session) -> None:
         self._session = session
         # Garbage collection may run anywhere, so nothing may be waited for there; at the end of the program it may.
         self._finalizer = weakref.finalize(self, _collect, session)
@@ -131,17 +125,17 @@ class LLM:
     @property
     def config(self) -> RunConfig:
         """The configuration, as given."""
-        return self._session.run
+        return self._session.resolved.run
 
     @property
     def max_model_len(self) -> int:
         """Maximum prompt + answer tokens."""
-        return self._session.max_model_len
+        return self._session.resolved.config.max_model_len
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the LoRA adapters that rows and calls may choose."""
-        return self._session.adapters
+        return self._session.resolved.adapter_names
 
     @property
     def has_chat_template(self) -> bool:
@@ -175,7 +169,7 @@ class LLM:
         A row that cannot be answered gives an answer with an `error`. Raises ConfigError, ClosedError, and the error of
         an engine that died.
         """
-        return self._generate(rows, sampling_params, sampling, order=order, lora=lora, seed=seed)
+        return self._generate(rows, sampling_params, sampling, seed, order=order, lora=lora)
 
     @says_what_to_use("chat_template_kwargs", *CONVERSATION_KEYS)
     def chat(
@@ -203,7 +197,7 @@ class LLM:
             return {**beside, **as_conversation(row, keys)}
 
         rows: Any = [messages] if is_one else messages
-        answers = self._generate(rows, sampling_params, sampling, order=order, lora=lora, seed=seed, read=read)
+        answers = self._generate(rows, sampling_params, sampling, seed, order=order, lora=lora, read=read)
         return next(answers) if is_one else answers
 
     @says_what_to_use()
@@ -225,12 +219,12 @@ class LLM:
         self._check_task("score")
         given = {"normalize": normalize, "token_logprobs": token_logprobs}
         own = {key: value for key, value in given.items() if value is not None}
-        config = {**msgspec.to_builtins(self._session.run.score), **own}
+        config = {**msgspec.to_builtins(self.config.score), **own}
         try:
             task = ScoreRows(convert(config, ScoreConfig, under=("score",)))
         except InvalidValue as error:
             raise ConfigError(error.message) from None
-        return self._answer(rows, order, lora=lora, task=task)
+        return self._answer(rows, order=order, lora=lora, task=task)
 
     @says_what_to_use()
     def embed(
@@ -242,7 +236,7 @@ class LLM:
         the errors.
         """
         self._check_task("embed")
-        return self._answer(rows, order, lora=lora, task=self._session.task)
+        return self._answer(rows, order=order, lora=lora, task=self._session.resolved.task)
 
     @says_what_to_use()
     def stream(
@@ -266,30 +260,23 @@ class LLM:
         return AnswerStream(self, call)
 
     def _generate(
-        self,
-        rows: Iterable[Row] | str | Mapping[str, Any],
-        sampling_params: object,
-        sampling: object,
-        *,
-        order: Order,
-        lora: Lora,
-        seed: int | None,
-        read: ReadRow = as_row,
+        self, rows: Any, sampling_params: object, sampling: object, seed: int | None, **options: Any
     ) -> Answers:
+        """Answer rows. `options` are those of `_answer`."""
         _check_seed(seed)
         self._check_task("generate")
         own = read_samplings(sampling_params, sampling)
-        return self._answer(rows, order, sampling=own, lora=lora, seed=seed, read=read)
+        return self._answer(rows, sampling=own, seed=seed, **options)
 
     def _check_task(self, task: Task) -> None:
         """Raise ConfigError unless the engines do what a method needs."""
-        makes_embeddings = self._session.run.task == "embed"
+        makes_embeddings = self.config.task == "embed"
         if makes_embeddings != (task == "embed"):
             way_out = "leave `task` out" if makes_embeddings else 'make it with task="embed"'
             what = "embeddings alone" if makes_embeddings else "no embeddings"
             raise ConfigError(f"this LLM makes {what}; for `{task}`, {way_out}")
 
-    def _answer(self, rows: Iterable[Row] | str | Mapping[str, Any], order: Order, **options: Any) -> Answers:
+    def _answer(self, rows: Iterable[Row] | str | Mapping[str, Any], *, order: Order, **options: Any) -> Answers:
         """Open a call. `options` are those of `Session.open_call`. Raises what `generate` raises."""
         if order not in _ORDERS:
             raise ConfigError(f"order={show(order)}: allowed: {' or '.join(_ORDERS)}")
@@ -349,13 +336,11 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"LLM({self._session.run.model!r})"
+        return f"LLM({self.config.model!r})"
 
 
 class _Results:

@@ -15,6 +15,7 @@ from typing import Any
 
 from nvcli.core.config import RunConfig
 from nvcli.core.config_types import Order
+from nvcli.core.system.process_limits import check_process
 from nvcli.core.weight_changes import Sleep, WeightsChange, WeightsChanged
 from nvcli.errors import ClosedError, ConfigError, NvcliError, WorkerError, first_line, named, reworded
 from nvcli.job.job import Job, JobResult
@@ -64,8 +65,10 @@ class Session:
         `note` receives lines for the user, from any thread. `num_requests` is the number of requests at a time; None:
         many. A session that `needs_chat_template` ends with a ConfigError if the model has none.
         """
-        self._resolved = resolve_settings(run)
-        self._plan = plan_replicas(self._resolved, num_requests=num_requests)
+        check_process()
+        self.resolved = resolve_settings(run)
+        """The model and its settings."""
+        self._plan = plan_replicas(self.resolved, num_requests=num_requests)
         for line in filter(None, (self._plan.why, *self._plan.warnings)):
             note(line)
         self._engines = EngineSet(start)
@@ -75,7 +78,7 @@ class Session:
         self._max_rows = window_rows(run, len(self._plan.engine_configs))
         self.form = OutputForm(created=int(time.time()), model=run.model, text_field=run.job.text_field)
         self._queue = RowQueue()
-        self._feeder = self._resolved.make_feeder(self._queue, self._load_tokenizer)
+        self._feeder = self.resolved.make_feeder(self._queue, self._load_tokenizer)
         self._counts = Counts()
         self._changed = threading.Condition()
         self._was_ready = False
@@ -102,25 +105,6 @@ class Session:
             self._was_ready = True
 
     @property
-    def run(self) -> RunConfig:
-        return self._resolved.run
-
-    @property
-    def task(self) -> TaskRows | None:
-        """The task that replaces answers, such as scores; None: answers."""
-        return self._resolved.task
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum prompt + answer tokens."""
-        return self._resolved.config.max_model_len
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """The names of the LoRA adapters that rows may choose."""
-        return self._resolved.adapter_names
-
-    @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be answered. Known once the session is ready."""
         assert self._tokenizer is not None, "the session is not ready"
@@ -144,7 +128,8 @@ class Session:
         `task` is what to compute instead of answers, and `read` converts a row to a dict. Raises ConfigError for
         sampling and adapters, and the error of a session that failed or is closed.
         """
-        defaults = CallDefaults(self._resolved.sampling_defaults, sampling, lora, adapters=self.adapters)
+        resolved = self.resolved
+        defaults = CallDefaults(resolved.sampling_defaults, sampling, lora, adapters=resolved.adapter_names)
         defaults.check_rows(rows)
         call = Call(order=order, max_rows=self._max_rows, seed=seed, streams=streams)
         iterator = iter(rows)
@@ -153,9 +138,9 @@ class Session:
             if self._is_asleep:
                 raise ClosedError("this LLM is asleep; call llm.wake() before it is used")
             self._calls.add(call)
-        keys = row_keys(self.run.job)
-        chat = self._resolved.choose_chat(is_task=task is not None)
-        parser = self._resolved.make_parser(chat, keep=lambda value: value, caller=call, task=task)
+        keys = row_keys(resolved.run.job)
+        chat = resolved.choose_chat(is_task=task is not None)
+        parser = resolved.make_parser(chat, keep=lambda value: value, caller=call, task=task)
 
         def read_rows() -> None:
             error: BaseException | None = None
@@ -237,7 +222,9 @@ class Session:
             try:
                 engines = self._engines.take(self._plan.engine_configs)
                 self._feeder.start()
-                self._loop = JobLoop(self.run, self._plan, engines, self._feeder, self, self._counts, self._events)
+                self._loop = JobLoop(
+                    self.resolved.run, self._plan, engines, self._feeder, self, self._counts, self._events
+                )
                 self._loop.run(self._each_round)
             except _Closing:
                 pass
@@ -300,10 +287,10 @@ class Session:
 
     def _load_tokenizer(self) -> Tokenizer:
         warnings = RowWarnings()
-        tokenizer = self._resolved.load_tokenizer(warnings)
+        tokenizer = self.resolved.load_tokenizer(warnings)
         if self._needs_chat_template and not tokenizer.chat_template:
             raise ConfigError(
-                f"{self.run.model} has no chat template, so it cannot chat; name one with "
+                f"{self.resolved.run.model} has no chat template, so it cannot chat; name one with "
                 "--chat-template, or let the model continue a text: nvcli generate --raw -p TEXT"
             )
         for warning in warnings.take_new():
