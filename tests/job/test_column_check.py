@@ -12,7 +12,7 @@ import pytest
 
 from nvcli.core.text_template import TextTemplate
 from nvcli.job.input.column_check import MAX_HELD_ROWS, ColumnsError
-from nvcli.job.input.reader import RowReader, check_first_rows
+from nvcli.job.input.reader import RowReader, first_rows
 from nvcli.job.job import Job, JobResult
 from nvcli.job.row_set import AnsweredRows
 from nvcli.job.rows.native_row import RowKeys
@@ -167,10 +167,14 @@ def test_each_input_is_looked_at_and_other_trouble_is_left_alone(tmp_path: Path)
     good, bad = file_of(tmp_path / "a.jsonl", [GOOD]), file_of(tmp_path / "b.jsonl", [OTHER])
     broken = tmp_path / "c.json"
     broken.write_text('[{"question": 1}')
-    check_first_rows([str(good), str(broken)], lambda: RowParser({}))
+
+    def look(files: list[Path], keys: RowKeys | None = None) -> None:
+        first_rows(RowReader([str(file)], RowParser({}, keys), check_columns=True) for file in files)
+
+    look([good, broken])
     with pytest.raises(ColumnsError, match=r"b\.jsonl"):
-        check_first_rows([str(good), str(bad)], lambda: RowParser({}))
-    check_first_rows([str(good), str(bad)], lambda: RowParser({}, RowKeys(prompt="question", messages="prompt")))
+        look([good, bad])
+    look([good, bad], RowKeys(prompt="question", messages="prompt"))
 
 
 def test_options_become_settings_for_commands_without_them(tmp_path: Path) -> None:

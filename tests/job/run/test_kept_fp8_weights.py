@@ -65,15 +65,15 @@ def test_auto(
     name: str, capabilities: list[str], keys: dict[str, Any], kept: str, models: dict[str, ModelConfig]
 ) -> None:
     run = RunConfig(model="m", **keys)
-    assert keep_weights(run, models[name], "cuda", report=report(*capabilities), environ={}).quantization == kept
+    assert keep_weights(run, models[name], "cuda", report=report(*capabilities)).quantization == kept
 
 
 def test_nothing_is_kept_on_a_cpu_or_where_layers_cannot_be_told(models: dict[str, ModelConfig]) -> None:
     run, model = RunConfig(model="m"), models["blocks"]
-    assert keep_weights(run, model, "cpu", report=report(", 9.0"), environ={}).quantization == "none"
+    assert keep_weights(run, model, "cpu", report=report(", 9.0")).quantization == "none"
     assert model.quantisation is not None
     unclear = dataclasses.replace(model, quantisation=dataclasses.replace(model.quantisation, left_alone=("re:(",)))
-    assert keep_weights(run, unclear, "cuda", report=report(", 9.0"), environ={}).quantization == "none"
+    assert keep_weights(run, unclear, "cuda", report=report(", 9.0")).quantization == "none"
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("h200", "fp8"), ("l40s", "fp8"), ("a100", "none")])
@@ -113,7 +113,7 @@ def test_fast_accumulation(
     models: dict[str, ModelConfig],
 ) -> None:
     run = RunConfig(model="m", fp8_accumulation="fast", **keys)
-    model = keep_weights(run, models[name], device, report=report(", 9.0"), environ={})
+    model = keep_weights(run, models[name], device, report=report(", 9.0"))
     if said is None:
         config = resolve_engine_config(run, paths[name], model, found_device=device)
         assert config.fp8_accumulation == "fast"
@@ -139,7 +139,7 @@ def test_what_auto_chose_is_said(
     name: str, capability: str, keys: dict[str, Any], said: str, models: dict[str, ModelConfig]
 ) -> None:
     run = RunConfig(model="m", **{"device": "cuda", **keys})
-    model = keep_weights(run, models[name], run.device, report=report(f", {capability}"), environ={})  # type: ignore[arg-type]
+    model = keep_weights(run, models[name], run.device, report=report(f", {capability}"))  # type: ignore[arg-type]
     config = resolve_engine_config(run, Path("/m"), model)
     found = explain_choice(run, model, config)
     assert said in found

@@ -228,15 +228,17 @@ def report(gpus: list[SmiGpu], failure: str = "") -> SmiReport:
     return SmiReport(gpus={gpu.uuid: gpu for gpu in gpus}, processes=(), links={}, failure=failure)
 
 
-def test_the_run_gets_numbers(shapes: Any) -> None:
+def test_the_run_gets_numbers(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, config = shapes("qwen3-0.6b")
     auto = RunConfig(model="m")
 
-    def resolved(run: RunConfig, found: SmiReport, **environ: str) -> Layout:
-        return resolve_layout(run, config, model, report=found, environ=environ)
+    def resolved(run: RunConfig, found: SmiReport) -> Layout:
+        return resolve_layout(run, config, model, report=found)
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert sizes(resolved(auto, report(machine(4)))) == (4, 1)
-    assert sizes(resolved(auto, report(machine(4)), CUDA_VISIBLE_DEVICES="2,0")) == (2, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert sizes(resolved(auto, report(machine(4)))) == (2, 1)
     unknown = resolved(auto, report([], failure="nvidia-smi failed: no driver"))
     assert (sizes(unknown), "could not choose a layout: nvidia-smi failed" in unknown.why) == ((1, 1), True)
     given = RunConfig(model="m", tensor_parallel_size=2, data_parallel_size=3)

@@ -25,9 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def requests_of(model: Path, rows: list[Any], said: list[str] | None = None, **options: Any) -> list[Request]:
     file = model / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = RunConfig(model=str(model))
+    run = RunConfig(model=str(model), load_format="dummy")
     workload = FileWorkload(input=str(file), **options)
-    return workload.requests(resolve_settings(run, weights=False), say=(said if said is not None else []).append)
+    return workload.requests(resolve_settings(run), say=(said if said is not None else []).append)
 
 
 def test_rows_become_requests_of_fixed_length(model: Path) -> None:
@@ -69,7 +69,7 @@ def test_rows_that_fail_are_left_out_and_counted(model: Path) -> None:
 def test_files_of_all_formats_and_folders_of_them(model: Path, tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("prompt\na\nb\n")
     (tmp_path / "a.csv").write_text('prompt,sampling\nc,"{""n"": 2}"\n')
-    resolved = resolve_settings(RunConfig(model=str(model)), weights=False)
+    resolved = resolve_settings(RunConfig(model=str(model), load_format="dummy"))
     for name, count in (("b.csv", 2), ("", 4)):
         workload = FileWorkload(input=str(tmp_path / name))
         assert len(workload.requests(resolved, say=print)) == count

@@ -6,6 +6,7 @@ Its output is parsed leniently: values that are missing or in another format are
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -86,7 +87,7 @@ def ask_for_gpus() -> SmiReport:
     return SmiReport(gpus=gpus)
 
 
-def visible_gpus(report: SmiReport, environ: Mapping[str, str]) -> list[SmiGpu] | str:
+def visible_gpus(report: SmiReport, environ: Mapping[str, str] = os.environ) -> list[SmiGpu] | str:
     """Return the GPUs that a CUDA process sees, in its order; or the reason why they cannot be told.
 
     CUDA_VISIBLE_DEVICES is read as CUDA reads it: indices or prefixes of uuids, up to the first invalid one.

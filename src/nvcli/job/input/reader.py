@@ -8,7 +8,7 @@ out.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -314,31 +314,19 @@ class RowReader:
         return self._source.place(self._line_number)
 
 
-def check_first_rows(
-    inputs: Sequence[str],
-    make_parser: Callable[[], RowParser],
-    *,
-    limit: int | None = None,
-    pdfs: Mapping[str, PdfFile] | None = None,
-) -> list[Job | JobResult]:
-    """Read the first rows of each input and return them. Raises ColumnsError if those of an input are all at fault.
+def first_rows(readers: Iterable[RowReader]) -> list[Job | JobResult]:
+    """Return the first rows that each reader gives. Raises ColumnsError if those of an input are all at fault.
 
-    Other trouble is left to whoever reads the input. `limit` is the number of rows that are wanted of each, and
-    `pdfs` are those of `RowReader`.
+    Other trouble is left to whoever reads the whole input.
     """
     rows: list[Job | JobResult] = []
-    for name in inputs:
-        with (
-            contextlib.suppress(StopIteration, InputChanged),
-            contextlib.closing(
-                RowReader([name], make_parser(), limit=limit, check_columns=True, pdfs=pdfs).batches()
-            ) as batches,
-        ):
+    for reader in readers:
+        with contextlib.closing(reader.batches()) as batches:
             try:
-                rows += next(batches)
+                rows += next(batches, ())
             except ColumnsError:
                 raise
-            except ConfigError:
+            except (ConfigError, InputChanged):
                 continue
     return rows
 

@@ -14,8 +14,7 @@ micro-batch, and between others nothing has been measured.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -118,8 +117,8 @@ def choose_layout(
     if num_requests is None:
         num_requests = _LARGE_JOB * config.max_num_seqs * len(gpus)
     pp = config.pipeline_parallel_size
-    sizes = list(_sizes(len(gpus) // pp, model, num_requests, tensor_parallel_size, data_parallel_size))
-    if not sizes:
+    layouts = list(_layouts(len(gpus), model, pp, num_requests, tensor_parallel_size, data_parallel_size))
+    if not layouts:
         given = {
             "tensor_parallel_size (--tp)": tensor_parallel_size,
             "data_parallel_size (--dp)": data_parallel_size,
@@ -132,7 +131,9 @@ def choose_layout(
         )
     usual = max(1, min(_USUAL_TOKENS, config.max_model_len // 4))
     lengths = Lengths(prompt=usual, computed=usual, answer=usual)
-    candidates = [_estimate(gpus, model, config, tp, dp, num_requests, lengths) for tp, dp in sizes]
+    candidates = [
+        estimate_layout(layout, gpus, model, config, num_requests=num_requests, lengths=lengths) for layout in layouts
+    ]
     fitting = [one for one in candidates if one.num_tokens > 0]
     if not fitting:
         fitting = [_nearest(candidates, gpus, model, config)]
@@ -153,7 +154,6 @@ def resolve_layout(
     *,
     num_requests: int | None = None,
     report: SmiReport | None = None,
-    environ: Mapping[str, str] = os.environ,
 ) -> Layout:
     """Choose numbers for `tensor_parallel_size` and `data_parallel_size`; `auto` is 1 where nothing can be chosen.
 
@@ -163,7 +163,7 @@ def resolve_layout(
     given = layout_as_given(run)
     if not chooses_layout(run, config):
         return given
-    gpus = visible_gpus(ask_for_gpus() if report is None else report, environ)
+    gpus = visible_gpus(ask_for_gpus() if report is None else report)
     if isinstance(gpus, str):
         return replace(given, why=f"{given.flags}: could not choose a layout: {gpus}")
     return choose_layout(
@@ -176,9 +176,7 @@ def resolve_layout(
     )
 
 
-def without_useless_auto(
-    run: RunConfig, *, device: str, gpus: Sequence[SmiGpu] | None = None, environ: Mapping[str, str] = os.environ
-) -> RunConfig:
+def without_useless_auto(run: RunConfig, *, device: str, gpus: Sequence[SmiGpu] | None) -> RunConfig:
     """Return a run that asks for attention by rows with `tensor_parallel_size` 1 in place of `auto` where there are too
     few GPUs for stages of two ranks, so that it keeps what attention by rows excludes, such as images.
 
@@ -186,7 +184,7 @@ def without_useless_auto(
     """
     if run.tensor_parallel_size != "auto":
         return run
-    seen = visible_gpus(ask_for_gpus(), environ) if gpus is None and device == "cuda" else gpus or []
+    seen = visible_gpus(ask_for_gpus()) if gpus is None and device == "cuda" else gpus or []
     least = 2 * run.pipeline_parallel_size * layout_as_given(run).data_parallel_size
     if device == "cuda" and not isinstance(seen, str) and len(seen) >= least:
         return run
@@ -212,42 +210,14 @@ def estimate_layout(
     num_requests: int,
     lengths: Lengths,
 ) -> LayoutEstimate:
-    """Estimate a job of known lengths on a layout that was chosen from these GPUs."""
+    """Estimate a job of these lengths on a layout, on those of the GPUs that have most room."""
     tp, dp = layout.tensor_parallel_size, layout.data_parallel_size
-    return _estimate(gpus, model, config, tp, dp, num_requests, lengths)
-
-
-def _sizes(
-    num_gpus: int, model: ModelConfig, num_requests: int, tp_given: ParallelSize, dp_given: ParallelSize
-) -> Iterator[tuple[int, int]]:
-    """Yield every (tp, dp) that the model and the GPUs allow, with no more replicas than requests.
-
-    `num_gpus` is the number of GPUs for each pipeline stage.
-    """
-    for tp in range(1, num_gpus + 1) if tp_given == "auto" else [tp_given]:
-        if not model.divides_by(tp):
-            continue
-        most = min(num_gpus // tp, max(1, num_requests))
-        for dp in range(1, most + 1) if dp_given == "auto" else [dp_given]:
-            if tp * dp <= num_gpus:
-                yield tp, dp
-
-
-def _estimate(
-    gpus: Sequence[SmiGpu],
-    model: ModelConfig,
-    config: EngineConfig,
-    tp: int,
-    dp: int,
-    num_requests: int,
-    lengths: Lengths,
-) -> LayoutEstimate:
     config = msgspec.structs.replace(config, tensor_parallel_size=tp, gpus=())
     each = config.num_ranks
     stage = largest_stage(model, config.pipeline_parallel_size)
     weights = sum(weight_bytes(model, config.dtype, tensor_parallel_size=tp, stage=stage).values())
     rooms = [_room(gpu, model, config) for gpu in gpus]
-    # The GPUs with most room are taken; neighbours share a replica.
+    # Neighbours share a replica.
     chosen = sorted(sorted(range(len(gpus)), key=lambda index: -rooms[index])[: each * dp])
     share = math.ceil(num_requests / dp)
     rate, least_tokens = 0.0, None
@@ -262,20 +232,28 @@ def _estimate(
     start = (each * dp - 1) * _PROCESS_SECONDS + (dp - 1) * each * weights / _LOAD_BYTES_PER_SECOND
     if each > 1:
         start += _NCCL_SECONDS
-    layout = Layout(
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=config.pipeline_parallel_size,
-        data_parallel_size=dp,
-        gpus=tuple(chosen),
-    )
     return LayoutEstimate(
-        layout=layout,
+        layout=replace(layout, gpus=tuple(chosen)),
         weight_bytes=weights,
         room=min(rooms[index] for index in chosen),
         num_tokens=least_tokens or 0,
         start_seconds=start,
         seconds=num_requests / rate if rate else math.inf,
     )
+
+
+def _layouts(
+    num_gpus: int, model: ModelConfig, pp: int, num_requests: int, tp_given: ParallelSize, dp_given: ParallelSize
+) -> Iterator[Layout]:
+    """Yield every layout that the model and the GPUs allow, with no more replicas than requests."""
+    most_ranks = num_gpus // pp
+    for tp in range(1, most_ranks + 1) if tp_given == "auto" else [tp_given]:
+        if not model.divides_by(tp):
+            continue
+        most = min(most_ranks // tp, max(1, num_requests))
+        for dp in range(1, most + 1) if dp_given == "auto" else [dp_given]:
+            if tp * dp <= most_ranks:
+                yield Layout(tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=dp)
 
 
 def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import shlex
 import sys
 from collections import Counter
@@ -50,12 +49,11 @@ def build_report(
     plan: RunPlan | None = None,
     ready: Sequence[EngineReady] = (),
     timeline: Sequence[TimePoint] = (),
-    argv: Sequence[str] | None = None,
 ) -> Report:
     """Build the report of a finished run. `error` is what ended it early, if anything did.
 
     `plan` is what was started, and None where nothing was; `ready` holds the reports of the replicas that came to be
-    ready. `argv` is the command line; None: that of this process.
+    ready.
     """
     counts, outcomes, times = summary.counts, summary.counts.outcomes, summary.times
     state, message = how_it_ended(error)
@@ -69,7 +67,7 @@ def build_report(
     return Report(
         state=state,
         message=message,
-        command=_as_text(without_secrets(shlex.join(["nvcli", *(sys.argv if argv is None else argv)[1:]]))),
+        command=_as_text(without_secrets(shlex.join(["nvcli", *sys.argv[1:]]))),
         model=job.run.model,
         inputs=list(job.inputs),
         output=job.output,
@@ -153,7 +151,7 @@ def _engine(plan: RunPlan, ready: Sequence[EngineReady], summary: Summary) -> En
 
 
 def _gpu_names(plan: RunPlan) -> list[str]:
-    gpus = visible_gpus(ask_for_gpus(), os.environ)
+    gpus = visible_gpus(ask_for_gpus())
     if isinstance(gpus, str):
         return []
     indices = [config.gpu_index(rank) for config in plan.engine_configs for rank in range(config.num_ranks)]

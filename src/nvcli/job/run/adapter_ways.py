@@ -8,7 +8,6 @@ is a fact of the job.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,7 +162,7 @@ def _speed(config: EngineConfig) -> tuple[GpuSpeed, int | None]:
     """Return the speed and the memory of the GPUs that are seen; for a CPU, or unknown GPUs, a guess."""
     if config.device == "cpu":
         return _CPU_SPEED, None
-    gpus = visible_gpus(ask_for_gpus(), os.environ)
+    gpus = visible_gpus(ask_for_gpus())
     if isinstance(gpus, str) or not gpus:
         return gpu_speed(""), None
     return gpu_speed(gpus[0].name), gpus[0].total_bytes or None

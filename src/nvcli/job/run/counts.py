@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -197,19 +198,19 @@ class Example(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`data:` URLs of small pictures of its first images, if they are wanted (`Outcomes.shows_images`)."""
 
 
+@dataclass(slots=True)
 class ScoreTotals:
     """Totals of scored rows."""
 
-    def __init__(self) -> None:
-        self.rows_with_answer = 0
-        """Rows that name the right choice."""
-        self.rows_correct = 0
-        self.prompts = 0
-        """Rows whose prompt was scored itself."""
-        self.prompt_tokens = 0
-        """The scored tokens of these rows."""
-        self.prompt_logprob = 0.0
-        """The log-probability of all these tokens."""
+    rows_with_answer: int = 0
+    """Rows that name the right choice."""
+    rows_correct: int = 0
+    prompts: int = 0
+    """Rows whose prompt was scored itself."""
+    prompt_tokens: int = 0
+    """The scored tokens of these rows."""
+    prompt_logprob: float = 0.0
+    """The log-probability of all these tokens."""
 
     def add(self, answer: ScoreAnswer) -> None:
         """Count the answer of a row."""
@@ -312,18 +313,16 @@ def bin_middle(number: int) -> float:
     return (bin_start(number) + bin_start(number + 1) - 1) / 2
 
 
+@dataclass(slots=True)
 class ClassTotals:
     """Totals of the samples of one length class that were read."""
 
-    __slots__ = ("asked_samples", "max_tokens", "prompt_tokens", "samples")
-
-    def __init__(self) -> None:
-        self.samples = 0
-        self.asked_samples = 0
-        """Samples whose row, or the configuration, names a `max_tokens`; the others may fill `max_model_len`."""
-        self.max_tokens = 0
-        self.prompt_tokens = 0
-        """Prompt tokens, counted for each sample."""
+    samples: int = 0
+    asked_samples: int = 0
+    """Samples whose row, or the configuration, names a `max_tokens`; the others may fill `max_model_len`."""
+    max_tokens: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens, counted for each sample."""
 
 
 class ReadTotals:
@@ -345,18 +344,16 @@ class ReadTotals:
         self.classes[key] = totals  # last: another thread may look at any time
 
 
+@dataclass(slots=True)
 class EndedSamples:
     """The samples of one length class that have ended."""
 
-    __slots__ = ("cut", "samples", "stopped")
-
-    def __init__(self) -> None:
-        self.samples = 0
-        """Samples that need no more work, including those that failed or were not computed."""
-        self.stopped: Counter[int] = Counter()
-        """Number of samples that ended by themselves, by bin of their length."""
-        self.cut: Counter[int] = Counter()
-        """Number of samples that reached their `max_tokens`, by bin of their length. They would have been longer."""
+    samples: int = 0
+    """Samples that need no more work, including those that failed or were not computed."""
+    stopped: Counter[int] = field(default_factory=Counter)
+    """Number of samples that ended by themselves, by bin of their length."""
+    cut: Counter[int] = field(default_factory=Counter)
+    """Number of samples that reached their `max_tokens`, by bin of their length. They would have been longer."""
 
 
 class AnswerLengths:

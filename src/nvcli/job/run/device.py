@@ -20,6 +20,11 @@ def detect_device(environ: Mapping[str, str] = os.environ, dev: Path = _DEV) -> 
     return "cuda" if _sees_gpu(environ, dev) and _torch_has_cuda() else "cpu"
 
 
+def device_of(run: RunConfig, found: Literal["cpu", "cuda"] | None = None) -> Literal["cpu", "cuda"]:
+    """Return the device of a run. `found` is what `device: auto` stands for; None: look for a GPU."""
+    return (found or detect_device()) if run.device == "auto" else run.device
+
+
 def unused_gpu(run: RunConfig, environ: Mapping[str, str] = os.environ, dev: Path = _DEV) -> str | None:
     """Explain that torch cannot use a GPU that is there, and what to install; None if there is no GPU, or the run names
     its device."""

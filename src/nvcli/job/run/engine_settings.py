@@ -19,7 +19,7 @@ from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.run.adapter_ways import find_ways
-from nvcli.job.run.device import detect_device
+from nvcli.job.run.device import device_of
 from nvcli.job.run.image_settings import check_of_text, keeps_images_whole, most_image_tokens, with_tower
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.models.adapters.adapter import Adapter, read_adapter
@@ -43,17 +43,11 @@ def load_model(
     *,
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
-    gpu_bytes: int | None = None,
 ) -> ModelConfig:
-    """Load a checkpoint's configuration, with weights in the format that a run's ranks keep. Raises LoadError and
-    ConfigError.
-
-    `found_device` is the device that `device: auto` stands for (None: look for a GPU). `gpus` are the run's GPUs;
-    `gpu_bytes` is the memory of one about which nothing else is known. If both are None, this machine's GPUs count.
-    """
-    return load_with_adapters(
-        run, model_path, load_checkpoint(run, model_path), found_device=found_device, gpus=gpus, gpu_bytes=gpu_bytes
-    )[0]
+    """Load a checkpoint's configuration, with weights in the format that a run's ranks keep. The rest is as in
+    `load_with_adapters`."""
+    model = load_checkpoint(run, model_path)
+    return load_with_adapters(run, model_path, model, found_device=found_device, gpus=gpus)[0]
 
 
 def load_checkpoint(run: RunConfig, model_path: Path) -> ModelConfig:
@@ -77,9 +71,11 @@ def load_with_adapters(
     gpu_bytes: int | None = None,
     reads_images: bool = True,
 ) -> tuple[ModelConfig, Adapter | None, dict[str, Adapter]]:
-    """Return the model of a checkpoint (`load_checkpoint`) as `load_model` does, with the LoRA adapter for all rows
-    (None: the run has none) and those that rows choose, by name.
+    """Return the model of a checkpoint (`load_checkpoint`) with weights in the format that a run's ranks keep, the LoRA
+    adapter for all rows (None: the run has none) and those that rows choose, by name.
 
+    `found_device` is the device that `device: auto` stands for (None: look for a GPU). `gpus` are the run's GPUs;
+    `gpu_bytes` is the memory of one about which nothing else is known. If both are None, this machine's GPUs count.
     `reads_images` false: with `images: auto` the vision tower is left out. Raises LoadError and ConfigError, also if an
     adapter does not fit the model.
     """
@@ -95,7 +91,7 @@ def load_with_adapters(
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
-    device = (found_device or detect_device()) if run.device == "auto" else run.device
+    device = device_of(run, found_device)
     model = with_run_head(run, model_path, model, device)
     return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter, named
 
@@ -157,7 +153,7 @@ def resolve_engine_config(
     the device that `device: auto` stands for; None: look for a GPU. `row_adapters` are the run's adapters with names;
     None: read them.
     """
-    device = (found_device or detect_device()) if run.device == "auto" else run.device
+    device = device_of(run, found_device)
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     if run.quantization != "auto":
         model = model.with_quantization(run.quantization)

@@ -11,8 +11,7 @@ MXFP4 weights that are no whole groups may still be kept in FP8. On a CPU all we
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -38,7 +37,6 @@ def keep_weights(
     gpus: Sequence[SmiGpu] | None = None,
     gpu_bytes: int | None = None,
     report: SmiReport | None = None,
-    environ: Mapping[str, str] = os.environ,
     adapter: Adapter | None = None,
 ) -> ModelConfig:
     """Return the model with its weights in the format that a run's ranks keep. Raises ConfigError, also if an `adapter`
@@ -56,7 +54,7 @@ def keep_weights(
     if device == "cpu" or format_kept is None or _obstacle(run, model, format_kept):
         return model.with_quantization("none")
     if gpus is None and gpu_bytes is None:
-        found = visible_gpus(ask_for_gpus() if report is None else report, environ)
+        found = visible_gpus(ask_for_gpus() if report is None else report)
         gpus = () if isinstance(found, str) else found
     gpus = gpus or ()
     assert model.quantisation is not None

@@ -42,7 +42,7 @@ from nvcli.job.rows.row_warnings import RowWarnings
 from nvcli.job.run.adapter_ways import choose_ways
 from nvcli.job.run.chat_choice import ChatChoice, keep_choice
 from nvcli.job.run.default_sampling import check_default_sampling
-from nvcli.job.run.device import detect_device
+from nvcli.job.run.device import device_of
 from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
 from nvcli.job.run.feeder import Feeder, RowSource, portions
 from nvcli.job.run.image_settings import check_reads_pdfs, image_processor, why_no_images
@@ -343,13 +343,13 @@ def _chat_choice(
     )
 
 
-def resolve_settings(run: RunConfig, *, weights: bool = True, setter_of: SetterOf = unknown_setter) -> ResolvedModel:
+def resolve_settings(run: RunConfig, *, setter_of: SetterOf = unknown_setter) -> ResolvedModel:
     """Resolve the model and the settings of a run whose rows come later. Raises ConfigError and LoadError.
 
-    Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
-    `setter_of` is as in `resolve_job`.
+    Reads the checkpoint's small files, and downloads a checkpoint that is not there. `setter_of` is as in
+    `resolve_job`.
     """
-    return _with_engines(_find_model(run, weights=weights, setter_of=setter_of), RowNeeds(), setter_of=setter_of)
+    return _with_engines(_find_model(run, weights=True, setter_of=setter_of), RowNeeds(), setter_of=setter_of)
 
 
 def _find_model(
@@ -362,8 +362,7 @@ def _find_model(
 ) -> RowSettings:
     """Find the model, and what the run says of rows. All but `run` is as in `resolve_job`."""
     if run.enable_attention_dp:
-        device = (found_device or detect_device()) if run.device == "auto" else run.device
-        run = without_useless_auto(run, device=device, gpus=gpus)
+        run = without_useless_auto(run, device=device_of(run, found_device), gpus=gpus)
     weights = weights and run.load_format == "auto"
     path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
     settings = read_row_settings(run, path, load_checkpoint(run, path))
@@ -380,7 +379,7 @@ def _with_engines(
     *,
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
-    setter_of: SetterOf = unknown_setter,
+    setter_of: SetterOf,
 ) -> ResolvedModel:
     """Choose the settings of the engines for rows with these needs. The rest is as in `resolve_job`."""
     run, path = settings.run, settings.model_path

@@ -1,17 +1,32 @@
-"""RowNeeds: what the first rows of a job ask of the engines, before any setting of these is chosen."""
+"""RowNeeds: what the rows of a job ask of the engines, judging by the first of them, before any setting is chosen.
+
+A vision tower is loaded only where rows have images, so files of text are searched for them too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from nvcli.job.images.image_rows import have_images
+from nvcli.job.compression import compression_of
+from nvcli.job.file_formats import input_format, is_pdf
+from nvcli.job.images.image_parts import images_of
 from nvcli.job.input.pdf_source import PdfFile
-from nvcli.job.input.reader import check_first_rows
-from nvcli.job.job import Job
+from nvcli.job.input.reader import RowReader, first_rows
+from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.prompt_rules import PromptKind, TextKinds
 from nvcli.job.run.image_settings import why_no_images
 from nvcli.job.run.row_settings import RowSettings
+
+_PART = re.compile(rb'type[\\"]{1,4}\s*:\s*[\\"]{1,4}(?:(?:input_)?image|pdf)')
+"""The type of a part that is an image or a PDF file, also where a conversation is a JSON text in a key or column."""
+_LONGEST_PART = 64
+"""More bytes than a match of it has in practice."""
+_SEARCHED_FORMATS = ("jsonl", "json", "csv")
+_MAX_BYTES = 256 << 20
+_CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +52,50 @@ def needs_of_rows(
     """Look at the first rows of inputs that can be read twice. Raises ConfigError if their columns are not those of a
     job. `pdfs` are those of `RowReader`."""
     sampled = inputs if limit is None else inputs[:1]
-    parsers = [settings.make_parser(chat) for _ in sampled]
-    rows = check_first_rows(sampled, iter(parsers).__next__, limit=limit, pdfs=pdfs)
+    readers = [
+        RowReader([name], settings.make_parser(chat), limit=limit, check_columns=True, pdfs=pdfs) for name in sampled
+    ]
+    rows = first_rows(readers)
     run = settings.run
     reads_images = run.images == "auto" and why_no_images(run, settings.model_path, settings.model) is None
     return RowNeeds(
-        kinds=frozenset().union(*(parser.kinds for parser in parsers)),
-        images=reads_images and (run.job.image_field is not None or have_images(inputs, rows)),
+        kinds=frozenset().union(*(reader.kinds for reader in readers)),
+        images=reads_images and (run.job.image_field is not None or _have_images(inputs, rows)),
         grammars=any(isinstance(row, Job) and row.wants_grammar for row in rows),
     )
+
+
+def _have_images(inputs: Sequence[str], first_rows: Iterable[Job | JobResult]) -> bool:
+    """Tell whether the first rows of inputs have images, or their files are of pages or look so.
+
+    Files of text are searched, the first 256 MiB of all together. Of others, such as compressed files and tables, the
+    first rows count alone.
+    """
+    if any(map(is_pdf, inputs)):
+        return True
+    if any(isinstance(row, Job) and row.messages is not None and images_of(row.messages) for row in first_rows):
+        return True
+    left = _MAX_BYTES
+    for name in inputs:
+        if left > 0 and not compression_of(name) and input_format(name) in _SEARCHED_FORMATS:
+            is_found, num_bytes = _search(Path(name), left)
+            if is_found:
+                return True
+            left -= num_bytes
+    return False
+
+
+def _search(file: Path, most: int) -> tuple[bool, int]:
+    """Tell whether the first bytes of a file, at most about `most`, hold a part that is an image, and how many were
+    read. A file that cannot be read holds none; whoever reads its rows says what is wrong."""
+    num_bytes, rest = 0, b""
+    try:
+        with file.open("rb", buffering=0) as source:
+            while num_bytes < most and (chunk := source.read(_CHUNK_BYTES)):
+                if _PART.search(rest + chunk):
+                    return True, num_bytes
+                num_bytes += len(chunk)
+                rest = chunk[-_LONGEST_PART:]
+    except OSError:
+        return False, num_bytes
+    return False, num_bytes

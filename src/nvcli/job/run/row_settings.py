@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,20 +18,23 @@ from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.core.lora_config import adapter_choice
 from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.task_config import PoolingName
 from nvcli.core.text_template import TextTemplate
 from nvcli.core.validation import InvalidValue, convert
 from nvcli.errors import ConfigError
-from nvcli.job.job import Caller
+from nvcli.job.job import Caller, EmbedTask
 from nvcli.job.rows.native_row import ADAPTER_KEY, RowKeys
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.prompt_rules import PromptRules, TextKinds
 from nvcli.job.rows.raw_values import as_json
-from nvcli.job.rows.task_rows import TaskRows
+from nvcli.job.rows.task_rows import EmbedRows, ScoreRows, TaskRows
 from nvcli.job.run.chat_choice import choose_chat
 from nvcli.job.run.settings import SetterOf, unknown_setter
-from nvcli.job.run.task import task_rows
 from nvcli.job.text.tokenizer import has_chat_template
 from nvcli.models.config import ModelConfig
+from nvcli.models.embedding_files import read_embedding_files
+
+_POSITIONS: dict[PoolingName, Literal["last", "first", "all"]] = {"last": "last", "mean": "all", "cls": "first"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ class RowSettings:
 
 def read_row_settings(run: RunConfig, model_path: Path, model: ModelConfig) -> RowSettings:
     """Read what rows need of a checkpoint's small files. Raises ConfigError and LoadError."""
-    task = task_rows(run, model, model_path)
+    task = _task_rows(run, model, model_path)
     job = run.job
     template = None if job.chat_template is None else read_chat_template(Path(job.chat_template))
     return RowSettings(
@@ -105,6 +108,29 @@ def read_row_settings(run: RunConfig, model_path: Path, model: ModelConfig) -> R
         has_chat_template=has_chat_template(model_path) if template is None else bool(template),
         task=task,
     )
+
+
+def _task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows | None:
+    """Return the task that replaces answers; None: answers. Raises ConfigError and LoadError."""
+    if run.task != "embed":
+        if not model.has_head:
+            raise ConfigError(
+                f"{run.model} is a {model.architecture}, which has no LM head and gives no tokens or their "
+                "probabilities; `nvcli embed` makes embeddings with it"
+            )
+        return None if run.task == "generate" else ScoreRows(run.score)
+    embed, files = run.embed, read_embedding_files(model_path, run.hf_overrides)
+    if embed.dimensions is not None and embed.dimensions > model.hidden_size:
+        raise ConfigError(
+            f"`embed.dimensions` is {embed.dimensions}, and {run.model} gives vectors of {model.hidden_size} numbers; "
+            "lower it or leave it out"
+        )
+    pooling = (files.pooling or "last") if embed.pooling == "auto" else embed.pooling
+    normalize = files.normalizes is not False if embed.normalize == "auto" else embed.normalize
+    task = EmbedTask(
+        position=_POSITIONS[pooling], normalize=normalize, dimensions=embed.dimensions, encoding=embed.encoding
+    )
+    return EmbedRows(task)
 
 
 def sampling_defaults(run: RunConfig, model: ModelConfig) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -101,7 +100,6 @@ def estimate_job(
     gpus: Sequence[SmiGpu] | None,
     expected_answers: Sequence[int | None],
     num_bytes: int | None,
-    environ: Mapping[str, str] = os.environ,
 ) -> JobEstimate:
     """Estimate a job on `gpus`, or on those of this machine if None.
 
@@ -112,7 +110,7 @@ def estimate_job(
         gpus or "no GPU is used here; estimate for other GPUs with --gpu, such as --gpu h200"
     )
     if gpus is None and job.config.device == "cuda":
-        found = visible_gpus(ask_for_gpus(), environ)
+        found = visible_gpus(ask_for_gpus())
     if isinstance(found, str):
         return JobEstimate(_machine_without_gpus(job, found), _forecasts(job, tally, expected_answers, None, ()))
     num_requests = sum(tally.answers.values())

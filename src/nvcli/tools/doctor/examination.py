@@ -17,7 +17,7 @@ from nvcli.core.system.host_memory import available_ram
 from nvcli.core.system.nvidia_smi import SmiReport, ask_nvidia_smi
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.layout import Layout, layout_as_given, resolve_layout
-from nvcli.job.run.device import detect_device
+from nvcli.job.run.device import device_of
 from nvcli.job.run.engine_settings import attention_choice, resolve_engine_config, with_run_head
 from nvcli.job.run.kept_weights import keep_weights
 from nvcli.job.run.row_settings import sampling_defaults
@@ -45,7 +45,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
     `run.model` may be empty. `output` is the folder for answers, and `timeout` is how long a probe may
     take, in seconds. Never raises for faults of the machine or the model. No process outlives it.
     """
-    device = detect_device() if run.device == "auto" else run.device
+    device = device_of(run)
     with ExitStack() as stack:
 
         def start(target: str, task: msgspec.Struct | None, name: str) -> Probe:
