@@ -1,4 +1,4 @@
-"""AllPages: puts a part for each page in place of a part that stands for all pages of a PDF file."""
+"""Puts a part for each page in place of a part that stands for all pages of a PDF file."""
 
 from __future__ import annotations
 
@@ -16,23 +16,17 @@ from nvcli.job.job import Job, JobResult, failed
 from nvcli.job.rows.conversation import IMAGE
 from nvcli.job.rows.pdf_part import FIRST_PAGE, PAGE
 
-CountPages = Callable[[str], int | RowError]
 
-
-class AllPages:
-    """Counts the pages of files, several at a time."""
-
-    def __init__(self, count: CountPages, threads: Executor) -> None:
-        """`count` returns the number of pages of a file that a row names."""
-        self._count, self._threads = count, threads
-
-    def with_all_pages(self, rows: Sequence[Job | JobResult]) -> list[Job | JobResult]:
-        """Return rows with a part for each page; a file whose pages cannot be counted is its row's error."""
-        files = dict.fromkeys(part[IMAGE] for row in rows for part in images_of_row(row) if FIRST_PAGE in part)
-        if not files:
-            return [*rows]
-        counts = dict(zip(files, self._threads.map(self._count, files), strict=True))
-        return [_expanded(row, counts) for row in rows]
+def with_all_pages(
+    rows: Sequence[Job | JobResult], count: Callable[[str], int | RowError], threads: Executor
+) -> list[Job | JobResult]:
+    """Return rows with a part for each page of their PDF files, whose pages `count` counts, several files at a time.
+    A file whose pages cannot be counted is its row's error."""
+    files = dict.fromkeys(part[IMAGE] for row in rows for part in images_of_row(row) if FIRST_PAGE in part)
+    if not files:
+        return [*rows]
+    counts = dict(zip(files, threads.map(count, files), strict=True))
+    return [_expanded(row, counts) for row in rows]
 
 
 def _expanded(row: Job | JobResult, counts: dict[str, int | RowError]) -> Job | JobResult:

@@ -21,7 +21,7 @@ from nvcli.core.messages import pack
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, PromptImage
 from nvcli.core.validation import shorten, show
 from nvcli.errors import CapacityError, RowError
-from nvcli.job.images.all_pages import AllPages
+from nvcli.job.images.all_pages import with_all_pages
 from nvcli.job.images.image_fetch import refused
 from nvcli.job.images.image_parts import images_of, images_of_row
 from nvcli.job.images.image_process import PageCount, Question
@@ -80,7 +80,6 @@ class RowImages:
         templates write it."""
         self._processor, self._token_id, self._folders, self._text = processor, token_id, folders, text
         self.processes = ImageProcesses()
-        self._pages = AllPages(self._count_pages, self.processes.threads)
         self._memory = PixelMemory()
         self._known: WeakValueDictionary[Any, Pixels] = WeakValueDictionary()
         """Pixels that some row still holds, by what was read."""
@@ -91,7 +90,7 @@ class RowImages:
         """Split a batch of rows so that each part has few images, whose preparation begins a part ahead."""
         parts: list[list[Job | JobResult]] = [[]]
         num_images = 0
-        for row in self._pages.with_all_pages(rows):
+        for row in with_all_pages(rows, self._count_pages, self.processes.threads):
             parts[-1].append(row)
             num_images += len(images_of_row(row))
             if num_images >= AHEAD * self.processes.count:

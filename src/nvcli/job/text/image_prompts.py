@@ -1,4 +1,4 @@
-"""ImagePrompts: the images of a batch of rows, and the prompts that hold their tokens."""
+"""The images of a batch of rows, and the prompts that hold their tokens."""
 
 from __future__ import annotations
 
@@ -17,49 +17,32 @@ _PIXELS_PER_BYTE = 8
 run, and 512 images of 1,024 x 768 take 1.2 GB."""
 
 
-class ImagePrompts:
-    """Puts images into prompts. Used by one thread."""
-
-    def __init__(self, images: RowImages | None, why_none: str) -> None:
-        """With `images` None, rows that have images are refused; `why_none` says why."""
-        self._images, self._why_none = images, why_none
-
-    def read(
-        self,
-        rows: Sequence[Job | JobResult],
-        prompts: dict[int, list[int] | RowError],
-        conversations: dict[int, Conversation],
-    ) -> dict[int, list[Pixels]]:
-        """Return the pixels of the rows that have images. Rows whose images cannot be read get an error in `prompts`,
-        and are taken out of `conversations`."""
-        messages = {at: row.messages for at in conversations if isinstance(row := rows[at], Job) and row.messages}
-        having = {at: each for at, each in messages.items() if images_of(each)}
-        if not having:
-            return {}
-        found: Sequence[list[Pixels] | RowError]
-        if self._images is None:
-            refusal = RowError("unsupported_content", f"the row has images, and {self._why_none}")
-            found = [refusal] * len(having)
+def read_images(
+    images: RowImages | None,
+    why_none: str,
+    rows: Sequence[Job | JobResult],
+    prompts: dict[int, list[int] | RowError],
+    conversations: dict[int, Conversation],
+) -> dict[int, list[Pixels]]:
+    """Return the pixels of the rows that have images. Rows whose images cannot be read get an error in `prompts`,
+    and are taken out of `conversations`; with `images` None that is all of them, and `why_none` says why."""
+    messages = {at: row.messages for at in conversations if isinstance(row := rows[at], Job) and row.messages}
+    having = {at: each for at, each in messages.items() if images_of(each)}
+    if not having:
+        return {}
+    found: Sequence[list[Pixels] | RowError]
+    if images is None:
+        found = [RowError("unsupported_content", f"the row has images, and {why_none}")] * len(having)
+    else:
+        found = images.read(list(having.values()))
+    pixels: dict[int, list[Pixels]] = {}
+    for at, each in zip(having, found, strict=True):
+        if isinstance(each, RowError):
+            prompts[at] = each
+            del conversations[at]
         else:
-            found = self._images.read(list(having.values()))
-        pixels: dict[int, list[Pixels]] = {}
-        for at, each in zip(having, found, strict=True):
-            if isinstance(each, RowError):
-                prompts[at] = each
-                del conversations[at]
-            else:
-                pixels[at] = each
-        return pixels
-
-    def write(self, text: str, pixels: Sequence[Pixels]) -> str | RowError:
-        """See `RowImages.write`."""
-        assert self._images is not None
-        return self._images.write(text, pixels)
-
-    def expand(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[list[int], PromptImages]:
-        """See `RowImages.expand`. Raises RowError."""
-        assert self._images is not None
-        return self._images.expand(ids, pixels)
+            pixels[at] = each
+    return pixels
 
 
 def packed(ids: Sequence[int], images: PromptImages | None, num_tokens: int) -> bytes:

@@ -24,7 +24,7 @@ from nvcli.job.text.answer_reader import AnswerFormat, AnswerReader
 from nvcli.job.text.call_grammars import CallConstraints
 from nvcli.job.text.chat_renderer import Conversation
 from nvcli.job.text.grammar_maker import Grammar, GrammarMaker
-from nvcli.job.text.image_prompts import ImagePrompts, counted_bytes, packed
+from nvcli.job.text.image_prompts import counted_bytes, packed, read_images
 from nvcli.job.text.model_limits import ModelLimits, check_vocabulary, encode_long, end_ids, fit_prompt, is_long
 from nvcli.job.text.prompt_tasks import (
     Continuations,
@@ -110,7 +110,7 @@ class Preparer:
         self._limits = limits
         self._render = render
         self._grammars = grammars
-        self._images = ImagePrompts(images, limits.why_no_images)
+        self._images = images
         self._rule = special_token_rule(limits.special_tokens, tokenizer)
         self._eos_ids = end_ids(tokenizer, limits)
         self._wholes = Continuations(self._rule, tokenizer, self._eos_ids)
@@ -158,11 +158,11 @@ class Preparer:
             else:
                 assert row.prompt_token_ids is not None
                 prompts[at] = row.prompt_token_ids
-        pixels = self._images.read(rows, prompts, conversations)
+        pixels = read_images(self._images, self._limits.why_no_images, rows, prompts, conversations)
         chats: dict[int, str] = {}
         for at, rendered in zip(conversations, self._render(list(conversations.values())), strict=True):
             written = rendered
-            if at in pixels and isinstance(rendered, str):
+            if self._images is not None and at in pixels and isinstance(rendered, str):
                 written = self._images.write(rendered, pixels[at])
             if isinstance(written, RowError):
                 prompts[at] = written
@@ -204,7 +204,7 @@ class Preparer:
             self._check_prompt(job, prompt, "`prompt_token_ids`")
             texts: tuple[ScoredText, ...] = ()
             known, images = [ids for ids in wholes if isinstance(ids, list)], None
-            if pixels:
+            if self._images is not None and pixels:
                 prompt, images = self._images.expand(prompt, pixels)
                 known = [self._images.expand(ids, pixels)[0] for ids in known]
             num_tokens = len(prompt)
@@ -232,8 +232,6 @@ class Preparer:
                 if isinstance(task, ScoreTask):
                     prompt, texts = scored_prompt(prompt, text)
             prompt_ids, prepared = packed(prompt, images, num_tokens), PreparedTask(task=task, texts=texts)
-            extra = job.context.extra
-            num_bytes = _ROW_BYTES + len(prompt_ids) + 8 * prepared.num_tokens + (_num_bytes(extra) if extra else 0)
             return PreparedRow(
                 context=job.context,
                 prompt_ids=prompt_ids,
@@ -243,7 +241,7 @@ class Preparer:
                 sampling=msgspec.structs.replace(job.sampling, n=max(1, len(texts))),
                 answer_key=prepared.answer_key(prompt_ids, job.adapter),
                 adapter=job.adapter,
-                num_bytes=num_bytes + counted_bytes(images),
+                num_bytes=_num_bytes(job, prompt_ids, images) + 8 * prepared.num_tokens,
                 images=images,
                 task=prepared,
             )
@@ -292,8 +290,13 @@ class Preparer:
             sampling = job.sampling
             rules = self._rules_of(sampling, under)
             images = None
-            if pixels:
-                prompt, images = self._with_images(prompt, pixels, sampling, under)
+            if self._images is not None and pixels:
+                if sampling.prompt_logprobs is not None:
+                    raise RowError(
+                        "unsupported_parameter",
+                        f"`{under}.prompt_logprobs` is given beside images; leave one of the two out",
+                    )
+                prompt, images = self._images.expand(prompt, pixels)
             ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under)
             prompt_ids = packed(ids, images, len(prompt))
             echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
@@ -324,8 +327,7 @@ class Preparer:
                 answer_key = blake2b(
                     b"%b%d:%b%b" % (rules.answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
                 ).digest()
-            extra = job.context.extra
-            num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0) + counted_bytes(images)
+            num_bytes = _num_bytes(job, prompt_ids, images)
             if rules.grammar is not None:
                 if rules.grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
                     sampling = msgspec.structs.replace(sampling, structured=rules.grammar.wanted)
@@ -354,16 +356,6 @@ class Preparer:
             )
         except RowError as error:
             return failed(job.context, error)
-
-    def _with_images(
-        self, prompt: list[int], pixels: Sequence[Pixels], sampling: SamplingParams, under: str
-    ) -> tuple[list[int], PromptImages]:
-        """Return the prompt with the tokens of its images. Raises RowError."""
-        if sampling.prompt_logprobs is not None:
-            raise RowError(
-                "unsupported_parameter", f"`{under}.prompt_logprobs` is given beside images; leave one of the two out"
-            )
-        return self._images.expand(prompt, pixels)
 
     def _check_prompt(self, job: Job, ids: list[int], name: str) -> None:
         """Raise RowError if a token of a prompt is not one of the model. `name` is the key of its ids in the row."""
@@ -459,6 +451,7 @@ def _last_message(job: Job) -> str | None:
     return content if goes_on and isinstance(content, str) else None
 
 
-def _num_bytes(extra: Mapping[str, Any]) -> int:
-    """Estimate the memory of passed-through values. Objects of a Python program count little, as they exist anyway."""
-    return sum(200 + (len(memoryview(value)) if isinstance(value, msgspec.Raw) else 0) for value in extra.values())
+def _num_bytes(job: Job, prompt_ids: bytes, images: PromptImages | None) -> int:
+    """Estimate the memory of a row. Objects of a Python program count little, as they exist anyway."""
+    extra = [len(memoryview(value)) if isinstance(value, msgspec.Raw) else 0 for value in job.context.extra.values()]
+    return _ROW_BYTES + len(prompt_ids) + 200 * len(extra) + sum(extra) + counted_bytes(images)
