@@ -22,7 +22,7 @@ from msgspec import inspect
 from nvcli.core.task_config import Task
 from nvcli.errors import OutputError, first_line
 from nvcli.job.job import Choice, ErrorInfo, Logprobs, ScoredChoice, Usage
-from nvcli.job.rows.raw_values import as_text, decode, is_null
+from nvcli.job.rows.raw_values import as_text, decode, decode_row, is_null
 
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 16 * 1024 * 1024
@@ -54,7 +54,6 @@ _MAX_FLOAT_INT = 1 << 53
 _Row = dict[str, msgspec.Raw]
 """A row whose values are still JSON."""
 
-_decode_row = msgspec.json.Decoder(_Row).decode
 _encode = msgspec.json.Encoder().encode
 
 _TOKEN = pyarrow.struct([("token", pyarrow.string()), ("logprob", pyarrow.float64())])
@@ -116,7 +115,7 @@ def write_parquet(lines: Callable[[], Iterable[bytes]], file: BinaryIO) -> int:
     """
     columns = _Columns()
     for line in lines():
-        columns.look_at(_decode_row(line))
+        columns.look_at(decode_row(line))
     schema = pyarrow.schema(columns.types)
     try:
         with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
@@ -173,7 +172,7 @@ def _batches(lines: Iterable[bytes], columns: _Columns) -> Iterator[list[dict[st
     batch: list[dict[str, Any]] = []
     num_bytes = 0
     for line in lines:
-        batch.append(columns.fit(_decode_row(line)))
+        batch.append(columns.fit(decode_row(line)))
         num_bytes += len(line)
         if len(batch) == _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
             yield batch

@@ -23,14 +23,12 @@ from nvcli.job.file_formats import plain_name
 from nvcli.job.output.manifest import new_file, sync_folder
 from nvcli.job.output.output_scan import valid_rows
 from nvcli.job.own_files import is_csv, real_path, rewrite_path
-from nvcli.job.rows.raw_values import as_text, is_null
+from nvcli.job.rows.raw_values import as_text, decode_row, is_null
 
 _CHUNK_BYTES = 1024 * 1024
 """Bytes to write at a time, each of which is a member of a compressed file."""
 _EMPTY_COLUMNS = ("id", "index", "choices", "usage", "error")
 """The columns of a job without rows."""
-
-_decode_row = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def write_table(path: Path, rows_file: Path, rows: int) -> None:
@@ -69,14 +67,14 @@ def write_csv(lines: Callable[[], Iterable[bytes]], file: BinaryIO, *, name: str
     `lines` begins a pass over the rows and is called twice. `name` is the name that the file will have, which says what
     stands between cells and how the file is compressed. Raises OSError.
     """
-    columns = list(dict.fromkeys(key for line in lines() for key in _decode_row(line))) or list(_EMPTY_COLUMNS)
+    columns = list(dict.fromkeys(key for line in lines() for key in decode_row(line))) or list(_EMPTY_COLUMNS)
     pack = make_packer(compression_of(name))
     records = _Records()
     writer = csv.writer(records, delimiter="\t" if plain_name(name).endswith(".tsv") else ",", lineterminator="\r\n")
     num_rows = 0
     writer.writerow(columns)
     for line in lines():
-        row = _decode_row(line)
+        row = decode_row(line)
         writer.writerow([_cell(row.get(column)) for column in columns])
         num_rows += 1
         if len(records.pending) >= _CHUNK_BYTES:

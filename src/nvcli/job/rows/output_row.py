@@ -9,6 +9,7 @@ import msgspec
 from nvcli.core.validation import is_utf8
 from nvcli.job.job import EmbedAnswer, JobResult, RowContext, RowForm, ScoreAnswer
 from nvcli.job.rows.openai_answer import BATCH_ID, openai_row
+from nvcli.job.rows.raw_values import decode_row
 
 CSV_TEXT_FIELD = "generated_text"
 """Default key of the text in CSV outputs, whose cells hold no lists."""
@@ -133,9 +134,6 @@ def _error_type(error: Any) -> str:
     return known.type or known.code or "unknown"
 
 
-_Values = dict[str, msgspec.Raw]
-
-_split = msgspec.json.Decoder(_Values).decode
 _join = msgspec.json.Encoder().encode
 
 
@@ -144,20 +142,20 @@ def moved_row(line: bytes, index: int, name: str | None) -> bytes:
 
     `name` is the name of a row without an id of its own, which follows from its index.
     """
-    row = _split(line)
+    row = decode_row(line)
     if "index" in row:
         row["index"] = _raw(index)
         if name is not None:
             row["id"] = _raw(name)
         return _join(row)
     row["id"] = _raw(f"{BATCH_ID}{index}")
-    response = _split(row["response"])
+    response = decode_row(row["response"])
     response["request_id"] = _raw(f"req_{index}")
-    body = _split(response["body"])
+    body = decode_row(response["body"])
     if "id" in body:  # an answer, and no error
         body["id"] = _moved_id(body["id"], index)
     if "output" in body:  # of /v1/responses
-        items = [_split(item) for item in msgspec.json.decode(body["output"], type=list[msgspec.Raw])]
+        items = [decode_row(item) for item in msgspec.json.decode(body["output"], type=list[msgspec.Raw])]
         body["output"] = msgspec.Raw(_join([{**item, "id": _moved_id(item["id"], index)} for item in items]))
     response["body"] = msgspec.Raw(_join(body))
     row["response"] = msgspec.Raw(_join(response))

@@ -31,6 +31,7 @@ from nvcli.job.rows.raw_values import (
     became_null,
     check_json,
     decode,
+    decode_row,
     decode_within,
     is_deeper,
     is_null,
@@ -339,9 +340,6 @@ class RowParser:
         raise row
 
 
-_decode_raws = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-
-
 def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
     """Return the values of a line by key, as JSON, and the marked line if it holds NaN or Infinity.
 
@@ -352,7 +350,7 @@ def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
     try:
         if not line.isascii():
             line.decode()  # texts that stay JSON are not decoded
-        raws = _decode_raws(line)
+        raws = decode_row(line)
     except UnicodeDecodeError as error:
         raise RowError("invalid_json", explain_bad_utf8(line, error.reason)) from None
     except RecursionError:

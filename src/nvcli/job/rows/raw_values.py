@@ -26,6 +26,7 @@ _CHUNK_BYTES = 64 * 1024
 _Value = TypeVar("_Value")
 
 decode = msgspec.json.Decoder().decode
+decode_row = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 check_json = msgspec.json.Decoder(msgspec.Raw).decode
 _encode = msgspec.json.Encoder(enc_hook=str).encode  # tables hold values that JSON does not have
 

@@ -8,15 +8,13 @@ from typing import Any
 import msgspec
 
 from nvcli.job.rows.output_row import read_output_row
-from nvcli.job.rows.raw_values import is_null
+from nvcli.job.rows.raw_values import decode_row, is_null
 
 _OWN_KEYS = frozenset(("id", "index", "custom_id", "choices", "usage", "error", "response", "embedding"))
 _NESTED_KEYS = frozenset(("index", "choices", "usage", "error", "response"))
 """Keys whose values are nested, which tables hold as JSON."""
 _EMBEDDING_CHARS = 100
 """Characters shown of an embedding."""
-
-_decode_row = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class ShownChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +128,7 @@ def read_shown_row(line: bytes) -> ShownRow | None:
     if written is None:
         return None
     try:
-        values = _decode_row(line)
+        values = decode_row(line)
         if "response" in values:
             body = msgspec.json.decode(values["response"], type=_Response).body
             body.choices += [_embedding(each.embedding) for each in body.data]
