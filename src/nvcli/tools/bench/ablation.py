@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -33,11 +34,11 @@ class AblationResult:
     """The outcome of one ablation."""
 
     name: str
-    output_rates: list[float]
+    output_rates: Sequence[float] = ()
     """Output tokens per second of each pass; empty if the ablation could not run."""
-    output_rate: float | None
+    output_rate: float | None = None
     """Output tokens per second of the median pass (of two, the slower)."""
-    difference: float | None
+    difference: float | None = None
     """Relative difference from the benchmark's own rate; -0.1: a tenth slower."""
     left_out: str | None = None
     """The reason why the ablation could not run."""

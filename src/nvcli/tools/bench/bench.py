@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from statistics import median_low
 
 import msgspec
 
@@ -95,7 +96,8 @@ class BenchResult:
 
     @property
     def median_number(self) -> int:
-        return _median_of([run.output_rate for run in self.runs])
+        rates = [run.output_rate for run in self.runs]
+        return rates.index(median_low(rates))
 
     @property
     def ready_parts(self) -> dict[str, float]:
@@ -134,15 +136,20 @@ def bench(
         stage=Stage(config.pipeline_parallel_size - 1, config.pipeline_parallel_size),
         kv_dtype=config.kv_dtype,
     )
-    results = []
+    baseline = median_low(one.output_rate for one in measured.passes)
+    results: list[AblationResult] = []
     for ablation in ablations:
         say(f"ablation {ablation.name}")
         try:
             ablated = _measure(ablation.config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say)
         except (ConfigError, CapacityError) as error:  # this one does not work here, but others may
-            results.append(_left_out(ablation, error))
-        else:
-            results.append(_compared(ablation, ablated.passes, baseline=_median_rate(measured.passes)))
+            results.append(AblationResult(name=ablation.name, left_out=str(error)))
+            continue
+        rates = [one.output_rate for one in ablated.passes]
+        rate = median_low(rates)
+        results.append(
+            AblationResult(name=ablation.name, output_rates=rates, output_rate=rate, difference=rate / baseline - 1)
+        )
     return BenchResult(
         model=model,
         date=date,
@@ -174,21 +181,6 @@ def _layout(config: EngineConfig, ready: EngineReady, data_parallel_size: int) -
         enable_attention_dp=config.enable_attention_dp,
         pipeline_parallel_size=config.pipeline_parallel_size,
         data_parallel_size=data_parallel_size,
-    )
-
-
-def _left_out(ablation: Ablation, error: Exception) -> AblationResult:
-    return AblationResult(name=ablation.name, output_rates=[], output_rate=None, difference=None, left_out=str(error))
-
-
-def _compared(ablation: Ablation, passes: Sequence[Pass], *, baseline: float) -> AblationResult:
-    """Compare the passes of an ablation with `baseline`, the benchmark's own rate."""
-    rate = _median_rate(passes)
-    return AblationResult(
-        name=ablation.name,
-        output_rates=[one.output_tokens / one.seconds for one in passes],
-        output_rate=rate,
-        difference=rate / baseline - 1,
     )
 
 
@@ -230,19 +222,8 @@ def _measure(
         passes = []
         for number in range(repeat):
             passes.append(engines.run(requests))
-            rate = passes[-1].output_tokens / passes[-1].seconds
-            say(f"run {number + 1} of {repeat}: {rate:,.0f} output tokens/s")
+            say(f"run {number + 1} of {repeat}: {passes[-1].output_rate:,.0f} output tokens/s")
         peak_bytes = engines.finish()
     finally:
         engines.close()
     return _Measured(ready_seconds=engines.ready_seconds, ready=ready, passes=passes, peak_bytes=peak_bytes)
-
-
-def _median_of(rates: Sequence[float]) -> int:
-    """Return the index of the median rate (of two, the slower)."""
-    return sorted(range(len(rates)), key=lambda number: rates[number])[(len(rates) - 1) // 2]
-
-
-def _median_rate(passes: Sequence[Pass]) -> float:
-    rates = [one.output_tokens / one.seconds for one in passes]
-    return rates[_median_of(rates)]

@@ -34,6 +34,11 @@ class PassTotals:
     """Prompt tokens computed, each token of a sample counted once."""
     output_tokens: int
 
+    @property
+    def output_rate(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.seconds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass(PassTotals):

@@ -79,11 +79,6 @@ class Run(PassTotals):
         return self.cached_tokens / (self.cached_tokens + self.computed_prompt_tokens)
 
     @property
-    def output_rate(self) -> float:
-        """Output tokens per second."""
-        return self.output_tokens / self.seconds
-
-    @property
     def total_rate(self) -> float:
         """Prompt and output tokens per second."""
         return (self.prompt_tokens + self.output_tokens) / self.seconds

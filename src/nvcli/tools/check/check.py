@@ -36,7 +36,7 @@ from nvcli.job.shard import Shard
 from nvcli.job.text.prepare import PreparedRow
 from nvcli.tools.check.image_counts import ImageReport
 from nvcli.tools.check.lengths import PromptLengths, lengths_of
-from nvcli.tools.check.machine import Forecast, JobEstimate, Machine, estimate_job
+from nvcli.tools.check.machine import Forecast, Machine, estimate_job
 from nvcli.tools.check.progress import CheckProgress
 from nvcli.tools.check.prompts import ShownPrompt, show_prompt
 from nvcli.tools.check.tally import ErrorExample, Tally
@@ -207,20 +207,20 @@ class _Reading:
         else:
             leading.is_open = False
 
-    def estimate(self, options: CheckOptions) -> JobEstimate:
+    def estimate(self, options: CheckOptions) -> tuple[Machine, list[Forecast]]:
         """Estimate the job from the rows that were read. Raises ConfigError if its layout is impossible."""
         return estimate_job(
             self._job,
             self._tally,
             gpus=options.gpus,
-            expected_answers=(options.answer_tokens or USUAL_ANSWER_TOKENS, None),
+            answer_tokens=options.answer_tokens or USUAL_ANSWER_TOKENS,
             num_bytes=self._reader.bytes_total,
         )
 
     def report(self, source: ConfigSource, options: CheckOptions, *, is_complete: bool) -> CheckReport:
         """Report on the rows that were read."""
         job, tally, warnings = self._job, self._tally, self._reader.warnings
-        estimated = self.estimate(options)
+        machine, forecasts = self.estimate(options)
         leading = self._leading
         hopeless = []
         if leading.all_failed and leading.first is not None:
@@ -260,8 +260,8 @@ class _Reading:
                 )
             ],
             rows_without_adapter=tally.adapters[NO_ADAPTER],
-            forecasts=estimated.forecasts,
-            machine=estimated.machine,
+            forecasts=forecasts,
+            machine=machine,
             seconds=self._seconds,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -85,26 +84,13 @@ def named_gpus(kind: str | None, count: int | None) -> list[SmiGpu] | None:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class JobEstimate:
-    """The machine, and the forecasts of a job on it."""
-
-    machine: Machine
-    forecasts: list[Forecast]
-
-
 def estimate_job(
-    job: ResolvedJob,
-    tally: Tally,
-    *,
-    gpus: Sequence[SmiGpu] | None,
-    expected_answers: Sequence[int | None],
-    num_bytes: int | None,
-) -> JobEstimate:
+    job: ResolvedJob, tally: Tally, *, gpus: Sequence[SmiGpu] | None, answer_tokens: int, num_bytes: int | None
+) -> tuple[Machine, list[Forecast]]:
     """Estimate a job on `gpus`, or on those of this machine if None.
 
-    Makes a forecast for each of `expected_answers`. `num_bytes` is the size of the inputs; None: unknown. Raises
-    ConfigError if the job asks for more GPUs than there are.
+    Makes a forecast for answers of `answer_tokens`, and one for answers that all run to their limits. `num_bytes` is
+    the size of the inputs; None: unknown. Raises ConfigError if the job asks for more GPUs than there are.
     """
     found: Sequence[SmiGpu] | str = (
         gpus or "no GPU is used here; estimate for other GPUs with --gpu, such as --gpu h200"
@@ -112,7 +98,7 @@ def estimate_job(
     if gpus is None and job.config.device == "cuda":
         found = visible_gpus(ask_for_gpus())
     if isinstance(found, str):
-        return JobEstimate(_machine_without_gpus(job, found), _forecasts(job, tally, expected_answers, None, ()))
+        return _machine_without_gpus(job, found), _forecasts(job, tally, answer_tokens, None, ())
     num_requests = sum(tally.answers.values())
     enough = job.config.max_num_seqs * MANY_REQUESTS
     is_counted = num_bytes is not None and num_bytes <= QUICKLY_READ_BYTES and num_requests < enough
@@ -128,7 +114,7 @@ def estimate_job(
         )
     except CapacityError as error:
         machine = Machine(gpus=names, fits=False, note=str(error))
-        return JobEstimate(machine, _forecasts(job, tally, expected_answers, None, found))
+        return machine, _forecasts(job, tally, answer_tokens, None, found)
     shortest = Lengths(prompt=1, computed=1, answer=1)
     room = estimate_layout(layout, found, job.model, job.config, num_requests=1, lengths=shortest)
     smallest = min(found[index].total_bytes for index in layout.gpus or range(layout.num_ranks))
@@ -142,7 +128,7 @@ def estimate_job(
         kv_tokens=room.num_tokens,
         speed_is_guessed=not all(map(is_known_gpu, names)),
     )
-    return JobEstimate(machine, _forecasts(job, tally, expected_answers, layout, found))
+    return machine, _forecasts(job, tally, answer_tokens, layout, found)
 
 
 def _machine_without_gpus(job: ResolvedJob, note: str) -> Machine:
@@ -162,15 +148,11 @@ def _machine_without_gpus(job: ResolvedJob, note: str) -> Machine:
 
 
 def _forecasts(
-    job: ResolvedJob,
-    tally: Tally,
-    expected_answers: Sequence[int | None],
-    layout: Layout | None,
-    gpus: Sequence[SmiGpu],
+    job: ResolvedJob, tally: Tally, answer_tokens: int, layout: Layout | None, gpus: Sequence[SmiGpu]
 ) -> list[Forecast]:
     num_requests = sum(tally.answers.values())
     forecasts: list[Forecast] = []
-    for expected in expected_answers:
+    for expected in (answer_tokens, None):
         generated = tally.answer_tokens(expected)
         if forecasts and forecasts[-1].generated_tokens == generated:
             forecasts.pop()  # no answer may be longer: the forecast at the limit says more

@@ -52,8 +52,6 @@ class Tally:
         """The images of these rows."""
         self.adapters: Counter[int] = Counter()
         """Number of a LoRA adapter (`PreparedRow.adapter`) → its rows that can be answered."""
-        self.samples = 0
-        """Answers to compute or to copy from an equal row: `n` for each row."""
         self.rows_with_own_sampling = 0
         """Rows whose sampling differs from the defaults."""
         self.equal_rows = 0
@@ -81,12 +79,10 @@ class Tally:
             self._errors[row.error.type] += 1
             self._examples.setdefault(row.error.type, row)
             return
-        sampling = row.sampling
         self.lengths[row.num_prompt_tokens] += 1
         if row.images is not None:
             self.images.add(row.images)
-        self.samples += sampling.num_samples
-        if row.task is None and sampling != self._defaults:
+        if row.task is None and row.sampling != self._defaults:
             self.rows_with_own_sampling += 1
         key = row.answer_key if self._finds_equal_rows else None
         self.adapters[row.adapter] += 1
