@@ -61,7 +61,7 @@ def run_profile(
                 if layout.why:
                     say(layout.why)
                 config = layout.apply(config)
-            return profile_by_loading(config, model, name, lengths=lengths, gpu_memory=gpu_memory_here, say=say)
+            return profile_by_loading(config, model, name, lengths=lengths, say=say)
         if config.device == "cpu":
             raise ConfigError("--dry-run plans for GPUs, but `device` is cpu; leave --dry-run out to profile a CPU run")
         total = total or gpu_memory_here()

@@ -57,11 +57,18 @@ class MemoryProfile:
 
 
 def profile_from_config(
-    config: EngineConfig, model: ModelConfig, name: str, *, total: int, lengths: FileLengths | None
+    config: EngineConfig,
+    model: ModelConfig,
+    name: str,
+    *,
+    total: int,
+    lengths: FileLengths | None,
+    problem: str | None = None,
 ) -> MemoryProfile:
-    """Estimate a profile from the configuration alone, for GPUs with `total` bytes."""
-    problem = missing(config, model, estimate(config, model, total))
-    ranks = _estimated_ranks(config, model, total)
+    """Estimate a profile from the configuration alone, for GPUs with `total` bytes. `problem` says why the model did
+    not fit; None: this is estimated too."""
+    problem = problem or missing(config, model, estimate(config, model, total))
+    ranks = [estimate(config, model, total, _stage_of(config, rank)) for rank in range(config.num_ranks)]
     return _profile(config, model, name, ranks, lengths, is_estimate=True, problem=problem)
 
 
@@ -71,13 +78,12 @@ def profile_by_loading(
     name: str,
     *,
     lengths: FileLengths | None,
-    gpu_memory: Callable[[], int | None],
     say: Callable[[str], None],
 ) -> MemoryProfile:
     """Measure a profile: start an engine as a run would, and run its largest batches.
 
-    Raises what the engine raises. If a run does not fit and `gpu_memory` gives the GPU's size, the profile is
-    estimated from the configuration.
+    Raises what the engine raises. If a run does not fit and the GPU's size is known, the profile is estimated from the
+    configuration.
     """
     client = EngineClient.start(msgspec.structs.replace(config, measure_memory=True))
     try:
@@ -85,20 +91,15 @@ def profile_by_loading(
         while ready is None:
             ready = client.wait_ready(1.0)
     except CapacityError as error:
-        total = gpu_memory() if config.device == "cuda" else None
+        total = gpu_memory_here() if config.device == "cuda" else None
         if total is None:
             raise
-        ranks = _estimated_ranks(config, model, total)
-        return _profile(config, model, name, ranks, lengths, is_estimate=True, problem=str(error))
+        return profile_from_config(config, model, name, total=total, lengths=lengths, problem=str(error))
     finally:
         client.close()
     for note in ready.notes:
         say(note)
     return _profile(config, model, name, ready.memory, lengths, is_estimate=False, problem=None)
-
-
-def _estimated_ranks(config: EngineConfig, model: ModelConfig, total: int) -> list[MemoryUse]:
-    return [estimate(config, model, total, _stage_of(config, rank)) for rank in range(config.num_ranks)]
 
 
 def _stage_of(config: EngineConfig, rank: int) -> Stage:
