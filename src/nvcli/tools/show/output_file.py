@@ -18,10 +18,10 @@ from typing import Any
 
 from nvcli.core.system.regular_file import open_regular
 from nvcli.errors import ConfigError, first_line
-from nvcli.job.compression import READ_BYTES, CompressionError, Unpacker, compression_of
+from nvcli.job.compression import CompressionError, compression_of
 from nvcli.job.file_formats import check_pyarrow
 from nvcli.job.input.csv_source import CsvSource
-from nvcli.job.line_splitter import LineSplitter
+from nvcli.job.input.line_source import LineSource
 from nvcli.job.own_files import is_csv, is_parquet
 from nvcli.job.rows.parser import Cells
 from nvcli.tools.show.answers import ShownRow, line_of, read_shown_row
@@ -59,9 +59,7 @@ def open_output_file(path: Path) -> OutputFile:
     if is_parquet(path):
         check_pyarrow(f"{path} is Parquet")
         return _ParquetFile(path)
-    if is_csv(path):
-        return _CsvFile(path)
-    return _PackedFile(path) if compression_of(path.name) else _PlainFile(path)
+    return _StreamedFile(path) if is_csv(path) or compression_of(path.name) else _PlainFile(path)
 
 
 def find_id(file: OutputFile, wanted: str) -> bytes | None:
@@ -101,7 +99,7 @@ class _PlainFile(OutputFile):
 
     def lines(self) -> Iterator[bytes]:
         with open_regular(self._path) as file:
-            yield from map(_without_newline, file)
+            yield from (line.removesuffix(b"\n") for line in file)
 
     def lines_with(self, needles: Iterable[bytes]) -> Iterator[bytes]:
         with open_regular(self._path) as file, _mapped(file.fileno()) as data:
@@ -129,33 +127,19 @@ class _PlainFile(OutputFile):
             return [found[start][1] for start in sorted(chosen)]
 
 
-class _CsvFile(OutputFile):
-    """A CSV or TSV file, compressed or not."""
+class _StreamedFile(OutputFile):
+    """A file of CSV or TSV, or of compressed lines. Everything after a torn member is left out."""
 
     def lines(self) -> Iterator[bytes]:
+        source = CsvSource if is_csv(self._path) else LineSource
         try:
-            yield from (line_of(row) for row in CsvSource(str(self._path)).lines() if isinstance(row, Cells))
+            for row in source(str(self._path)).lines():
+                if isinstance(row, Cells):
+                    yield line_of(row)
+                elif isinstance(row, bytes):
+                    yield row
         except CompressionError:
             return
-
-
-class _PackedFile(OutputFile):
-    """A compressed file of lines. Everything after a torn member is left out."""
-
-    def lines(self) -> Iterator[bytes]:
-        compression = compression_of(self._path.name)
-        unpacker = Unpacker(compression)
-        splitter = LineSplitter(max_bytes=None, unwanted=b"\0")
-        with open_regular(self._path) as file:
-            try:
-                while chunk := file.read(READ_BYTES[compression]):
-                    for plain in unpacker.feed(chunk):
-                        yield from (line for line in splitter.feed(plain) if isinstance(line, bytes))
-            except CompressionError:
-                return
-        last = splitter.end()
-        if isinstance(last, bytes):
-            yield last
 
 
 class _ParquetFile(OutputFile):
@@ -204,7 +188,3 @@ def _line_around(data: mmap.mmap, at: int) -> tuple[int, int]:
     """Return the start and end of the line at a position; a newline belongs to the line before it."""
     end = data.find(b"\n", at)
     return data.rfind(b"\n", 0, at) + 1, len(data) if end < 0 else end
-
-
-def _without_newline(line: bytes) -> bytes:
-    return line[:-1] if line.endswith(b"\n") else line

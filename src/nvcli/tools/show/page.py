@@ -22,9 +22,8 @@ class Page:
     """Formats rows as text."""
 
     def __init__(self, *, is_coloured: bool) -> None:
-        self._stream = StringIO()
         self._console = Console(
-            file=self._stream,
+            file=StringIO(),
             force_terminal=is_coloured,
             color_system="standard" if is_coloured else None,
             highlight=False,
@@ -37,36 +36,35 @@ class Page:
 
         Values under `prompt_keys` are the prompt, and are not shown twice.
         """
-        self._print(Text(_title(row), style="bold reverse"))
+        with self._console.capture() as shown:
+            self._print(row, prompt, prompt_keys)
+        return shown.get()
+
+    def _print(self, row: ShownRow, prompt: str | None, prompt_keys: Collection[str]) -> None:
+        show = self._console.print
+        show(Text(_title(row), style="bold reverse"))
         if prompt is not None:
             cut = "…" if len(prompt) > _PROMPT_CHARS else ""
-            self._print(Text(harmless(prompt[:_PROMPT_CHARS]) + cut, style="dim"))
+            show(Text(harmless(prompt[:_PROMPT_CHARS]) + cut, style="dim"))
         if row.error is not None:
-            self._print(Text(f"error {harmless(row.error)}", style="red"))
+            show(Text(f"error {harmless(row.error)}", style="red"))
         for number, choice in enumerate(row.choices):
             if len(row.choices) > 1 or prompt is not None:
                 which = f" {number}" if len(row.choices) > 1 else ""
-                self._print(Text(f"→ answer{which} ({one_line(choice.finish_reason)})", style="green"))
+                show(Text(f"→ answer{which} ({one_line(choice.finish_reason)})", style="green"))
             if choice.reasoning:
-                self._print(Text(harmless(choice.reasoning), style="dim italic"))
+                show(Text(harmless(choice.reasoning), style="dim italic"))
             if choice.text or not (choice.reasoning or choice.calls):
-                self._print(Text(harmless(choice.text)))
+                show(Text(harmless(choice.text)))
             for call in choice.calls:
-                self._print(Text(f"calls {harmless(call)}", style="cyan"))
+                show(Text(f"calls {harmless(call)}", style="cyan"))
         text = msgspec.Raw(msgspec.json.encode(row.choices[0].text)) if row.choices else None  # `--text-field`
         for key, raw in row.others.items():
             is_shown = (prompt is not None and key in prompt_keys) or raw == text
             if not is_shown:
                 value = one_line(without_base64(bytes(raw).decode(errors="replace")), _VALUE_CHARS)
-                self._print(Text(f"{one_line(key, 60)}: {value}", style="dim"))
-        self._print(Text())
-        shown = self._stream.getvalue()
-        self._stream.seek(0)
-        self._stream.truncate()
-        return shown
-
-    def _print(self, text: Text) -> None:
-        self._console.print(text)
+                show(Text(f"{one_line(key, 60)}: {value}", style="dim"))
+        show(Text())
 
 
 def _title(row: ShownRow) -> str:
