@@ -32,44 +32,37 @@ class ReorderBuffer:
         self._next_row = next_row
         self._max_bytes = max_bytes
         self._folder = folder
-        self._next = next_row(0)
+        self.next_index = next_row(0)
+        """The row whose line is due next."""
         self._held: dict[int, bytes] = {}
         self._held_bytes = 0
         self._runs: list[tuple[int, bytes, Iterator[tuple[int, bytes]]]] = []
         """Heap of the runs: the next row of each, its line, and the lines after it."""
         self._fd: int | None = None
-        self._file_bytes = 0
+        self.spilled_bytes = 0
+        """Bytes in the file."""
 
     def __bool__(self) -> bool:
         return bool(self._held or self._runs)
-
-    @property
-    def next_index(self) -> int:
-        """The row whose line is due next."""
-        return self._next
-
-    @property
-    def spilled_bytes(self) -> int:
-        return self._file_bytes
 
     def add(self, index: int, line: bytes) -> None:
         """Take the line of a row. Raises OutputError when the temporary file cannot be written."""
         self._held[index] = line
         self._held_bytes += len(line) + _OVERHEAD
-        if self._held_bytes > self._max_bytes and index != self._next:
+        if self._held_bytes > self._max_bytes and index != self.next_index:
             self._spill()
 
     def take(self) -> Iterator[bytes]:
         """Yield the lines that are due."""
         while True:
-            line = self._held.pop(self._next, None)
+            line = self._held.pop(self.next_index, None)
             if line is not None:
                 self._held_bytes -= len(line) + _OVERHEAD
-            elif self._runs and self._runs[0][0] == self._next:
+            elif self._runs and self._runs[0][0] == self.next_index:
                 line = self._take_from_run()
             else:
                 return
-            self._next = self._next_row(self._next + 1)
+            self.next_index = self._next_row(self.next_index + 1)
             yield line
 
     def close(self) -> None:
@@ -87,7 +80,7 @@ class ReorderBuffer:
             if not self._runs:
                 assert self._fd is not None
                 os.ftruncate(self._fd, 0)
-                self._file_bytes = 0
+                self.spilled_bytes = 0
         return line
 
     def _spill(self) -> None:
@@ -96,7 +89,7 @@ class ReorderBuffer:
         try:
             if self._fd is None:
                 self._fd = _open_temporary(self._folder)
-            start = at = self._file_bytes
+            start = at = self.spilled_bytes
             for first in range(0, len(indices), 1024):
                 lines = [(index, self._held[index]) for index in indices[first : first + 1024]]
                 data = b"".join(part for index, line in lines for part in (_HEADER.pack(index, len(line)), line))
@@ -110,7 +103,7 @@ class ReorderBuffer:
                 f"rows that wait for their turn (`job.order: input`) cannot be kept in a temporary file in {folder}: "
                 f"{error.strerror}; make room, or raise `job.reorder_memory`"
             ) from None
-        self._file_bytes = at
+        self.spilled_bytes = at
         run = _lines_of_run(self._fd, start, at)
         heapq.heappush(self._runs, (*next(run), run))
         self._held.clear()
