@@ -1,4 +1,4 @@
-"""CallDefaults: the sampling and the adapter of a call's rows that do not say so themselves.
+"""CallDefaults: the sampling and the adapter of the rows of a call that name none.
 
 A call gives either for all its rows, or a list with one for each.
 """

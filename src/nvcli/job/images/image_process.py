@@ -1,8 +1,8 @@
-"""An image process: decodes images with Pillow and draws pages of PDF files with PDFium, brings them to the size that
-the model reads, and writes their pixels where ranks read them.
+"""An image process: decodes images with Pillow, draws pages of PDF files with PDFium, resizes both for the model, and
+writes their pixels where ranks read them.
 
-Images come from strangers. So this runs in a process of its own with little memory, reads few formats, and looks at the
-size of an image before it decodes it.
+Images are untrusted. So this runs in a process of its own with little memory, reads few formats, and checks the size of
+an image before decoding it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Pages of PDF files as images, through pypdfium2. Used in image processes alone: PDFium is C++ that reads files of
-strangers."""
+"""Pages of PDF files as images, through pypdfium2. Only image processes use it: PDFium is C++ that parses untrusted
+files."""
 
 from __future__ import annotations
 

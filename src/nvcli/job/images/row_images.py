@@ -84,7 +84,7 @@ class RowImages:
         self._known: WeakValueDictionary[Any, Pixels] = WeakValueDictionary()
         """Pixels that some row still holds, by what was read."""
         self._begun: dict[int, tuple[dict[str, Any], Future[Pixels | RowError]]] = {}
-        """The images that are being prepared, by the ids of their parts, which are kept so that ids are theirs."""
+        """The images being prepared, by the `id` of their part, which is kept so that no other object gets that id."""
 
     def portions(self, rows: Sequence[Job | JobResult]) -> Iterator[Sequence[Job | JobResult]]:
         """Split a batch of rows so that each part has few images, whose preparation begins a part ahead."""

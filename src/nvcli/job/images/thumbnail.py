@@ -1,4 +1,4 @@
-"""Small pictures of prepared images, made of their pixels alone, which are no file of a stranger's any more."""
+"""Thumbnails of prepared images, made from their pixels: no untrusted file is read again."""
 
 from __future__ import annotations
 

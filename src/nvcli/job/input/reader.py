@@ -317,7 +317,7 @@ class RowReader:
 def first_rows(readers: Iterable[RowReader]) -> list[Job | JobResult]:
     """Return the first rows that each reader gives. Raises ColumnsError if those of an input are all at fault.
 
-    Other trouble is left to whoever reads the whole input.
+    Other errors are left to the reading of the whole input.
     """
     rows: list[Job | JobResult] = []
     for reader in readers:

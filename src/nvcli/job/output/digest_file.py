@@ -1,9 +1,8 @@
-"""`<output>.digests`: the digest of each input row as it was when it was read to be answered.
+"""`<output>.digests`: the digest of each input row as it was read for its answer.
 
-By it a changed input is compared with the one that was answered. The file is the digests of rows 0, 1, 2 and so on, 16
-bytes each (`rows.row_digest`). It is written before the output is and synced before it, so that an answer that is on
-the disk has its digest there too. A digest that is lost costs its row the answer once the input has changed, and
-nothing otherwise.
+A changed input is compared with these digests to find the rows that were answered. The file holds the digests of rows
+0, 1, 2 and so on, 16 bytes each (`rows.row_digest`). It is written and synced before the output, so that an answer on
+disk has its digest there too. If a digest is lost, its row is answered again once the input has changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes results as lines of the output: only whole lines, which are on disk soon.
+"""Writes results as lines of the output: only whole lines, synced to disk within seconds.
 
 Lines are gathered and handed to the system together: when a mebibyte has come, when the oldest has waited long enough
 (`tick`) and at the end. With `order="input"` results wait for those before them, most of them in a file.

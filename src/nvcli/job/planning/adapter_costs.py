@@ -1,4 +1,4 @@
-"""Choice of the LoRA adapters of a job that are merged into the weights in turn, rather than run beside others in every
+"""Chooses the LoRA adapters of a job that are merged into the weights in turn, rather than run beside others in every
 step.
 
 Requests of an adapter that is merged take as long as those of the base model, but the weights must be changed before

@@ -144,7 +144,7 @@ def _count(reader: RowReader, num_adapters: int, *, limit: int | None, has_answe
             if num_rows >= most:
                 break
     except ConfigError:
-        pass  # a damaged file: its rows are answered as far as they go, and the job says so then
+        pass  # a damaged file: the job answers the rows before the damage, and reports it then
     if num_rows >= _MOST_ROWS:
         mean = round(tokens.total() / max(1, requests.total()))
         least = _MOST_ROWS // (1 + num_adapters)

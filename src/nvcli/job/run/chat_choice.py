@@ -1,7 +1,7 @@
-"""Decides which texts of a job become user messages, and keeps to what an output was begun with.
+"""Decides which texts of a job become user messages, and sticks to the choice that an existing output was begun with.
 
-The choice is a fact of the job. An output that was begun with another one goes on if no prompt of its inputs would be
-another one; and `job.chat: auto` goes on as the output was begun, by an earlier version of nvcli or with --no-chat.
+The choice is a fact of the job. An output that was begun with another choice is continued if it makes no difference to
+any prompt of the inputs; `job.chat: auto` keeps the output's choice, made by an earlier version of nvcli or --no-chat.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _checkpoint_facts(model_path: Path, *, weights: bool) -> dict[str, Fact]:
     try:
         large = weight_files(model_path) if weights else []
     except LoadError:
-        large = []  # whoever loads them says what is wrong
+        large = []  # loading them will report what is wrong
     num_samples = max(_MIN_FILE_SAMPLES, _WEIGHT_SAMPLES // max(1, len(large)))
     for file in large:
         facts[f"model {file.name}"] = _describe_weights(file, num_samples)

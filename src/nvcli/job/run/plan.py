@@ -137,7 +137,7 @@ def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> 
             if count >= enough:
                 return enough
     except ConfigError:
-        return enough  # a damaged file: its rows are answered as far as they go, and the job says so then
+        return enough  # a damaged file: the job answers the rows before the damage, and reports it then
     return max(1, count)
 
 

@@ -87,7 +87,7 @@ def _have_images(inputs: Sequence[str], first_rows: Iterable[Job | JobResult]) -
 
 def _search(file: Path, most: int) -> tuple[bool, int]:
     """Tell whether the first bytes of a file, at most about `most`, hold a part that is an image, and how many were
-    read. A file that cannot be read holds none; whoever reads its rows says what is wrong."""
+    read. A file that cannot be read holds none; reading its rows will report what is wrong."""
     num_bytes, rest = 0, b""
     try:
         with file.open("rb", buffering=0) as source:

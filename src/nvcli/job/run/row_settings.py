@@ -1,4 +1,4 @@
-"""RowSettings: a model and what a run asks of it, as far as rows are read by it: their keys and the defaults of their
+"""RowSettings: a model, and the settings by which a run reads rows for it: their keys, the defaults of their
 `sampling`, which texts become user messages, and the task.
 
 No setting of the engines is chosen yet. Imports no torch.

@@ -1,11 +1,11 @@
 """LarkWriter: builds a grammar in llguidance's notation (a dialect of Lark's), rule by rule.
 
-Pieces of grammars are texts in that notation, which stand one behind the other or between `|`. A mark, such as
-`<tool_call>`, is one token in most vocabularies and has no other spelling there; elsewhere it is a text like others.
+Pieces of grammars are texts in that notation, put in sequence or between `|`. A mark, such as `<tool_call>`, is a
+single token in most vocabularies and has no other spelling there; elsewhere it is ordinary text.
 
-Values of JSON schemas can be written in notations that are not JSON too (`ValueNotation`). Types, enumerations,
-properties, items and references of a schema are kept to, and nothing else that it says: bounds of numbers and lengths,
-patterns and formats are for llguidance, which knows JSON alone.
+Values of JSON schemas can also be written in notations other than JSON (`ValueNotation`). These follow the types,
+enumerations, properties, items and references of a schema and ignore the rest: bounds of numbers and lengths, patterns
+and formats are left to llguidance, which only knows JSON.
 """
 
 from __future__ import annotations
