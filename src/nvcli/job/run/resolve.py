@@ -115,7 +115,7 @@ class ResolvedModel(RowSettings):
         return GrammarMaker(self.model_path, vocab_size=self.model.vocab_size, end_ids=self.model.eos_token_ids)
 
     def row_images(self) -> RowImages | None:
-        """Return what prepares the images of rows, to be closed by the caller; None: the run reads none."""
+        """Return the preparer of rows' images, to be closed by the caller; None: the run reads none."""
         if not self.config.max_image_tokens:
             return None
         assert self.model.vision is not None
@@ -403,7 +403,7 @@ def model_of_rows(
     adapter: Adapter | None = None,
     row_adapters: Mapping[str, Adapter] | None = None,
 ) -> ResolvedModel:
-    """Put what rows need beside the settings of engines. The model in `settings` is as the ranks keep it."""
+    """Combine the settings of rows with those of the engines. The model in `settings` is as the ranks keep it."""
     return ResolvedModel(**_values(settings), config=config, adapter=adapter, row_adapters=row_adapters or {})
 
 

@@ -1,7 +1,7 @@
 """GrammarMaker: compiles the forms that rows ask for to grammars, in a process that can be killed.
 
-Equal ones are made once; the latest are kept, refusals too, within a bound of bytes. A schema comes with a row, from
-people one does not know. llguidance limits its own work; should a schema get past that, its process is ended.
+Equal ones are made once; the latest are kept, refusals too, within a bound of bytes. Schemas come with rows and are
+untrusted. llguidance limits its own work; should a schema get past that, its process is killed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """GuardedProcess: runs work that may never end, or take all memory, in a process that can be killed.
 
-Some work is decided by strangers: the chat template of a checkpoint, the schema of a row. Nothing but the end of its
-process ends such work for certain. The process starts with the first question, is ended when one takes too long, and is
-started anew for the next one. A question that killed its process or took too long is asked once more, of a process of
-its own: whatever went wrong may have had nothing to do with it.
+Some work comes from untrusted input: the chat template of a checkpoint, the schema of a row. Only killing its process
+is sure to end it. The process starts with the first question, is killed when one takes too long, and is started anew
+for the next one. A question that killed its process or took too long is asked once more, in a fresh process: the cause
+may have been something else.
 """
 
 from __future__ import annotations
