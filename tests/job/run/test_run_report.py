@@ -107,8 +107,8 @@ def make_report(**fields: Any) -> Report:
         "rates": Rates(generated_tokens_per_second=90.0, prompt_tokens_per_second=30.0, rows_per_second=0.15),
         "finish_reasons": [Outcome(kind="stop", count=14, examples=[example])],
         "errors": [Outcome(kind="invalid_json", count=1, examples=[example])],
-        "prompt_lengths": describe_lengths(lengths),
-        "answer_lengths": describe_lengths(lengths, cut=Counter({bin_of(80): 2})),
+        "prompt_lengths": describe_lengths(lengths, total=3000),
+        "answer_lengths": describe_lengths(lengths, total=9000, cut=Counter({bin_of(80): 2})),
         "timeline": timeline(120).points,
         "sampling": [Setting(key="sampling.stop", value=[EVIL], origin="--stop")],
         "own_sampling": {"temperature": 2},
@@ -201,7 +201,7 @@ def test_charts_have_axes_units_and_words_for_those_who_cannot_see_them() -> Non
 
 
 def test_a_page_of_a_run_that_did_nothing() -> None:
-    nothing = describe_lengths(Counter())
+    nothing = describe_lengths(Counter(), total=0)
     report = make_report(
         state="failed",
         message="rank 0 died",

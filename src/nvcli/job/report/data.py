@@ -196,17 +196,12 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     """Histogram from the shortest length to the longest, without gaps. Bars get wider with the length."""
 
 
-def describe_lengths(lengths: Counter[int], *, cut: Counter[int] | None = None, total: int | None = None) -> Lengths:
-    """Describe lengths that are counted by bin. `cut` counts those that were cut.
-
-    `total` is the sum of all lengths where it is known; None: it is worked out from the bins.
-    """
+def describe_lengths(lengths: Counter[int], *, total: int, cut: Counter[int] | None = None) -> Lengths:
+    """Describe lengths that are counted by bin and add up to `total`. `cut` counts those that were cut."""
     count = lengths.total()
     if not count:
         return Lengths(count=0, mean=0.0, p50=0.0, p90=0.0, p99=0.0, longest=0.0, bars=[])
     bins = sorted(lengths)
-    if total is None:
-        total = round(sum(bin_middle(number) * lengths[number] for number in bins))
     return Lengths(
         count=count,
         mean=round(total / count, 1),
