@@ -9,7 +9,9 @@ from layout_times import estimated
 from nvcli.tools.check.machine import named_gpus
 
 
-@pytest.mark.parametrize(("file", "error"), [("h200s-layouts-2", 0.15), ("h200s-layouts-4", 0.15), ("h200s-tp-2", 0.35)])
+@pytest.mark.parametrize(
+    ("file", "error"), [("h200s-layouts-2", 0.15), ("h200s-layouts-4", 0.15), ("h200s-tp-2", 0.35)]
+)
 def test_estimates_are_near_what_was_measured(file: str, error: float) -> None:
     for name, result in read_results(RESULTS / f"{file}.json").items():
         gpus = named_gpus("h200", result.num_devices)
