@@ -15,6 +15,7 @@ from nvcli.core.validation import show
 from nvcli.errors import LoadError
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.json_file import JsonFile
+from nvcli.models.seen_scales import SeenScales
 from nvcli.models.tensor_info import FlatCodes, TensorInfo
 
 _MOST_BYTES = 10_000
@@ -23,6 +24,8 @@ _MOST_BYTES = 10_000
 
 class ReadsTensors(Protocol):
     """Reads parts of the files' tensors."""
+
+    scales: SeenScales
 
     def read_stored(self, info: TensorInfo, part: Sequence[slice]) -> Tensor: ...
 
@@ -49,6 +52,7 @@ def read_flat(files: ReadsTensors, info: TensorInfo, part: Sequence[slice], devi
     stored = files.read_stored(info, (slice(first // 2, ceil_div(last, 2)), slice(0, 1))).to(device).flatten()
     codes = torch.stack((stored >> 4, stored & 15), dim=-1).flatten()[first % 2 :][: last - first]
     table = files.read_stored(flat.table, (slice(0, 16),)).to(device).float()
+    files.scales.add([flat.table], table, is_signed=True)
     first_block, last_block = first // blocks.size, ceil_div(last, blocks.size)
     scales = _read_scales(files, flat, blocks, slice(first_block, last_block), device)
     block_of = torch.arange(first, last, device=device).floor_divide_(blocks.size).sub_(first_block)
@@ -60,12 +64,15 @@ def _read_scales(files: ReadsTensors, flat: FlatCodes, blocks: _Blocks, part: sl
     """Read the scales of some blocks, in float32."""
     scales = files.read_stored(flat.scales, (part,)).to(device)
     if flat.nested_table is None or flat.nested_scales is None:
+        files.scales.add([flat.scales], scales.float())
         return scales.float()
     table = files.read_stored(flat.nested_table, (slice(0, 256),)).to(device).float()
     first = part.start // blocks.nested_size
-    outer = files.read_stored(flat.nested_scales, (slice(first, ceil_div(part.stop, blocks.nested_size)),))
+    outer = files.read_stored(flat.nested_scales, (slice(first, ceil_div(part.stop, blocks.nested_size)),)).to(device)
+    files.scales.add([flat.nested_table], table, is_signed=True)
+    files.scales.add([flat.nested_scales], outer.float())
     outer_of = torch.arange(part.start, part.stop, device=device).floor_divide_(blocks.nested_size).sub_(first)
-    return table[scales.int()] * outer.to(device).float()[outer_of] + blocks.offset
+    return table[scales.int()] * outer.float()[outer_of] + blocks.offset
 
 
 def _read_blocks(files: ReadsTensors, info: TensorInfo, flat: FlatCodes) -> _Blocks:

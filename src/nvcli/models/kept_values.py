@@ -18,7 +18,7 @@ from nvcli.kernels.w4 import LARGEST_FP4_SCALE, join_block_scales, join_exponent
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
 from nvcli.models.adapters.merge import read_values
 from nvcli.models.rounded_rows import RowTally
-from nvcli.models.stacked_values import StoredStack, decode_stack, read_stack, scales_of, stack_key
+from nvcli.models.stacked_values import StoredStack, decode_stack, has_one_scale, read_stack, scales_of, stack_key
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.weights import WeightSource
@@ -116,7 +116,8 @@ def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
         return False
     rows, columns = source.read
     if source.scales.scaling == "channel":
-        return bool(info.codes.block[1] >= columns.stop)  # a row has one scale
+        high, wide = info.codes.block
+        return bool(wide >= columns.stop and (high == 1 or has_one_scale(info.codes)))
     order = source.tensor.row_order
     if info.codes.block != (FP8_BLOCK, FP8_BLOCK) or (order is not None and FP8_BLOCK % len(order)):
         return False
@@ -177,6 +178,7 @@ def _read_w4(
             "4 bits: use quantization: none"
         )
     if is_mxfp4 and int(scales.max()) > LARGEST_FP4_SCALE:
+        files.scales.check()
         raise LoadError(
             f"{info.file}: tensor {info.codes.scales.name} has scales above {LARGEST_FP4_SCALE}, which are too large "
             "to keep its weight in 4 bits: use quantization: none"

@@ -53,7 +53,7 @@ def stack_key(info: TensorInfo, part: Sequence[slice]) -> Hashable | None:
     others = [one.stored for one in (codes.scales, codes.factor) if one is not None]
     if None in others or codes.scales.has_ones or codes.scales.expert is not None:
         return None
-    (high, wide), is_one = codes.block, _has_one_scale(codes)
+    (high, wide), is_one = codes.block, has_one_scale(codes)
     if not is_one and (rows.start % high or rows.stop % high):
         return None
     if not is_one and codes.scales.shape[1:] not in ((), (1,)) and (columns.start % wide or columns.stop % wide):
@@ -88,13 +88,17 @@ def read_stack(
     if first is None:
         return StoredStack(stored, None, None)
     codes = [info.codes for info in infos if info.codes is not None]
-    scales = files.read_together([one.scales for one in codes], _part_of_scales(first, part)).to(device)
+    of_scales = [one.scales for one in codes]
+    scales = files.read_together(of_scales, _part_of_scales(first, part)).to(device)
     scales = scales.view(len(scales), -1) if len(scales) else scales
     if scales.dtype != torch.uint8:
         scales = scales.float() * first.unit
+    files.scales.add(of_scales, scales, is_signed=first.is_signed)
     factors = None
     if first.factor is not None:
-        factors = files.read_together([one.factor for one in codes if one.factor is not None], ()).to(device).float()
+        of_factors = [one.factor for one in codes if one.factor is not None]
+        factors = files.read_together(of_factors, ()).to(device).float()
+        files.scales.add(of_factors, factors, is_divisor=first.divides)
         factors = factors.reciprocal() if first.divides else factors
     return StoredStack(stored, scales, factors)
 
@@ -121,13 +125,14 @@ def scales_of(stack: StoredStack, num_weights: int) -> Tensor:
     return scales * stack.factors.repeat_interleave(len(scales) // num_weights).unsqueeze(1)
 
 
-def _has_one_scale(codes: Codes) -> bool:
+def has_one_scale(codes: Codes) -> bool:
+    """Whether all rows and columns share a scale."""
     return math.prod(codes.scales.shape) == 1
 
 
 def _part_of_scales(codes: Codes, part: Sequence[slice]) -> tuple[slice, ...]:
     """Return the part of a weight's scales that belongs to a part of the weight; empty: all scales are one number."""
-    if _has_one_scale(codes):
+    if has_one_scale(codes):
         return ()
     (rows, columns), (high, wide) = part, codes.block
     of_rows = slice(rows.start // high, rows.stop // high)

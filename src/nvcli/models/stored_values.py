@@ -22,6 +22,7 @@ from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
 from nvcli.models.flat_codes import read_flat
 from nvcli.models.pinned_upload import PinnedUpload
+from nvcli.models.seen_scales import SeenScales
 from nvcli.models.tensor_info import FileRange, Packing, StoredTensor, TensorInfo
 
 TORCH_TYPES = {
@@ -65,7 +66,8 @@ class OpenFiles:
     """The files of a checkpoint that one thread reads, each opened once. They are closed at the end of a `with`.
 
     A part of a tensor is some of its rows, or rows and columns. Every read raises SafetensorError or OSError for files
-    that cannot be read, and LoadError if a column's group index is out of range.
+    that cannot be read, and LoadError if a column's group index is out of range. The end of a `with` raises LoadError
+    if scales were read that are none.
     """
 
     def __init__(self, upload: PinnedUpload | None = None) -> None:
@@ -73,15 +75,19 @@ class OpenFiles:
         self._stack = ExitStack()
         self._handles: dict[Path, Any] = {}
         self._upload = upload
+        self.scales = SeenScales()
+        """The scales of the weights that were read."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self._handles.clear()
         self._stack.close()
         if self._upload is not None:
             self._upload.close()
+        if kind is None:
+            self.scales.check()
 
     def read(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
         """Read the values of a part that is not empty: [rows, columns] or [rows].
@@ -96,7 +102,9 @@ class OpenFiles:
         values = self._read_coded(info, part, device)
         if info.codes.columns is None:
             return values
-        return values.float() * self._slice(info.codes.columns, (part[1],)).to(device).float()
+        factors = self._slice(info.codes.columns, (part[1],)).to(device).float()
+        self.scales.add([info.codes.columns], factors)
+        return values.float() * factors
 
     def read_stored(self, info: TensorInfo, part: Sequence[slice]) -> Tensor:
         """Read a part of the tensor in a file as it is stored, on whichever device."""
@@ -146,6 +154,7 @@ class OpenFiles:
             stored = self._read_grid(info, info.codes.zeros, part[0], groups, device).float()
             zeros = stored if zeros is None else stored + zeros
         scales = scales if scales.dtype == torch.uint8 else scales.float() * info.codes.unit
+        self.scales.add([info.codes.scales], scales, is_signed=info.codes.is_signed)
         if (factor := self.read_factor(info, device)) is not None:
             scales = scales * factor
         return StoredPart(codes, scales, zeros, group_of)
@@ -156,6 +165,7 @@ class OpenFiles:
             return None
         shape = info.codes.factor.shape
         factor = self._slice(info.codes.factor, [slice(None)] * len(shape)).to(device).float().view(())
+        self.scales.add([info.codes.factor], factor, is_divisor=info.codes.divides)
         return factor.reciprocal() if info.codes.divides else factor
 
     def _read_grid(

@@ -63,6 +63,11 @@ class Codes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """Whether scales have few bits: powers of 2, or numbers times a factor."""
         return self.factor is not None or self.scales.dtype == "U8"
 
+    @property
+    def is_signed(self) -> bool:
+        """Whether scales may be below 0, as some tools write them for integers, which have one more number there."""
+        return self.numbers == "integer"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatCodes:
