@@ -1,7 +1,7 @@
 """ImageFetcher: fetches the images that rows name by `https:` URLs, from the domains of `job.media_domains` alone.
 
-A row comes from anyone, so it must not reach what only this machine can: a socket is made for no address of this
-machine, of its network or of its link, whatever a name was resolved to, and redirects are followed by the same rules.
+Rows are untrusted and must not reach what only this machine can: no socket is made for an address of this machine, its
+network or its link, whatever a name resolves to, and redirects follow the same rules.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ImageFetcher:
             raise RowError("aborted", "the run ends") from None
 
     def close(self) -> None:
-        """End all that is fetched. Idempotent."""
+        """Cancel all fetches. Idempotent."""
         with self._lock:
             self._is_closed = True
             loop, self._loop = self._loop, None

@@ -119,7 +119,7 @@ def _prepare(question: Question, file: PixelFile) -> Prepared:
 
 
 def _decoded(question: Question) -> tuple[Image, Fit]:
-    """Return an image, and the size that it gets. Raises Unreadable, and whatever Pillow raises."""
+    """Return an image, and the size to give it. Raises Unreadable, and whatever Pillow raises."""
     from PIL import Image as images
     from PIL import ImageOps, UnidentifiedImageError
 

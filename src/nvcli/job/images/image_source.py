@@ -1,7 +1,7 @@
 """ImageFolders: where the images of rows may be, and the bytes or the file that a row names.
 
-A row comes from anyone, so it may name only files below the folders of the job's inputs and `job.media_roots`, whatever
-links and `..` its path has. What is fetched from the network: `job.images.image_fetch`.
+Rows are untrusted and may name only files below the folders of the job's inputs and `job.media_roots`, whatever links
+and `..` a path has. `job.images.image_fetch` fetches from the network.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class PdfPage(msgspec.Struct, frozen=True):
 
 
 class OpenedPage:
-    """A page that can be drawn."""
+    """A page, ready to be drawn."""
 
     def __init__(self, page: Any, dpi: int) -> None:
         """`page` is pypdfium2's. Raises Unreadable for one without an area."""

@@ -1,9 +1,8 @@
 """PixelMemory: the pixels of images whose rows wait or run, in memory that the ranks can read.
 
 It is a file without a name, which ends with its process, and which image processes and ranks open through /proc. Places
-are given out behind each other, each as large as its pixels may be: memory is taken only by what is written, and given
-back to the kernel where it lies when nobody holds the pixels any more. So there is nothing to search, and nothing is
-ever moved.
+are handed out one after another, each as large as its pixels may be: only what is written takes memory, which goes back
+to the kernel once nobody holds the pixels. So there is nothing to search for or to move.
 """
 
 from __future__ import annotations

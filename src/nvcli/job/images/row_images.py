@@ -50,7 +50,7 @@ class PromptImages:
 
     images: list[PromptImage]
     pixels: tuple[Pixels, ...]
-    """Their pixels, which are there as long as this is."""
+    """Their pixels, which stay in memory as long as this object."""
     token_id: int
 
     @property
@@ -105,7 +105,7 @@ class RowImages:
                 self._drop(images_of_row(row))
 
     def _begin(self, images: Sequence[dict[str, Any]]) -> None:
-        """Begin to prepare the images of a row, those that are not begun."""
+        """Begin to prepare those images of a row that were not begun before."""
         for image in images[:MAX_PROMPT_IMAGES]:
             if id(image) not in self._begun:
                 self._begun[id(image)] = image, self.processes.threads.submit(self._read_one, image)
@@ -238,7 +238,7 @@ def _other_count(found: int, num_images: int) -> RowError:
 
 
 def _identity(found: Path | bytes) -> Any:
-    """Return what is equal for equal images."""
+    """Return a key that is equal for equal images."""
     if isinstance(found, bytes):
         return found
     stat = found.stat()

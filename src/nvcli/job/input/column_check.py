@@ -99,7 +99,7 @@ def refusal(name: str, held: Sequence[ReadRow], parser: RowParser) -> ColumnsErr
                 "  or make an error row of each conversation: --set job.check_columns=false"
             )
         case _:
-            return _no_text(name, held)
+            return _not_text(name, held)
 
 
 def _two_prompts(name: str, rows: Sequence[Job | JobResult], parser: RowParser) -> ColumnsError:
@@ -116,7 +116,7 @@ def _two_prompts(name: str, rows: Sequence[Job | JobResult], parser: RowParser) 
     )
 
 
-def _no_text(name: str, held: Sequence[ReadRow]) -> ColumnsError | None:
+def _not_text(name: str, held: Sequence[ReadRow]) -> ColumnsError | None:
     """Return the error of an input whose first lines are not JSON; None if it may be text."""
     start = held[0].start
     halves = {any(start[::2]), any(start[1::2])}  # every second byte of plain letters is 0

@@ -60,7 +60,7 @@ class _Scanner:
             yield chunk[at], at, end
 
     def _end_text(self, chunk: bytes, start: int) -> int:
-        """Return where the text that is open at `start` ends in the chunk, and take note where it does not end."""
+        """Return where the text that is open at `start` ends in the chunk, and record if it does not end there."""
         if self._is_escaped:
             start, self._is_escaped = start + 1, False
         inside = _INSIDE_STRING.match(chunk, start)

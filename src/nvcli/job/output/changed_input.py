@@ -136,10 +136,9 @@ def _kept_lines(
 ) -> Iterator[bytes]:
     """Yield the lines to keep, renumbered where the row's index or name has changed.
 
-    Dropped are lines of rows that are not as they were, of rows of another shard, of rows whose id an earlier row has
-    now, and of failed rows
-    that have to be looked at again: rows at fault, because that may hang on other rows, and rows that stand elsewhere
-    now, because the message names their line.
+    Dropped are lines of rows that have changed, that belong to another shard, or whose id an earlier row now has, and
+    of failed rows that must be checked again: rows that were themselves at fault, because other rows may decide that,
+    and rows that have moved, because the message names their line.
     """
     for row, line in lines:
         index = changes.index_of(row.index)
@@ -157,8 +156,8 @@ def update_output(
 ) -> Manifest:
     """Commit an output to new inputs, and return its manifest. Raises OSError.
 
-    `file` holds the rows of the output, and `chunks` is what it holds from now on; None: what it has. `manifest` names
-    the new inputs, whose rows are `rows`.
+    `file` holds the rows of the output, and `chunks` replaces them; None: they stay. `manifest` names the new inputs,
+    whose rows are `rows`.
     """
     with new_file(rewrite_path(digests_path(output))) as new:
         new.write(rows.digests)
@@ -172,7 +171,7 @@ def update_output(
 def settle_update(output: Path, file: LockedFile) -> None:
     """Finish an update that a killed run left behind. Raises OSError.
 
-    A manifest that cannot be read is left to those who need it.
+    A manifest that cannot be read is reported when it is needed.
     """
     try:
         manifest = load_manifest(output)

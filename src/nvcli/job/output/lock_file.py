@@ -1,8 +1,8 @@
 """A file beside the output that names the run writing to it, for file systems where locks do not work.
 
 The kernel's lock on the output (`locked_file`) goes with its process and needs no file. But some network file systems
-grant such a lock to everybody, or to one run on each host. There this file tells two runs apart. It says which process
-of which host has made it, so that the file of a process that was killed can be told from that of one that runs.
+grant such a lock to everybody, or to one run on each host. There this file tells two runs apart. It names the process
+and host that made it, so that the file of a killed process can be told from that of a running one.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _is_running(holder: LockHolder) -> bool:
         return True  # another user's, which /proc does not show
     except ProcessLookupError:
         return False
-    return False  # it has ended, and its parent has not taken note yet
+    return False  # it has ended, and its parent has not reaped it yet
 
 
 def _start_time(pid: int) -> str | None:

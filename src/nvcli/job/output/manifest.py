@@ -54,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_input_rows: int | None = None
     """Number of rows of the inputs, once read to their end."""
     is_updating: bool = False
-    """Whether new versions of the output's rows and digests lie beside them, to take their places (`output.update`)."""
+    """Whether new versions of the output's rows and digests lie beside them, to replace them (`changed_input`)."""
     finished: Finished | None = None
 
     def differences(self, other: Manifest) -> list[str]:

@@ -34,9 +34,9 @@ _SNAPSHOT_SECONDS = 1.0
 _SPEED_SHARE = 0.1
 """Uncertainty of speeds as a share, on top of which comes `_FIRST_SPEED_SHARE` in the first second."""
 _FIRST_SPEED_SHARE = 0.4
-_EVEN_SHARE = 0.05
-"""Estimates are smoothed over this share of the time so far, but at most `_EVEN_SHARE_LEFT` of the time left."""
-_EVEN_SHARE_LEFT = 0.05
+_SMOOTHING_SHARE = 0.05
+"""Estimates are smoothed over this share of the time so far, but at most `_SMOOTHING_SHARE_LEFT` of the time left."""
+_SMOOTHING_SHARE_LEFT = 0.05
 _PEAK_SNAPSHOTS = 5
 """Snapshots to look at for the number of slots: samples that end are replaced a step later."""
 
@@ -240,7 +240,7 @@ class RunView:
                 self._learned = present
             left = self._time_left(running, slots)
             if left is not None and self._left is not None:
-                left = _evened(left, self._left, present.at - last.at, present.at - (counts.started_at or 0.0))
+                left = _smoothed(left, self._left, present.at - last.at, present.at - (counts.started_at or 0.0))
             self._left = left
         self._move_bar(present.work)
         return snapshots[0], present
@@ -334,10 +334,10 @@ class RunView:
         return rows_read / max(rows_read, rows_to_read, 1)
 
 
-def _evened(left: Range[float], before: Range[float], seconds: float, elapsed: float) -> Range[float]:
-    """Return the seconds that are left, evened out with the estimate of so many seconds before: the mean of about the
+def _smoothed(left: Range[float], before: Range[float], seconds: float, elapsed: float) -> Range[float]:
+    """Return the seconds that are left, smoothed with the estimate of so many seconds before: the mean of about the
     last twentieth of the time."""
-    share = math.exp(-seconds / max(1e-9, min(_EVEN_SHARE * elapsed, _EVEN_SHARE_LEFT * left.middle)))
+    share = math.exp(-seconds / max(1e-9, min(_SMOOTHING_SHARE * elapsed, _SMOOTHING_SHARE_LEFT * left.middle)))
     return Range(*(share * max(0.0, old - seconds) + (1 - share) * new for old, new in zip(before, left, strict=True)))
 
 

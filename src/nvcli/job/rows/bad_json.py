@@ -25,7 +25,7 @@ def explain_bad_json(line: bytes, reason: str) -> str:
     found = None
     if len(line) <= _EXPLAINED_BYTES:
         with contextlib.suppress(ValueError, RecursionError):
-            found = find_no_json(json.loads(line.decode(errors="surrogatepass")), "")
+            found = find_non_json(json.loads(line.decode(errors="surrogatepass")), "")
     return f"not valid JSON: {found or reason.removeprefix('JSON is malformed: ')}"
 
 
@@ -43,7 +43,7 @@ def explain_bad_value(value: bytes, key: str) -> str:
     found = None
     if len(value) <= _EXPLAINED_BYTES:
         with contextlib.suppress(RecursionError):
-            found = find_no_json(json.loads(value, parse_int=_no_number), key)
+            found = find_non_json(json.loads(value, parse_int=_no_number), key)
     return found or f"`{key}` holds a number that is too large"
 
 
@@ -55,7 +55,7 @@ def _no_number(digits: str) -> None:
     """Ignore integers: Python refuses to read those of thousands of digits."""
 
 
-def find_no_json(value: Any, name: str, as_builtin: Callable[[Any], Any] = _no_builtin) -> str | None:
+def find_non_json(value: Any, name: str, as_builtin: Callable[[Any], Any] = _no_builtin) -> str | None:
     """Describe the first thing in a value that JSON cannot represent, and its key; None if there is none.
 
     `name` is that of the value; empty: it is a row. `as_builtin` returns another object as one that JSON has, and

@@ -42,7 +42,7 @@ _IMAGE_TYPES = (IMAGE, "image_url", "input_image", "image_pil")
 _NAMING_KEYS = (IMAGE, "image_url", "image_pil", "url", "path")
 """The keys under which they name the image; the last two in transformers' form."""
 DETAIL = "detail"
-"""OpenAI's key for how well an image is looked at."""
+"""OpenAI's key for the resolution at which an image is read."""
 _DETAILS = ("auto", "low", "high", "original")
 _NAMED_CHOICES = ("none", "auto", "required")
 

@@ -356,7 +356,7 @@ def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
     except RecursionError:
         raise RowError("invalid_json", str(NestedTooDeep())) from None
     except msgspec.ValidationError:
-        raise _no_object(line) from None
+        raise _not_an_object(line) from None
     except msgspec.DecodeError as error:
         marked = mark_nonfinite(line)
         if marked is None:
@@ -399,7 +399,7 @@ def _repeated(row_id: JobId, is_native: bool) -> RowError:
     return RowError("duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ{way_out}")
 
 
-def _no_object(line: bytes) -> RowError:
+def _not_an_object(line: bytes) -> RowError:
     """Return the error of a line that is JSON other than an object, or turns out not to be JSON."""
     try:
         decode_within(line, check_json)

@@ -18,7 +18,7 @@ import msgspec
 
 from nvcli.core.validation import is_text
 from nvcli.errors import RowError, first_line
-from nvcli.job.rows.bad_json import explain_surrogate, find_no_json
+from nvcli.job.rows.bad_json import explain_surrogate, find_non_json
 from nvcli.job.rows.raw_values import MAX_LEVELS, NestedTooDeep, decode, is_deeper
 
 _encode = msgspec.json.Encoder().encode
@@ -78,7 +78,7 @@ def _through_json(value: Any, key: str) -> Any:
             plain = decode(data)
         except (TypeError, ValueError, RecursionError, msgspec.DecodeError) as error:
             raise RowError(
-                "invalid_value", find_no_json(value, key, _as_builtin) or f"`{key}`: {first_line(error)}"
+                "invalid_value", find_non_json(value, key, _as_builtin) or f"`{key}`: {first_line(error)}"
             ) from None
     if is_deeper(data, MAX_LEVELS - 1):  # the row is a level too
         raise RowError("invalid_value", f"`{key}` is {NestedTooDeep()}")

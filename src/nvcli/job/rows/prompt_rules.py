@@ -18,7 +18,7 @@ from nvcli.core.chat_template import reserved_variable
 from nvcli.core.text_template import TextTemplate
 from nvcli.core.validation import InvalidValue, convert, join_path, list_some, shorten
 from nvcli.errors import RowError, first_line
-from nvcli.job.rows.bad_json import find_no_json
+from nvcli.job.rows.bad_json import find_non_json
 from nvcli.job.rows.raw_values import as_text, is_null
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -85,7 +85,8 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 return as_text(value)
             except Exception as error:  # an object of a program may be anything
-                problem = find_no_json(value, column, str) or f"`{shorten(column)}` cannot be read: {first_line(error)}"
+                found = find_non_json(value, column, str)
+                problem = found or f"`{shorten(column)}` cannot be read: {first_line(error)}"
                 raise RowError("invalid_value", f"{problem}; `{key}` names it") from None
 
         if self.prompt_template is not None:
