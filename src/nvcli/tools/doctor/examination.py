@@ -77,7 +77,10 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
         can_run = device == "cpu" or has_gpus
         findings = _findings(attention_probe, "attention") if can_run else [_not_checked("attention")]
         yield Section(title="Attention backends", findings=findings)
-        findings = _collectives(device, layout, timeout) if can_run else [_not_checked("all-reduce")]
+        findings = [_not_checked("all-reduce")]
+        if can_run:  # each replica has a process group
+            size, copies = layout.pipeline_parallel_size * layout.tensor_parallel_size, layout.data_parallel_size
+            findings = check_all_reduce(device, size=size, num_replicas=copies, timeout=timeout, gpus=layout.gpus)
         yield Section(title="Collectives", findings=findings)
         if files is not None:
             findings = [*files.findings, *config_findings]
@@ -93,17 +96,6 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
 
 def _not_checked(name: str) -> Finding:
     return note(name, "not checked: the GPUs that the run needs are missing")
-
-
-def _collectives(device: Literal["cpu", "cuda"], layout: Layout, timeout: float) -> list[Finding]:
-    """Check the process group of each replica."""
-    return check_all_reduce(
-        device,
-        size=layout.pipeline_parallel_size * layout.tensor_parallel_size,
-        num_replicas=layout.data_parallel_size,
-        timeout=timeout,
-        gpus=layout.gpus,
-    )
 
 
 def _free_gpus(report: DeviceReport, smi: SmiReport, layout: Layout) -> list[GpuReport]:
@@ -137,21 +129,12 @@ def _layout(
         return None, given, [problem("memory", str(error), "see `nvcli profile-memory`")]
     config = layout.apply(config)
     chosen = [note("layout", layout.why)] if layout.why else []
-    experts = "--ep, " if config.enable_expert_parallel else ""
-    experts += "--attention-dp, " if config.enable_attention_dp else ""
-    stages = f"--pp {layout.pipeline_parallel_size}, " if layout.pipeline_parallel_size > 1 else ""
-    return (
-        config,
-        layout,
-        [
-            *chosen,
-            ok(
-                "configuration",
-                f"{config.device}, {config.weights_type}, --tp {layout.tensor_parallel_size}, {experts}{stages}"
-                f"--dp {layout.data_parallel_size}, max_model_len {config.max_model_len:,}",
-            ),
-        ],
-    )
+    parts = [config.device, config.weights_type, f"--tp {layout.tensor_parallel_size}"]
+    parts += ["--ep"] if config.enable_expert_parallel else []
+    parts += ["--attention-dp"] if config.enable_attention_dp else []
+    parts += [f"--pp {layout.pipeline_parallel_size}"] if layout.pipeline_parallel_size > 1 else []
+    parts += [f"--dp {layout.data_parallel_size}", f"max_model_len {config.max_model_len:,}"]
+    return config, layout, [*chosen, ok("configuration", ", ".join(parts))]
 
 
 def _attention_task(

@@ -66,17 +66,13 @@ def _find(name: str, revision: str | None) -> tuple[Path | None, Finding]:
     try:
         path = find_model(name, revision=revision)
         if path is None:
-            return None, _not_here(name, revision, _ask_for_size(name, revision))
+            check_reachable(name, revision)  # tells at once whether a download can work
+            return None, _not_here(name, revision, download_size(name, revision))
     except (ConfigError, LoadError) as error:
         return None, problem(
             "folder", str(error), "name a folder with config.json, weights and tokenizer: --model FOLDER"
         )
     return path, ok("folder", str(path))
-
-
-def _ask_for_size(name: str, revision: str | None) -> DownloadSize:
-    check_reachable(name, revision)  # tells at once whether a download can work
-    return download_size(name, revision)
 
 
 def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
