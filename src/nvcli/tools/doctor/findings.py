@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -55,7 +56,7 @@ def problem(name: str, found: str, advice: str) -> Finding:
     return Finding(name=name, level=Level.PROBLEM, found=found, advice=advice)
 
 
-def count(sections: list[Section], level: Level) -> int:
+def count(sections: Sequence[Section], level: Level) -> int:
     """Count the findings of one level."""
     return sum(finding.level == level for section in sections for finding in section.findings)
 

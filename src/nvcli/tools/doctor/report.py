@@ -21,13 +21,13 @@ def format_json(sections: Sequence[Section]) -> str:
     The form is `{"fit": …, "findings": [{"section", "name", "level", "found", "advice"}]}`.
     """
     findings = [{"section": s.title, **msgspec.to_builtins(f)} for s in sections for f in s.findings]
-    fit = count(list(sections), Level.PROBLEM) == 0
+    fit = count(sections, Level.PROBLEM) == 0
     return json.dumps({"fit": fit, "findings": findings})
 
 
 def format_verdict(sections: Sequence[Section]) -> str:
     """Return the report's last line."""
-    problems, warnings = (count(list(sections), level) for level in (Level.PROBLEM, Level.WARNING))
+    problems, warnings = (count(sections, level) for level in (Level.PROBLEM, Level.WARNING))
     counts = f"{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
     return f"{counts}: {'a run would stop' if problems else 'nothing here would stop a run'}"
 
