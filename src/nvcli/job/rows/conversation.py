@@ -106,25 +106,24 @@ def _read_parts(parts: list[Any], name: str) -> str | list[dict[str, Any]]:
     """Return the texts of parts joined to one, or if there are images, each part by itself."""
     found: list[dict[str, Any]] = []
     for number, part in enumerate(parts):
-        if isinstance(part, dict) and part.get("type") in _IMAGE_TYPES:
-            found.append(_read_image(part, f"{name}[{number}]"))
-            continue
-        if isinstance(part, dict) and part.get("type") == PDF:
-            file, pages = pdf_pages(part, f"{name}[{number}]")
-            image = _read_image({**part, IMAGE: file}, f"{name}[{number}]")
-            found += [{**image, **page} for page in pages]
-            continue
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        place = f"{name}[{number}]"
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if kind in _IMAGE_TYPES:
+            found.append(_read_image(part, place))
+        elif kind == PDF:
+            file, pages = pdf_pages(part, place)
+            image = _read_image({**part, IMAGE: file}, place)
+            found += [{**image, **page} for page in pages]
+        elif kind == "text" and isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": part["text"]})
+        elif isinstance(kind, str) and kind != "text":
             raise RowError(
                 "unsupported_content",
-                f"`{name}[{number}]` is a part of the type {show(kind)}; messages hold text, images and pages of "
-                "PDF files here, no sounds, videos or other files, so leave the part out or describe it in words",
+                f"`{place}` is a part of the type {show(kind)}; messages hold text, images and pages of PDF files "
+                "here, no sounds, videos or other files, so leave the part out or describe it in words",
             )
-        if not isinstance(text, str):
-            raise InvalidValue((), f'`{name}[{number}]` is {show(part)}; allowed: {{"type": "text", "text": …}}')
-        found.append({"type": "text", "text": text})
+        else:
+            raise InvalidValue((), f'`{place}` is {show(part)}; allowed: {{"type": "text", "text": …}}')
     if any(part["type"] == IMAGE for part in found):
         return found
     return "\n".join(part["text"] for part in found)
