@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -125,7 +126,7 @@ def with_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., No
                 readers[name] = functools.partial(_read, field)
             else:
                 parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=kind))
-                readers[name] = functools.partial(_take, name)
+                readers[name] = itemgetter(name)
         options.sort(key=lambda option: GROUPS.index(option.flag.group))
         parameters += map(_typer_option, options)
 
@@ -198,10 +199,6 @@ def _kinds(kind: Any) -> list[Any]:
     if get_origin(kind) in (Union, UnionType):
         return [part for each in get_args(kind) for part in _kinds(each)]
     return [kind]
-
-
-def _take(name: str, given: Mapping[str, Any]) -> Any:
-    return given[name]
 
 
 def _read_struct(
