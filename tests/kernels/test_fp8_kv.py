@@ -111,7 +111,7 @@ def test_the_store_kernel(head_dims: tuple[int, ...], static: bool) -> None:
             eps=1e-6,
             keep_keys=False,
             static_scales=scales.to(device) if static else None,
-            **({"scales": cache.scales(0)} if function is reference.qk_norm_rope_store else {}),
+            scales=cache.scales(0),
         )
         return cache
 

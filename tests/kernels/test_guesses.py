@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernel_device import DEVICE, MARKS
 from nvcli.kernels import guesses as reference
-from nvcli.kernels.drafts import HEAD, LONGEST_MATCH
+from nvcli.kernels.drafts import HEAD
 from nvcli.kernels.step_tensors import DraftRows, KeptGuesses, LastTokens, SlotState, StepRows
 from nvcli.kernels.triton.elementwise import guesses as kernels
 
@@ -78,16 +78,7 @@ def test_passes_go_on_from_what_was_kept(width: int, ahead: int, for_all: bool) 
     state, kept, rows, drafts = make_state(), make_kept(), make_rows(width), make_drafts(width)
     there, drafts_there, passes_rows = on_device(state), DraftRows(*moved(drafts)), StepRows(*moved(rows))
     begun = reference.begin_passes(kept, rows, state, drafts, 5, for_all=for_all)
-    found = kernels.begin_passes(
-        KeptGuesses(*moved(kept)),
-        passes_rows,
-        there,
-        drafts_there,
-        5,
-        for_all=for_all,
-        longest=LONGEST_MATCH,
-        source=HEAD,
-    )
+    found = kernels.begin_passes(KeptGuesses(*moved(kept)), passes_rows, there, drafts_there, 5, for_all=for_all)
     assert_same(drafts_there, drafts)
     assert_same(found, begun)
     n = width - 1
@@ -166,7 +157,7 @@ def test_the_surest_drafts_are_kept(num_rows: int, most: int, mean: float) -> No
         block_size=1,
     )
     reference.share_drafts(rows, state, drafts, odds)
-    kernels.share_drafts(there, on_device(state), drafts_there, odds.to(DEVICE), source=HEAD, is_sure=0.9)
+    kernels.share_drafts(there, on_device(state), drafts_there, odds.to(DEVICE))
     assert_same(there, rows)
     assert_same(drafts_there, drafts)
     kept = rows.num_tokens[:num_real] - 1

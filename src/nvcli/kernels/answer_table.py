@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.step_tensors import RUN, TOKEN_BITS, AnswerTable, SlotState
 
 _32_BITS = (1 << 32) - 1
@@ -39,17 +40,13 @@ def forget_answers(answers: AnswerTable) -> None:
     answers.ends.fill_(torch.iinfo(torch.int32).max)
 
 
+@with_kernel("elementwise.answer_table")
 def refill_answers(answers: AnswerTable, state: SlotState, slots: Tensor, prompt_lens: Tensor) -> None:
     """Enter the remaining tokens of the answers in `slots`, before the slots are refilled with requests whose prompts
     have `prompt_lens` tokens. Both [n] int32."""
-    if slots.is_cuda:
-        from nvcli.kernels.triton.elementwise import answer_table as kernels
-
-        kernels.refill_answers(answers, state, slots, prompt_lens)
-    else:
-        for slot in slots.tolist():
-            enter_answer(answers, state, slot, int(answers.ends[slot]))
-        answers.ends[slots.long()] = prompt_lens
+    for slot in slots.tolist():
+        enter_answer(answers, state, slot, int(answers.ends[slot]))
+    answers.ends[slots.long()] = prompt_lens
     answers.time.add_(1)
 
 

@@ -36,17 +36,13 @@ def accepted_of(accept_rate: float | None) -> int:
     return -1 if accept_rate is None else round(accept_rate * _COIN)
 
 
+@with_kernel("elementwise.drafts")
 def find_drafts(
     rows: StepRows, state: SlotState, drafts: DraftRows, answers: AnswerTable | None, *, for_all: bool = False
 ) -> None:
     """Write drafts after each row's last token into `state.token_ids`, up to `drafts.most`, and their numbers,
     sources and matches into `drafts`. Runs before `prepare_inputs`. `for_all`: rows without a match
     get drafts too, from their own tokens. `answers` None: no drafts come from other answers."""
-    if rows.slots.is_cuda:
-        from nvcli.kernels.triton.elementwise import drafts as kernels
-
-        kernels.find_drafts(rows, state, drafts, answers, for_all=for_all, longest=LONGEST_MATCH, least=LEAST_MATCH)
-        return
     if answers is not None:
         answers.time.add_(1)
     drafts.num_drafts[: len(rows.slots)] = 0

@@ -51,6 +51,7 @@ def last_tokens(rows: StepRows, state: SlotState, seq_lens: Tensor, num_rows: in
     return LastTokens(places, slots, state.lengths[slots] + 1)
 
 
+@with_kernel("elementwise.guesses")
 def keep_guesses(
     kept: KeptGuesses, last: LastTokens, guesses: Tensor | None, states: Tensor | None, odds: Tensor | None = None
 ) -> None:
@@ -58,28 +59,18 @@ def keep_guesses(
     odds: [R] float32, the guesses' probabilities; None: nothing asks for them."""
     if odds is not None:
         kept.odds[last.slots] = odds
-    if last.slots.is_cuda:
-        from nvcli.kernels.triton.elementwise import guesses as kernels
-
-        kernels.keep_guesses(kept, last, guesses, states)
-        return
     kept.positions[last.slots] = last.following
     if guesses is not None and states is not None:
         kept.tokens[last.slots] = guesses.clamp(min=0)
         kept.states[last.slots] = states
 
 
+@with_kernel("elementwise.guesses")
 def begin_passes(
     kept: KeptGuesses, rows: StepRows, state: SlotState, drafts: DraftRows, num_rows: int, *, for_all: bool
 ) -> PassRows:
     """Find the rows that have a guess, and give them their number of drafts instead of those that were looked up,
     unless these follow a long match. `for_all`: old guesses serve too, for all rows."""
-    if drafts.most.is_cuda:
-        from nvcli.kernels.triton.elementwise import guesses
-
-        return guesses.begin_passes(
-            kept, rows, state, drafts, num_rows, for_all=for_all, longest=LONGEST_MATCH, source=HEAD
-        )
     slots = rows.slots[:num_rows].long()
     last, most = state.lengths[slots], drafts.most[:num_rows]
     end = last + most
@@ -92,6 +83,7 @@ def begin_passes(
     return PassRows(slots, last, end, most)
 
 
+@with_kernel("elementwise.guesses")
 def next_pass(
     rows: PassRows, state: SlotState, number: int, guesses: Tensor | None, *, ahead: int, max_positions: int
 ) -> Pass:
@@ -100,10 +92,6 @@ def next_pass(
     ahead: 1 if a pass takes the token behind its position, as heads do, else 0, and the first pass has no guesses
     before it. max_positions: the positions that the drafter knows.
     """
-    if rows.slots.is_cuda:
-        from nvcli.kernels.triton.elementwise import guesses as kernels
-
-        return kernels.next_pass(rows, state, number, guesses, ahead=ahead, max_positions=max_positions)
     if guesses is not None:
         tokens = write_drafts(rows, state, number - 1 + ahead, guesses)
     else:
@@ -118,16 +106,15 @@ def next_pass(
 
 def write_drafts(rows: PassRows, state: SlotState, number: int, guesses: Tensor) -> Tensor:
     """Write draft `number`, from 1, of the rows that have as many, and return what now stands there: [R] int32."""
-    if rows.slots.is_cuda:
-        from nvcli.kernels.triton.elementwise import guesses as kernels
-
-        return kernels.next_pass(rows, state, number + 1, guesses, ahead=0, max_positions=1).tokens
+    if rows.slots.is_cuda:  # one launch
+        return next_pass(rows, state, number + 1, guesses, ahead=0, max_positions=1).tokens
     columns = (rows.last + number).clamp_(max=state.token_ids.shape[1] - 1).long()
     tokens = torch.where(rows.most >= number, guesses.clamp(min=0), state.token_ids[rows.slots, columns])
     state.token_ids[rows.slots, columns] = tokens
     return tokens
 
 
+@with_kernel("elementwise.guesses")
 def share_drafts(rows: StepRows, state: SlotState, drafts: DraftRows, odds: Tensor, *, is_sure: float = 0.9) -> None:
     """Give the tokens of a step's R decode rows, all of its rows, to the drafts that are likeliest to be right.
 
@@ -136,11 +123,6 @@ def share_drafts(rows: StepRows, state: SlotState, drafts: DraftRows, odds: Tens
     float32, the probability of the first K drafts of each row, each with those before it; drafts that were looked up
     are taken to be right `is_sure` times as often as those before them.
     """
-    if odds.is_cuda:
-        from nvcli.kernels.triton.elementwise import guesses as kernels
-
-        kernels.share_drafts(rows, state, drafts, odds, source=HEAD, is_sure=is_sure)
-        return
     num_places, num_rows = odds.shape
     is_row = rows.slots[:num_rows] != state.padding_slot
     has_room = (rows.num_tokens[:num_rows] - 1).masked_fill(~is_row, 0)

@@ -25,23 +25,16 @@ def spread_adapters(adapters_of_slots: Tensor, slots: Tensor, query_start_loc: T
     out[: len(spread)] = spread
 
 
+@with_kernel("products.lora_rows")
 def group_rows(adapters: Tensor, bank: AdapterBank, *, batch_invariant: bool = False) -> AdapterRows:
     """Sort rows by adapter and split them into tiles. adapters: [T] int32, contiguous. `batch_invariant`: see
     `AdapterRows`."""
-    if not adapters.is_cuda:
-        return AdapterRows(adapters, None, 0, batch_invariant)
-    from nvcli.kernels.triton.products import lora_rows as kernels
-
-    return kernels.group_rows(adapters, bank, batch_invariant=batch_invariant)
+    return AdapterRows(adapters, None, 0, batch_invariant)
 
 
+@with_kernel("products.lora")
 def add_low_rank(out: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer) -> None:
     """Add a layer's low-rank products to its result. x: [T, in]; out: [T, out], contiguous, written."""
-    if x.is_cuda:
-        from nvcli.kernels.triton.products import lora as kernels
-
-        kernels.add_low_rank(out, x, rows, bank, layer)
-        return
     for place in range(bank.num_places):
         chosen = (rows.adapters == place + 1).nonzero().squeeze(1)
         if len(chosen) == 0:
@@ -61,6 +54,7 @@ def add_low_rank(out: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, l
             out[chosen, first : first + count] = (out[chosen, first : first + count].float() + added).to(out.dtype)
 
 
+@with_kernel("products.lora")
 def activate_with_low_rank(
     gate_up: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer, activation: Activation
 ) -> Tensor:
@@ -68,9 +62,5 @@ def activate_with_low_rank(
 
     x: [T, in]; gate_up: [T, 2 I], contiguous, may be overwritten → [T, I].
     """
-    if x.is_cuda:
-        from nvcli.kernels.triton.products import lora as kernels
-
-        return kernels.activate_with_low_rank(gate_up, x, rows, bank, layer, activation)
     add_low_rank(gate_up, x, rows, bank, layer)
     return ACTIVATE_AND_MUL[activation](gate_up)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.patch_types import HeadNorms, Runs
 from nvcli.kernels.rotary import apply_rope
 
@@ -35,14 +36,10 @@ def make_segments(runs: Runs, heads: tuple[int, int], dtype: torch.dtype, device
     return Segments(runs, None)
 
 
+@with_kernel("elementwise.rotary")
 def rotate_patches(qkv: Tensor, cos_sin: Tensor, norms: HeadNorms | None = None) -> None:
     """Rotate queries and keys in place, behind `norms`. qkv: [P, 3, H, D], contiguous; cos_sin: [P, D] float32, cosines
     then sines of the D/2 angles, which turn number i of a head with number i + D/2."""
-    if qkv.is_cuda:
-        from nvcli.kernels.triton.elementwise import rotary
-
-        rotary.rotate_patches(qkv, cos_sin, norms)
-        return
     if norms is not None:
         for number, weight in enumerate((norms.queries, norms.keys, None)[: 2 + norms.of_values]):
             qkv[:, number] = F.rms_norm(qkv[:, number], qkv.shape[3:], weight, norms.eps)

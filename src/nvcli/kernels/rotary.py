@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.fp8_kv import KVScales, store_heads
 from nvcli.kernels.norm import rms_norm
 
@@ -23,6 +24,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+@with_kernel("elementwise.rotary")
 def qk_norm_rope_store(
     qkv: Tensor,
     cos_sin: Tensor | None,
@@ -53,24 +55,6 @@ def qk_norm_rope_store(
     A cache in FP8 comes with its `scales`, which lie behind its keys and values in the pool. `static_scales` holds the
     scale of all the layer's keys and that of all its values, [2] float32; None: each token and head gets its own.
     """
-    if qkv.is_cuda:
-        from nvcli.kernels.triton.elementwise import rotary
-
-        return rotary.qk_norm_rope_store(
-            qkv,
-            cos_sin,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            q_weight=q_weight,
-            k_weight=k_weight,
-            eps=eps,
-            keep_keys=keep_keys,
-            norms_last=norms_last,
-            static_scales=static_scales,
-        )
     head_dim = k_cache.shape[-1]
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.recurrence import RecurrentInputs, compute_rows, of_value_heads, split_heads
 from nvcli.kernels.recurrent_chunks import CHUNK
@@ -23,15 +24,12 @@ from nvcli.kernels.recurrent_types import RecurrentHeads, ScanGates
 from nvcli.kernels.state_rows import StateRows
 
 
+@with_kernel("recurrent.selective_scan")
 def selective_scan(
     qkv: Tensor, gates: ScanGates, pool: Tensor, rows: StateRows, heads: RecurrentHeads, kept: KeptInputs | None = None
 ) -> Tensor:
     """Compute the scan for a step's tokens, and store the states after them; see `compute_rows`."""
     assert heads.rule == "scan"
-    if qkv.is_cuda:
-        from nvcli.kernels.triton.recurrent import selective_scan as kernels
-
-        return kernels.selective_scan(qkv, gates, pool, rows, heads, kept)
     q, k, v = split_heads(qkv, heads)
     q, k = (of_value_heads(x, heads) for x in (q, k))
     inputs = RecurrentInputs(q, k, v, gates.decay(), gates.step_sizes())

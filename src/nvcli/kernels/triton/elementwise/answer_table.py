@@ -13,7 +13,7 @@ from nvcli.kernels.step_tensors import CHECK_BITS, RUN, TOKEN_BITS
 if TYPE_CHECKING:
     from nvcli.kernels.step_tensors import AnswerTable, SlotState
 
-_TOKENS = 128
+_TOKENS = tl.constexpr(128)
 """Tokens that a program enters at a time."""
 _TOKEN_BITS = tl.constexpr(TOKEN_BITS)
 _TOKEN_MASK = tl.constexpr((1 << TOKEN_BITS) - 1)
@@ -79,33 +79,29 @@ def _refill_answers_kernel(
     prompt_lens_ptr,  # [n] int32
     lengths_ptr,  # [S] int32
     token_ids_ptr,  # [S, ...] int32, rows `stride` apart
-    entries_ptr,  # [NUM_ENTRIES] int64, written
-    ends_ptr,  # [S] int32, written
-    time_ptr,  # [1] int64
+    answers,  # `AnswerTable`; its entries and ends are written
     stride,
     NUM_ENTRIES: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
     """Program (slot)."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    first = tl.load(ends_ptr + slot)
+    first = tl.load(answers.ends + slot)
     last = tl.load(lengths_ptr + slot)
-    enter_answer(entries_ptr, token_ids_ptr + slot * stride, first, last, tl.load(time_ptr), NUM_ENTRIES, TOKENS)
-    tl.store(ends_ptr + slot, tl.load(prompt_lens_ptr + row))
+    tokens_ptr = token_ids_ptr + slot * stride
+    enter_answer(answers.entries, tokens_ptr, first, last, tl.load(answers.time), NUM_ENTRIES, _TOKENS)
+    tl.store(answers.ends + slot, tl.load(prompt_lens_ptr + row))
 
 
 def refill_answers(answers: AnswerTable, state: SlotState, slots: Tensor, prompt_lens: Tensor) -> None:
-    """See `nvcli.kernels.answer_table.refill_answers`; the time does not advance."""
+    """See `nvcli.kernels.answer_table.refill_answers`."""
     _refill_answers_kernel[(len(slots),)](
         slots,
         prompt_lens,
         state.lengths,
         state.token_ids,
-        answers.entries,
-        answers.ends,
-        answers.time,
+        answers,
         state.token_ids.stride(0),
         NUM_ENTRIES=len(answers.entries),
-        TOKENS=_TOKENS,
     )
+    answers.time.add_(1)

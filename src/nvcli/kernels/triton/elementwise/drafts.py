@@ -8,15 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.step_tensors import RUN
+from nvcli.kernels.drafts import LEAST_MATCH, LONGEST_MATCH
+from nvcli.kernels.step_tensors import RUN, AnswerTable
 from nvcli.kernels.triton.elementwise.answer_table import enter_answer, follow_answers
 
 if TYPE_CHECKING:
-    from nvcli.kernels.step_tensors import AnswerTable, DraftRows, SlotState, StepInputs, StepRows
+    from nvcli.kernels.step_tensors import DraftRows, SlotState, StepInputs, StepRows
 
-_TOKENS = 1024
+_LONGEST, _LEAST, _RUN = tl.constexpr(LONGEST_MATCH), tl.constexpr(LEAST_MATCH), tl.constexpr(RUN)
+_TOKENS = tl.constexpr(1024)
 """Tokens that a program compares at a time."""
-_DRAFTS = 16
+_DRAFTS = tl.constexpr(16)
 """Upper bound on a row's drafts, and on its tokens in a step."""
 
 
@@ -34,11 +36,6 @@ def _find_drafts_kernel(
     stride,
     NUM_ENTRIES: tl.constexpr,
     FOR_ALL: tl.constexpr,
-    LONGEST: tl.constexpr,
-    LEAST: tl.constexpr,
-    RUN: tl.constexpr,
-    TOKENS: tl.constexpr,
-    DRAFTS: tl.constexpr,
 ):
     """Program (row)."""
     row = tl.program_id(0)
@@ -54,27 +51,27 @@ def _find_drafts_kernel(
         last = tl.load(lengths_ptr + slot)
         tokens_ptr = token_ids_ptr + slot * stride
         best = tl.full((), 0, tl.int64)
-        for start in range(0, last, TOKENS):
-            end = start + tl.arange(0, TOKENS)
-            length = tl.zeros((TOKENS,), tl.int32)
+        for start in range(0, last, _TOKENS):
+            end = start + tl.arange(0, _TOKENS)
+            length = tl.zeros((_TOKENS,), tl.int32)
             runs_on = end < last
-            for back in tl.static_range(LONGEST):
+            for back in tl.static_range(_LONGEST):
                 wanted = tl.load(tokens_ptr + tl.maximum(last - back, 0))
                 there = tl.load(tokens_ptr + end - back, mask=runs_on & (end >= back), other=-1)
                 runs_on = runs_on & (there == wanted)
                 length += runs_on.to(tl.int32)
             # The longest match, and among equally long ones the latest.
             best = tl.maximum(best, tl.max((length.to(tl.int64) << 32) | end, axis=0))
-        is_found = (best >> 32) >= LEAST
+        is_found = (best >> 32) >= _LEAST
         found = tl.where(is_found, (best & 0x7FFFFFFF).to(tl.int32), 0)
         num_others = 0
         if NUM_ENTRIES > 0:
-            num_wanted = tl.where((best >> 32) < RUN, most, 0)
+            num_wanted = tl.where((best >> 32) < _RUN, most, 0)
             num_others = follow_answers(entries_ptr, tokens_ptr, last, num_wanted, NUM_ENTRIES)
         num_drafts = most
         if not FOR_ALL:
             num_drafts = tl.where(num_others > 0, num_others, tl.where(is_found, most, 0))
-        index = tl.arange(0, DRAFTS)
+        index = tl.arange(0, _DRAFTS)
         inside = (index >= num_others) & (index < num_drafts)
         draft = tl.load(tokens_ptr + found + 1 + index % tl.maximum(last - found, 1), mask=inside, other=0)
         tl.store(tokens_ptr + last + 1 + index, draft, mask=inside)
@@ -84,17 +81,9 @@ def _find_drafts_kernel(
 
 
 def find_drafts(
-    rows: StepRows,
-    state: SlotState,
-    drafts: DraftRows,
-    answers: AnswerTable | None,
-    *,
-    for_all: bool,
-    longest: int,
-    least: int,
+    rows: StepRows, state: SlotState, drafts: DraftRows, answers: AnswerTable | None, *, for_all: bool = False
 ) -> None:
-    """See `nvcli.kernels.drafts.find_drafts`. `longest`, `least`: maximum number of tokens compared, and minimum number
-    that must be equal."""
+    """See `nvcli.kernels.drafts.find_drafts`."""
     _find_drafts_kernel[(len(rows.slots),)](
         rows.slots,
         drafts.most,
@@ -108,11 +97,6 @@ def find_drafts(
         state.token_ids.stride(0),
         NUM_ENTRIES=0 if answers is None else len(answers.entries),
         FOR_ALL=for_all,
-        LONGEST=longest,
-        LEAST=least,
-        RUN=RUN,
-        TOKENS=_TOKENS,
-        DRAFTS=_DRAFTS,
         num_warps=4,
     )
 
@@ -141,17 +125,13 @@ def _accept_drafts_kernel(
     lengths_ptr,  # [S] int32, written
     token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
     counts_ptr,  # [R] int32, written
-    entries_ptr,  # [NUM_ENTRIES] int64, written
-    ends_ptr,  # [S] int32, written
-    time_ptr,  # [1] int64
+    answers,  # `AnswerTable`; its entries and ends are written. NUM_ENTRIES 0: there is no table
     stride,
     padding_slot,
     accepted,
     NUM_ENTRIES: tl.constexpr,
     HAS_HELD: tl.constexpr,
     THROWS_COINS: tl.constexpr,
-    RUN: tl.constexpr,
-    DRAFTS: tl.constexpr,
 ):
     """Program (row)."""
     row = tl.program_id(0)
@@ -162,7 +142,7 @@ def _accept_drafts_kernel(
         start = tl.load(logits_start_ptr + row)
         first = tl.load(sample_positions_ptr + start)
         tried = tl.minimum(tl.load(num_drafts_ptr + row), num_logits - 1)
-        index = tl.arange(0, DRAFTS)
+        index = tl.arange(0, _DRAFTS)
         inside = index < num_logits
         sampled = tl.load(ids_ptr + start + index, mask=inside, other=0)
         has_draft = index < tried
@@ -171,7 +151,7 @@ def _accept_drafts_kernel(
         else:
             place = tl.load(logits_rows_ptr + start + 1 + index, mask=has_draft, other=0)
             is_right = sampled == tl.load(input_ids_ptr + place, mask=has_draft, other=-2)
-        count = 1 + tl.min(tl.where(has_draft & is_right, DRAFTS, index), axis=0)
+        count = 1 + tl.min(tl.where(has_draft & is_right, _DRAFTS, index), axis=0)
         if num_logits > 1:
             count = tl.maximum(tl.minimum(count, tl.load(limits_ptr + row) - first + 1), 0)
         if HAS_HELD:
@@ -182,10 +162,11 @@ def _accept_drafts_kernel(
         if NUM_ENTRIES > 0:
             tl.debug_barrier()  # all threads see the tokens
             last = first - 1 + count
-            enter_from = tl.maximum(tl.minimum(tl.load(ends_ptr + slot), first), RUN)
+            enter_from = tl.maximum(tl.minimum(tl.load(answers.ends + slot), first), _RUN)
             if enter_from <= last:
-                enter_answer(entries_ptr, tokens_ptr, enter_from, last, tl.load(time_ptr), NUM_ENTRIES, DRAFTS)
-                tl.store(ends_ptr + slot, last + 1)
+                time = tl.load(answers.time)
+                enter_answer(answers.entries, tokens_ptr, enter_from, last, time, NUM_ENTRIES, _DRAFTS)
+                tl.store(answers.ends + slot, last + 1)
     tl.store(counts_ptr + row, count)
 
 
@@ -215,16 +196,12 @@ def accept_drafts(
         state.lengths,
         state.token_ids,
         drafts.counts,
-        state.token_ids if answers is None else answers.entries,
-        state.lengths if answers is None else answers.ends,
-        state.lengths if answers is None else answers.time,
+        AnswerTable(state.token_ids, state.lengths, state.lengths) if answers is None else answers,
         state.token_ids.stride(0),
         state.padding_slot,
         accepted,
         NUM_ENTRIES=0 if answers is None else len(answers.entries),
         HAS_HELD=held is not None,
         THROWS_COINS=accepted >= 0,
-        RUN=RUN,
-        DRAFTS=_DRAFTS,
         num_warps=1,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.drafts import HEAD, LONGEST_MATCH
 from nvcli.kernels.step_tensors import LastTokens, Pass, PassRows
 
 if TYPE_CHECKING:
@@ -16,12 +18,13 @@ if TYPE_CHECKING:
 
 _TOKENS, _FEW_TOKENS = 1024, 64
 """Tokens of a row that a program takes, in steps with many tokens and with few."""
-_ROWS = 128
-"""Rows that a program takes."""
+_ROWS, _WARPS = tl.constexpr(128), 4
+"""Rows that a program takes, one in each thread of its warps."""
 _FEW_ROWS, _MANY_ROWS = 256, 1024
 """Rows of the programs that share drafts."""
-_HIDDEN = 1024
+_HIDDEN = tl.constexpr(1024)
 """Numbers of a state that a program copies at a time."""
+_HEAD, _LONG_MATCH = tl.constexpr(HEAD), tl.constexpr(LONGEST_MATCH)
 
 
 @triton.jit(do_not_specialize=["stride", "num_columns"])
@@ -66,16 +69,13 @@ def _last_tokens_kernel(
     rows,  # `StepRows`
     lengths_ptr,  # [S] int32
     seq_lens_ptr,  # [R] int32
-    places_ptr,  # [R] int64, written
-    slots_ptr,  # [R] int64, written
-    following_ptr,  # [R] int32, written
+    last,  # `LastTokens`, written
     num_rows,
     num_tokens,
     padding_slot,
-    ROWS: tl.constexpr,
 ):
-    """Program (ROWS rows)."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Program (_ROWS rows)."""
+    row = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     inside = row < num_rows
     slot = tl.load(rows.slots + row, mask=inside, other=padding_slot).to(tl.int64)
     computed = tl.load(rows.num_tokens + row, mask=inside, other=0)
@@ -83,29 +83,23 @@ def _last_tokens_kernel(
     counted = tl.load(lengths_ptr + slot) - tl.load(seq_lens_ptr + row, mask=inside, other=0) + computed
     slot = tl.where((counted < 1) | (computed < 1), padding_slot, slot)
     place = tl.minimum(start + tl.maximum(counted, 1) - 1, num_tokens - 1)
-    tl.store(places_ptr + row, place.to(tl.int64), mask=inside)
-    tl.store(slots_ptr + row, slot, mask=inside)
-    tl.store(following_ptr + row, tl.load(lengths_ptr + slot) + 1, mask=inside)
+    tl.store(last.places + row, place.to(tl.int64), mask=inside)
+    tl.store(last.slots + row, slot, mask=inside)
+    tl.store(last.following + row, tl.load(lengths_ptr + slot) + 1, mask=inside)
 
 
 def last_tokens(rows: StepRows, state: SlotState, seq_lens: Tensor, num_rows: int, num_tokens: int) -> LastTokens:
     """See `nvcli.kernels.guesses.last_tokens`."""
-    places, slots = (torch.empty(num_rows, dtype=torch.int64, device=seq_lens.device) for _ in range(2))
-    following = torch.empty(num_rows, dtype=torch.int32, device=seq_lens.device)
-    _last_tokens_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        rows,
-        state.lengths,
-        seq_lens,
-        places,
-        slots,
-        following,
-        num_rows,
-        num_tokens,
-        state.padding_slot,
-        ROWS=_ROWS,
-        num_warps=_ROWS // 32,
+    last = LastTokens(*_empty(num_rows, torch.int64, torch.int64, torch.int32, device=seq_lens.device))
+    _last_tokens_kernel[(triton.cdiv(num_rows, _ROWS.value),)](
+        rows, state.lengths, seq_lens, last, num_rows, num_tokens, state.padding_slot, num_warps=_WARPS
     )
-    return LastTokens(places, slots, following)
+    return last
+
+
+def _empty(num_rows: int, *dtypes: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+    """Allocate a tensor [num_rows] of each type; kernels find them aligned alike."""
+    return (torch.empty(num_rows, dtype=dtype, device=device) for dtype in dtypes)
 
 
 @triton.jit(do_not_specialize=["hidden_size", "state_stride"])
@@ -118,7 +112,6 @@ def _keep_guesses_kernel(
     hidden_size,
     state_stride,
     HAS_STATES: tl.constexpr,
-    HIDDEN: tl.constexpr,
 ):
     """Program (row). Rows of the padding slot write its row all at once."""
     row = tl.program_id(0).to(tl.int64)
@@ -126,15 +119,19 @@ def _keep_guesses_kernel(
     tl.store(kept.positions + slot, tl.load(following_ptr + row))
     if HAS_STATES:
         tl.store(kept.tokens + slot, tl.maximum(tl.load(guesses_ptr + row), 0))
-        for first in range(0, hidden_size, HIDDEN):
-            index = first + tl.arange(0, HIDDEN)
+        for first in range(0, hidden_size, _HIDDEN):
+            index = first + tl.arange(0, _HIDDEN)
             inside = index < hidden_size
             value = tl.load(states_ptr + row * state_stride + index, mask=inside)
             tl.store(kept.states + slot * hidden_size + index, value, mask=inside)
 
 
-def keep_guesses(kept: KeptGuesses, last: LastTokens, guesses: Tensor | None, states: Tensor | None) -> None:
+def keep_guesses(
+    kept: KeptGuesses, last: LastTokens, guesses: Tensor | None, states: Tensor | None, odds: Tensor | None = None
+) -> None:
     """See `nvcli.kernels.guesses.keep_guesses`."""
+    if odds is not None:
+        kept.odds[last.slots] = odds
     has_states = guesses is not None and states is not None
     _keep_guesses_kernel[(len(last.slots),)](
         kept,
@@ -145,7 +142,6 @@ def keep_guesses(kept: KeptGuesses, last: LastTokens, guesses: Tensor | None, st
         kept.states.shape[1],
         states.stride(0) if states is not None else 0,
         HAS_STATES=has_states,
-        HIDDEN=_HIDDEN,
         num_warps=4,
     )
 
@@ -156,64 +152,36 @@ def _begin_passes_kernel(
     drafts,  # `DraftRows`; num_drafts and sources are written
     lengths_ptr,  # [S] int32
     kept_positions_ptr,  # [S] int32
-    slots_ptr,  # [R] int64, written
-    last_ptr,  # [R] int32, written
-    end_ptr,  # [R] int32, written
-    most_ptr,  # [R] int32, written
+    passes,  # `PassRows`, written
     num_rows,
     FOR_ALL: tl.constexpr,
-    LONG: tl.constexpr,
-    SOURCE: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """Program (ROWS rows)."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Program (_ROWS rows)."""
+    row = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     inside = row < num_rows
     slot = tl.load(rows.slots + row, mask=inside, other=0).to(tl.int64)
     last = tl.load(lengths_ptr + slot)
     most = tl.load(drafts.most + row, mask=inside, other=0)
     if not FOR_ALL:
-        is_long = tl.load(drafts.matches + row, mask=inside, other=0) >= LONG
+        is_long = tl.load(drafts.matches + row, mask=inside, other=0) >= _LONG_MATCH
         most = tl.where((tl.load(kept_positions_ptr + slot) == last + 1) & ~is_long, most, 0)
-    tl.store(slots_ptr + row, slot, mask=inside)
-    tl.store(last_ptr + row, last, mask=inside)
-    tl.store(end_ptr + row, last + tl.load(drafts.most + row, mask=inside, other=0), mask=inside)
-    tl.store(most_ptr + row, most, mask=inside)
+    tl.store(passes.slots + row, slot, mask=inside)
+    tl.store(passes.last + row, last, mask=inside)
+    tl.store(passes.end + row, last + tl.load(drafts.most + row, mask=inside, other=0), mask=inside)
+    tl.store(passes.most + row, most, mask=inside)
     tl.store(drafts.num_drafts + row, most, mask=inside & (most > 0))
-    tl.store(drafts.sources + row, tl.full((ROWS,), SOURCE, tl.int32), mask=inside & (most > 0))
+    tl.store(drafts.sources + row, tl.full((_ROWS,), _HEAD, tl.int32), mask=inside & (most > 0))
 
 
 def begin_passes(
-    kept: KeptGuesses,
-    rows: StepRows,
-    state: SlotState,
-    drafts: DraftRows,
-    num_rows: int,
-    *,
-    for_all: bool,
-    longest: int,
-    source: int,
+    kept: KeptGuesses, rows: StepRows, state: SlotState, drafts: DraftRows, num_rows: int, *, for_all: bool
 ) -> PassRows:
-    """See `nvcli.kernels.guesses.begin_passes`. `longest`: the length of a long match; `source`: of the drafts."""
-    slots = torch.empty(num_rows, dtype=torch.int64, device=drafts.most.device)
-    last, end, most = (torch.empty(num_rows, dtype=torch.int32, device=slots.device) for _ in range(3))
-    _begin_passes_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        rows,
-        drafts,
-        state.lengths,
-        kept.positions,
-        slots,
-        last,
-        end,
-        most,
-        num_rows,
-        FOR_ALL=for_all,
-        LONG=longest,
-        SOURCE=source,
-        ROWS=_ROWS,
-        num_warps=_ROWS // 32,
+    """See `nvcli.kernels.guesses.begin_passes`."""
+    passes = PassRows(*_empty(num_rows, torch.int64, *[torch.int32] * 3, device=drafts.most.device))
+    _begin_passes_kernel[(triton.cdiv(num_rows, _ROWS.value),)](
+        rows, drafts, state.lengths, kept.positions, passes, num_rows, FOR_ALL=for_all, num_warps=_WARPS
     )
-    return PassRows(slots, last, end, most)
+    return passes
 
 
 @triton.jit(
@@ -223,10 +191,7 @@ def begin_passes(
     ]
 )  # fmt: skip
 def _next_pass_kernel(
-    slots_ptr,  # [R] int64
-    last_ptr,  # [R] int32
-    end_ptr,  # [R] int32
-    most_ptr,  # [R] int32
+    passes,  # `PassRows`
     guesses_ptr,  # [R] int32
     token_ids_ptr,  # [S, ...] int32, rows token_ids_stride apart, written
     block_tables_ptr,  # [G, S, ...] int32, rows block_table_stride apart, groups group_stride
@@ -242,22 +207,21 @@ def _next_pass_kernel(
     HAS_GUESSES: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """Program (ROWS rows)."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Program (_ROWS rows)."""
+    row = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     inside = row < num_rows
-    slot = tl.load(slots_ptr + row, mask=inside, other=0)
-    last = tl.load(last_ptr + row, mask=inside, other=0)
+    slot = tl.load(passes.slots + row, mask=inside, other=0)
+    last = tl.load(passes.last + row, mask=inside, other=0)
     draft = number - 1 + ahead
     place = token_ids_ptr + slot * token_ids_stride + tl.minimum(last + draft, num_columns - 1)
     token = tl.load(place, mask=inside, other=0)
     if HAS_GUESSES:
-        is_draft = tl.load(most_ptr + row, mask=inside, other=0) >= draft
+        is_draft = tl.load(passes.most + row, mask=inside, other=0) >= draft
         guess = tl.maximum(tl.load(guesses_ptr + row, mask=inside, other=0), 0)
         token = tl.where(is_draft, guess, token)
         tl.store(place, token, mask=inside & is_draft)
-    position = tl.minimum(last + number - 1, tl.load(end_ptr + row, mask=inside, other=0))
+    position = tl.minimum(last + number - 1, tl.load(passes.end + row, mask=inside, other=0))
     tl.store(out.tokens + row, token, mask=inside)
     tl.store(out.positions + row, tl.minimum(position, max_positions - 1), mask=inside)
     tl.store(out.seq_lens + row, position + 1, mask=inside)
@@ -269,22 +233,16 @@ def _next_pass_kernel(
 
 
 def next_pass(
-    passes: PassRows, state: SlotState, number: int, guesses: Tensor | None, *, ahead: int, max_positions: int
+    rows: PassRows, state: SlotState, number: int, guesses: Tensor | None, *, ahead: int, max_positions: int
 ) -> Pass:
     """See `nvcli.kernels.guesses.next_pass`."""
-    num_rows, num_groups, device = len(passes.slots), len(state.block_tables), passes.slots.device
-    tokens, positions, seq_lens, sampled = (
-        torch.empty(num_rows, dtype=torch.int32, device=device)
-        for _ in range(4)  # each aligned like the others
-    )
+    num_rows, num_groups, device = len(rows.slots), len(state.block_tables), rows.slots.device
+    tokens, positions, seq_lens, sampled = _empty(num_rows, *[torch.int32] * 4, device=device)
     places = torch.empty(num_groups, num_rows, dtype=torch.int64, device=device)
     out = Pass(tokens, positions, seq_lens, places, sampled)
-    _next_pass_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        passes.slots,
-        passes.last,
-        passes.end,
-        passes.most,
-        passes.most if guesses is None else guesses,
+    _next_pass_kernel[(triton.cdiv(num_rows, _ROWS.value),)](
+        rows,
+        rows.most if guesses is None else guesses,
         state.token_ids,
         state.block_tables,
         out,
@@ -299,8 +257,7 @@ def next_pass(
         HAS_GUESSES=guesses is not None,
         NUM_GROUPS=num_groups,
         BLOCK_SIZE=state.block_size,
-        ROWS=_ROWS,
-        num_warps=_ROWS // 32,
+        num_warps=_WARPS,
     )
     return out
 
@@ -314,7 +271,6 @@ def _share_drafts_kernel(
     num_rows,
     padding_slot,
     is_sure,
-    SOURCE: tl.constexpr,
     PLACES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -330,7 +286,7 @@ def _share_drafts_kernel(
     num_left = tl.sum(has_room, axis=0)
     cells = (place < num_places) & (place < most[None, :])
     odds = tl.load(odds_ptr + place * num_rows + row[None, :], mask=cells, other=0.0)
-    is_found = tl.load(drafts.sources + row, mask=inside, other=0) != SOURCE
+    is_found = tl.load(drafts.sources + row, mask=inside, other=0) != _HEAD
     odds = tl.where(is_found[None, :], tl.exp((place + 1) * tl.log(is_sure)), odds)
     odds = tl.where((place < num_drafts[None, :]) & (odds >= 0), odds, 0.0)  # not NaN
     keys = tl.where(cells, odds.to(tl.int32, bitcast=True), -1)
@@ -355,10 +311,8 @@ def _share_drafts_kernel(
     tl.store(rows.logits_start_loc + 1 + row, tl.cumsum(num_logits, axis=0), mask=inside)
 
 
-def share_drafts(
-    rows: StepRows, state: SlotState, drafts: DraftRows, odds: Tensor, *, source: int, is_sure: float
-) -> None:
-    """See `nvcli.kernels.guesses.share_drafts`. `source`: of the drafts that have odds."""
+def share_drafts(rows: StepRows, state: SlotState, drafts: DraftRows, odds: Tensor, *, is_sure: float = 0.9) -> None:
+    """See `nvcli.kernels.guesses.share_drafts`."""
     num_places, num_rows = odds.shape
     _share_drafts_kernel[(1,)](
         rows,
@@ -368,7 +322,6 @@ def share_drafts(
         num_rows,
         state.padding_slot,
         is_sure,
-        SOURCE=source,
         PLACES=triton.next_power_of_2(num_places),
         ROWS=max(_FEW_ROWS if num_rows <= _FEW_ROWS else _MANY_ROWS, triton.next_power_of_2(num_rows)),
         num_warps=4 if num_rows <= _FEW_ROWS else 8,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.fp8_kv import KVScales
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.patch_types import HeadNorms
 from nvcli.kernels.triton.attention.fp8_kv import quantise_heads, scale_pointers
@@ -160,6 +161,7 @@ def qk_norm_rope_store(
     eps: float,
     keep_keys: bool,
     norms_last: bool = False,
+    scales: KVScales | None = None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See `nvcli.kernels.rotary.qk_norm_rope_store`. k and v are views of `qkv`; kept keys are rotated in place. The
@@ -171,7 +173,8 @@ def qk_norm_rope_store(
     assert cos_sin is None or (cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim)
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
-    assert not (is_dense and k_cache.dtype == FP8), "the scales stand between the blocks"
+    assert (k_cache.dtype == FP8) == (scales is not None)
+    assert scales is None or not is_dense, "the scales stand between the blocks"
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     heads_per_program = min(_HEADS_PER_PROGRAM, next_power_of_2(num_heads))
     num_groups = ceil_div(num_heads, heads_per_program) + ceil_div(2 * num_kv_heads, heads_per_program)
