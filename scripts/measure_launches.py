@@ -179,7 +179,7 @@ def product(kind: Kind, name: str, data: Data, num_rows: int, shape: Shape) -> C
         multiply = partial(_in_place, fp8._scaled_product, x, scales, words[0])
     elif sort == "activate":
         gate_up = data.values[: num_rows * out_features].view(num_rows, out_features)
-        return lambda weight: fp8_kernels.activate_and_quantise(gate_up, "channel", is_gelu=False)
+        return lambda weight: fp8_kernels.activate_and_quantise(gate_up, "silu", "channel")
     else:
         delta = data.values[: num_rows * out_features].view(num_rows, out_features)
         multiply = partial(_same, delta)

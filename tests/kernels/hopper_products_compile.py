@@ -19,11 +19,12 @@ from hopper_compile import FakeDriver, assemble
 from triton.runtime.driver import driver
 
 from compiling_process import run_compiling
+from nvcli.kernels.activation import Activation
 from nvcli.kernels.expert_types import Routes
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton.products import hopper_fp8, hopper_fp8_decode, hopper_w4
 from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS, WorkList
-from nvcli.kernels.triton.products.product_launch import DecodeLaunch, Gate, HopperFP8Launch, HopperW4Launch
+from nvcli.kernels.triton.products.product_launch import DecodeLaunch, HopperFP8Launch, HopperW4Launch
 from nvcli.kernels.weight_formats import W4Format
 
 ROWS, OUT_FEATURES, IN_FEATURES = 256, 768, 1024
@@ -49,7 +50,7 @@ def launch_fp8() -> Iterator[Any]:
     experts = weight.unflatten(0, (4, -1)), scales.unflatten(0, (4, -1))
     pairs = torch.zeros(ROWS, dtype=torch.int32)
     routes = Routes(pairs.view(-1, 2), torch.zeros(ROWS // 2, 2))
-    grouped = hopper_fp8.Grouped(WorkList(pairs, torch.zeros(6, ITEM_FIELDS, dtype=torch.int32), 128), routes)
+    grouped = hopper_fp8.Grouped(WorkList(pairs, torch.zeros(6, ITEM_FIELDS.value, dtype=torch.int32), 128), routes)
     out = torch.zeros(2, ROWS // 2, OUT_FEATURES // 4, dtype=torch.bfloat16)
     hopper_fp8.linear(x, *experts, HopperFP8Launch(2, 2, 2), out, grouped)
     yield hopper_fp8.hopper_fp8_kernel
@@ -68,7 +69,7 @@ def launch_w4() -> Iterator[Any]:
     x = torch.zeros(ROWS, IN_FEATURES, dtype=torch.bfloat16)
     words = torch.zeros(OUT_FEATURES, IN_FEATURES // 4, dtype=torch.int16)
     scales = torch.zeros(IN_FEATURES // 128, OUT_FEATURES, dtype=torch.int32)
-    gates: tuple[Gate | None, ...] = (None, "silu")
+    gates: tuple[Activation | None, ...] = (None, "silu")
     for gate, blocks in zip(gates, (2, 3), strict=True):
         hopper_w4.linear(x, words, scales, W4Format("integer", 128), HopperW4Launch(128, blocks), gate=gate)
         yield hopper_w4.hopper_w4_kernel

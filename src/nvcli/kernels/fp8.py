@@ -56,12 +56,9 @@ def norm_and_quantise(
     return quantised._replace(values=normed) if keeps_values else quantised
 
 
+@with_kernel("elementwise.fp8")
 def activate_and_quantise(gate_up: Tensor, activation: Activation, scaling: FP8Scaling) -> QuantisedRows:
     """Compute activation(gate) × up and quantise it, rounded as `silu_and_mul` would. gate_up: [T, 2 I] → [T, I]."""
-    if gate_up.is_cuda:
-        from nvcli.kernels.triton.elementwise import fp8 as kernels
-
-        return kernels.activate_and_quantise(gate_up, scaling, is_gelu=activation == "gelu_tanh")
     return quantise(ACTIVATE_AND_MUL[activation](gate_up), scaling)
 
 

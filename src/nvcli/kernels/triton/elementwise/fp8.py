@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.activation import Activation
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
 from nvcli.kernels.triton.elementwise.activation import activate
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
@@ -24,9 +25,12 @@ _GROUPS_CHUNK = 1024
 """Columns of a program where each of a row's groups has its own scale."""
 _LOADED_ELEMENTS = 8
 """Neighbours that a thread loads in 16 bytes, and holds of each part of a row."""
+_WARP_PART = tl.constexpr(32 * _LOADED_ELEMENTS)
+"""Columns of a part of a row that a warp holds."""
 _MOST_WARPS = 16
-_MANY_ROWS, _SHORT_ROW, _MANY_SHORT = 4096, 2048, 8
-"""From this number of rows on, of at most so many columns, a program holds so many of them. 131,072 rows of 512 columns
+_MANY_ROWS, _SHORT_ROW = 4096, 2048
+_MANY_SHORT = tl.constexpr(8)
+"""From _MANY_ROWS rows on, of at most _SHORT_ROW columns, a program holds so many of them. 131,072 rows of 512 columns
 are quantised in 48 µs instead of 80 on an H200."""
 _SHARING_GROUPS = 32
 """Groups of a row of codes that a program rescales at a time."""
@@ -176,12 +180,11 @@ def _quantise_short_rows_kernel(
     x_row_stride,
     num_rows,  # of codes
     SIZE: tl.constexpr,
-    PART: tl.constexpr,
     SHARING: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """Program (ROWS rows), a warp for each, which holds its parts in registers."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Program (_MANY_SHORT rows), a warp for each, which holds its parts in registers."""
+    PART: tl.constexpr = _WARP_PART
+    rows = tl.program_id(0) * _MANY_SHORT + tl.arange(0, _MANY_SHORT)
     is_row = rows < num_rows
     sources = rows
     if order_ptr is not None:
@@ -190,7 +193,7 @@ def _quantise_short_rows_kernel(
     source = x_ptr + sources.to(tl.int64)[:, None] * x_row_stride
     codes_ptrs = codes_ptr + rows.to(tl.int64)[:, None] * SIZE
     parts = ()
-    largest = tl.zeros([ROWS, PART], tl.float32)
+    largest = tl.zeros([_MANY_SHORT, PART], tl.float32)
     for i in tl.static_range((SIZE + PART - 1) // PART):
         columns = i * PART + tl.arange(0, PART)[None, :]
         values = _load_values(source, columns, SIZE, (i + 1) * PART <= SIZE, GATED=False, GELU=False, ON_GPU=False)
@@ -266,7 +269,7 @@ def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
         out = empty_rows(len(x), x.shape[1], scaling, x)
         _quantise_short_rows(x, out)
         return out
-    return _quantise(x, x.shape[1], scaling, gated=False, gelu=False)
+    return _quantise(x, scaling)
 
 
 def quantise_pairs(x: Tensor, order: Tensor, experts_per_token: int, codes: Tensor) -> QuantisedRows:
@@ -281,31 +284,23 @@ def _quantise_short_rows(x: Tensor, out: QuantisedRows, order: Tensor | None = N
     """Quantise rows of x to `out`; with an `order`, row order[i] // `sharing` as row i."""
     assert x.stride(1) == 1
     num_rows, size = out.shape
-    _quantise_short_rows_kernel[(ceil_div(num_rows, _MANY_SHORT),)](
-        x,
-        order,
-        out.codes,
-        out.scales,
-        x.stride(0),
-        num_rows,
-        SIZE=size,
-        PART=32 * _LOADED_ELEMENTS,
-        SHARING=sharing,
-        ROWS=_MANY_SHORT,
-        num_warps=_MANY_SHORT,
+    num_warps = _MANY_SHORT.value
+    _quantise_short_rows_kernel[(ceil_div(num_rows, num_warps),)](
+        x, order, out.codes, out.scales, x.stride(0), num_rows, SIZE=size, SHARING=sharing, num_warps=num_warps
     )
 
 
-def activate_and_quantise(gate_up: Tensor, scaling: FP8Scaling, *, is_gelu: bool) -> QuantisedRows:
+def activate_and_quantise(gate_up: Tensor, activation: Activation, scaling: FP8Scaling) -> QuantisedRows:
     """See `nvcli.kernels.fp8.activate_and_quantise`."""
-    return _quantise(gate_up, gate_up.shape[1] // 2, scaling, gated=True, gelu=is_gelu)
+    return _quantise(gate_up, scaling, activation)
 
 
-def _quantise(x: Tensor, size: int, scaling: FP8Scaling, *, gated: bool, gelu: bool) -> QuantisedRows:
-    num_rows = x.shape[0]
+def _quantise(x: Tensor, scaling: FP8Scaling, activation: Activation | None = None) -> QuantisedRows:
+    """Quantise rows, or with an activation that of gate and up projection."""
+    num_rows, size = len(x), x.shape[1] // (1 if activation is None else 2)
     assert x.stride(1) == 1
     out = empty_rows(num_rows, size, scaling, x)
-    part = min(_block(size), _GROUPS_CHUNK if scaling == "block" else 32 * _LOADED_ELEMENTS * _warps_of_row(size))
+    part = min(_block(size), _GROUPS_CHUNK if scaling == "block" else _WARP_PART.value * _warps_of_row(size))
     _quantise_kernel[(num_rows, ceil_div(size, part) if scaling == "block" else 1)](
         x,
         out.codes,
@@ -315,10 +310,10 @@ def _quantise(x: Tensor, size: int, scaling: FP8Scaling, *, gated: bool, gelu: b
         PART=part,
         NUM_SCALES=_num_scales(size, scaling),
         BY_GROUPS=scaling == "block",
-        GATED=gated,
-        GELU=gelu,
+        GATED=activation is not None,
+        GELU=activation == "gelu_tanh",
         ON_GPU=x.is_cuda,
-        num_warps=warps_of_row(part) if scaling == "block" else max(1, part // (32 * _LOADED_ELEMENTS)),
+        num_warps=warps_of_row(part) if scaling == "block" else max(1, part // _WARP_PART.value),
     )
     return out
 
@@ -336,7 +331,7 @@ def empty_rows(num_rows: int, size: int, scaling: FP8Scaling, like: Tensor) -> Q
 def _rows_together(num_rows: int, size: int) -> int:
     """Choose how many rows of `size` columns a program holds: one, or of many short ones several, which are read and
     written as fast as memory allows."""
-    return _MANY_SHORT if num_rows >= _MANY_ROWS and size <= _SHORT_ROW else 1
+    return _MANY_SHORT.value if num_rows >= _MANY_ROWS and size <= _SHORT_ROW else 1
 
 
 def _num_scales(size: int, scaling: FP8Scaling) -> int:

@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.activation import Activation
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix, Routes
 from nvcli.kernels.triton.launch.descriptors import TILE_BYTES, describe, describe_kept
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.products.expert_groups import WorkList
 from nvcli.kernels.triton.products.hopper_w4_kernel import BLOCK, GROUPS, PART, HopperW4Kind, hopper_w4_kernel
-from nvcli.kernels.triton.products.product_launch import Gate, HopperW4Launch, Kind
+from nvcli.kernels.triton.products.product_launch import HopperW4Launch, Kind
 from nvcli.kernels.weight_formats import W4Format
 from nvcli.kernels.whole_numbers import ceil_div
 
@@ -40,7 +41,7 @@ _BLOCK_CYCLES, _END_CYCLES = 1480, 1500
 _BYTES_PER_CYCLE, _LAUNCH_CYCLES = 18, 2400
 """The cost of adding up parts: bytes that a multiprocessor writes and reads in a cycle, and the cycles of another
 launch."""
-_COPIED = 1024
+_COPIED = tl.constexpr(1024)
 """The columns of a row that a program copies."""
 
 
@@ -95,7 +96,7 @@ def linear(
     format: W4Format,
     launch: HopperW4Launch,
     out: Tensor | None = None,
-    gate: Gate | None = None,
+    gate: Activation | None = None,
 ) -> Tensor:
     """x Wᵀ: [T, in] → [T, out], in `out` (contiguous) if that is given; or with several parts [P, T, out] float32; or
     with a gate, and one part, activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U."""
@@ -133,13 +134,12 @@ def _sort_rows_kernel(
     num_rows,
     SIZE: tl.constexpr,
     EXPERTS_PER_TOKEN: tl.constexpr,
-    COPIED: tl.constexpr,
 ):
     """Program (pair, stretch of columns). Entries behind the last pair of the order get some row."""
     pair = tl.program_id(0).to(tl.int64)
     token = tl.load(order_ptr + pair) // EXPERTS_PER_TOKEN
     token = tl.minimum(tl.maximum(token, 0), num_rows - 1).to(tl.int64)
-    columns = tl.program_id(1) * COPIED + tl.arange(0, COPIED)
+    columns = tl.program_id(1) * _COPIED + tl.arange(0, _COPIED)
     values = tl.load(x_ptr + token * SIZE + columns, mask=columns < SIZE)
     tl.store(out_ptr + pair * SIZE + columns, values, mask=columns < SIZE)
 
@@ -147,8 +147,8 @@ def _sort_rows_kernel(
 def sort_rows(x: Tensor, order: Tensor, experts_per_token: int, out: Tensor) -> Tensor:
     """Return the row of each pair, in the order of experts: [T, H] → `out` [T × k, H]."""
     assert out.is_contiguous()
-    _sort_rows_kernel[(len(order), ceil_div(x.shape[1], _COPIED))](
-        x, order, out, len(x), SIZE=x.shape[1], EXPERTS_PER_TOKEN=experts_per_token, COPIED=_COPIED, num_warps=4
+    _sort_rows_kernel[len(order), ceil_div(x.shape[1], _COPIED.value)](
+        x, order, out, len(x), SIZE=x.shape[1], EXPERTS_PER_TOKEN=experts_per_token, num_warps=4
     )
     return out
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.kernels.triton.products.product_launch import Gate, ProductLaunch
+from nvcli.kernels.activation import Activation
+from nvcli.kernels.triton.products.product_launch import ProductLaunch
 from nvcli.kernels.triton.products.products import multiply
 
 _ROUTER_ROWS = 1024
@@ -47,7 +48,7 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     return multiply(x, weight, _few_rows(len(x), 128, num_parts), in_parts=True)
 
 
-def gated_linear(x: Tensor, weight: Tensor, gate: Gate) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor, gate: Activation) -> Tensor:
     """See `nvcli.kernels.linear.gated_linear`, for few rows."""
     return multiply(x, weight, _few_rows(len(x), 128), gate=gate)
 
@@ -59,7 +60,7 @@ def _few_rows(num_rows: int, in_tile: int, num_parts: int = 1) -> ProductLaunch:
     )
 
 
-def gated_linear_of_many_rows(x: Tensor, weight: Tensor, gate: Gate) -> Tensor:
+def gated_linear_of_many_rows(x: Tensor, weight: Tensor, gate: Activation) -> Tensor:
     """See `nvcli.kernels.linear.gated_linear`, for many rows on Hopper. cuBLAS would write both products to memory, and
     another kernel would read them.
 

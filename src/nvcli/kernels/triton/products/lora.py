@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from nvcli.core.lora_config import PAGE_RANKS
+from nvcli.kernels.activation import Activation
 from nvcli.kernels.lora_types import BLOCK_FIELDS, RANKS_AT_ONCE, AdaptedLayer, AdapterBank, AdapterRows
 from nvcli.kernels.triton.launch.dependent_launch import dependent
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.products.lora_gated_kernel import expand_gated_kernel
 from nvcli.kernels.triton.products.lora_kernels import expand_kernel, shrink_kernel
-from nvcli.kernels.triton.products.product_launch import Gate
 from nvcli.kernels.whole_numbers import ceil_div
 
 _FEW_ROWS = 1024
@@ -56,16 +56,9 @@ class LowRankLaunch(NamedTuple):
     """Blocks that a program has under way at a time in the launch with the activation, if the ranks fit into a page."""
 
 
-def add_low_rank(
-    out: Tensor,
-    x: Tensor,
-    rows: AdapterRows,
-    bank: AdapterBank,
-    layer: AdaptedLayer,
-    launch: LowRankLaunch | None = None,
-) -> None:
+def add_low_rank(out: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer) -> None:
     """See `nvcli.kernels.lora.add_low_rank`."""
-    launch = choose_launch(rows) if launch is None else launch
+    launch = _choose_low_rank_launch(rows)
     assert rows.tiles is not None
     assert out.is_contiguous()
     parts = _shrink(x, rows, bank, layer, launch)
@@ -103,11 +96,10 @@ def activate_with_low_rank(
     rows: AdapterRows,
     bank: AdapterBank,
     layer: AdaptedLayer,
-    activation: Gate,
-    launch: LowRankLaunch | None = None,
+    activation: Activation,
 ) -> Tensor:
     """See `nvcli.kernels.lora.activate_with_low_rank`."""
-    launch = choose_launch(rows) if launch is None else launch
+    launch = _choose_low_rank_launch(rows)
     assert rows.tiles is not None
     assert gate_up.is_contiguous()
     assert layer.num_projections == 2
@@ -187,7 +179,7 @@ def _grid(units: int, programs: int, device: torch.device) -> tuple[int]:
     return (max(1, min(units, programs * num_multiprocessors(device))),)
 
 
-def choose_launch(rows: AdapterRows) -> LowRankLaunch:
+def _choose_low_rank_launch(rows: AdapterRows) -> LowRankLaunch:
     """Choose the launch parameters for some rows. A batch-invariant launch adds up in the same order for any number of
     rows.
 

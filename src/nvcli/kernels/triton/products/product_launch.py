@@ -10,9 +10,6 @@ import torch
 from nvcli.kernels.triton.launch.multiprocessors import shared_memory_bytes
 from nvcli.kernels.weight_formats import W4Format
 
-Gate = Literal["silu", "gelu_tanh"]
-"""The function on the gate of a product of gate and up projection (`kernels/activation.py`)."""
-
 Kind = Literal["plain", "sum", "gated"]
 """The kind of a layer's product. "plain": a result in 16 bits. "sum": float32 parts for a residual sum. "gated": gate
 and up projection side by side, with the activation."""

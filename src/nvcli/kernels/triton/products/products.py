@@ -27,12 +27,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nvcli.kernels.activation import Activation
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.triton.elementwise.activation import activate
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.products.operands import codes_for, has_rows_first, per_feature, per_row
-from nvcli.kernels.triton.products.product_launch import Gate, ProductLaunch
+from nvcli.kernels.triton.products.product_launch import ProductLaunch
 from nvcli.kernels.triton.products.tile_product import load_features, multiply_tile
 from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
 from nvcli.kernels.whole_numbers import ceil_div
@@ -124,7 +125,7 @@ def multiply(
     scales: Tensor | None = None,
     format: W4Format | None = None,
     bias: Tensor | None = None,
-    gate: Gate | None = None,
+    gate: Activation | None = None,
     in_parts: bool = False,
 ) -> Tensor:
     """x Wᵀ + b, or with a gate activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U.

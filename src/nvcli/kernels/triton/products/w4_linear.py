@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.activation import Activation
 from nvcli.kernels.expert_types import ExpertMatrix
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
-from nvcli.kernels.triton.products.product_launch import Gate, HopperW4Launch, Kind, ProductLaunch, fit, for_format
+from nvcli.kernels.triton.products.product_launch import HopperW4Launch, Kind, ProductLaunch, fit, for_format
 from nvcli.kernels.triton.products.products import multiply
 from nvcli.kernels.triton.products.w4_codes import fp4_numbers, integers, nvfp4_numbers, row_factors, scales_and_zeros
 from nvcli.kernels.weight_formats import W4Format
@@ -49,9 +50,9 @@ HOPPER_EXPERT_ROWS = 256
 an H200 2,955 µs with it and 3,490 without at 8,192 tokens, 1,024 for each expert; 1,127 and 1,110 at 320 for each."""
 _HOPPER_GROUP, _HOPPER_ALIGNMENT = 128, 16
 
-_DEQUANTISED_ROWS = 32
+_DEQUANTISED_ROWS = tl.constexpr(32)
 """Rows of a weight that a program converts."""
-_SUMMED = 1024
+_SUMMED = tl.constexpr(1024)
 """Numbers of a result for which a program adds up the parts."""
 _WARPS = 8
 """Warps of a multiprocessor that are enough to keep the memory busy."""
@@ -64,7 +65,7 @@ def linear(
     scales: Tensor,
     format: W4Format,
     out: Tensor | None = None,
-    gate: Gate | None = None,
+    gate: Activation | None = None,
 ) -> Tensor | None:
     """Compute the products of `nvcli.kernels.w4`, without a bias; a plain one in `out` if that is given, a sum as parts
     [P, T, out] float32. None: the library is faster, or for a gated product a plain one followed by the activation."""
@@ -131,12 +132,11 @@ def _add_parts_kernel(
     out_ptr,  # [size], written
     size,
     NUM_PARTS: tl.constexpr,
-    SUMMED: tl.constexpr,
 ):
     """Program (piece of the result)."""
-    places = tl.program_id(0).to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
+    places = tl.program_id(0).to(tl.int64) * _SUMMED + tl.arange(0, _SUMMED)
     is_there = places < size
-    total = tl.zeros([SUMMED], tl.float32)
+    total = tl.zeros([_SUMMED], tl.float32)
     for part in tl.static_range(NUM_PARTS):
         total += tl.load(parts_ptr + part * size + places, mask=is_there, other=0.0)
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=is_there)
@@ -147,7 +147,7 @@ def add_parts(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> T
     if out is None:
         out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     assert out.is_contiguous()
-    _add_parts_kernel[(ceil_div(out.numel(), _SUMMED),)](parts, out, out.numel(), NUM_PARTS=len(parts), SUMMED=_SUMMED)
+    _add_parts_kernel[(ceil_div(out.numel(), _SUMMED.value),)](parts, out, out.numel(), NUM_PARTS=len(parts))
     return out
 
 
@@ -160,14 +160,13 @@ def _dequantise_kernel(
     IN_FEATURES: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
-    OUT_TILE: tl.constexpr,
     PART: tl.constexpr,
 ):
     """Program (tile of columns, tile of rows)."""
     TILE: tl.constexpr = 4 * PART
     WORDS: tl.constexpr = (IN_FEATURES + TILE - 1) // TILE * PART
     tile = tl.program_id(0)
-    rows = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
+    rows = tl.program_id(1) * _DEQUANTISED_ROWS + tl.arange(0, _DEQUANTISED_ROWS)
     inner = tl.arange(0, PART)
     is_row = rows < OUT_FEATURES
     words = tl.load(
@@ -197,15 +196,8 @@ def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format, dt
     assert words.is_contiguous()
     assert scales.is_contiguous()
     out = torch.empty(len(words), columns, dtype=dtype, device=words.device)
-    _dequantise_kernel[(ceil_div(columns, format.tile), ceil_div(len(words), _DEQUANTISED_ROWS))](
-        words,
-        scales,
-        out,
-        OUT_FEATURES=len(words),
-        IN_FEATURES=columns,
-        KIND=format.kind,
-        GROUP=format.group,
-        OUT_TILE=_DEQUANTISED_ROWS,
-        PART=format.part,
+    sizes = {"OUT_FEATURES": len(words), "IN_FEATURES": columns, "GROUP": format.group, "PART": format.part}
+    _dequantise_kernel[ceil_div(columns, format.tile), ceil_div(len(words), _DEQUANTISED_ROWS.value)](
+        words, scales, out, KIND=format.kind, **sizes
     )
     return out
