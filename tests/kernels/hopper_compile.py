@@ -61,6 +61,8 @@ class FakeDriver:
 def described(argument: object) -> object:
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr()
+    if isinstance(argument, tuple):
+        return [described(part) for part in argument]
     if hasattr(argument, "base"):
         return [argument.base.data_ptr(), argument.shape, argument.strides, argument.block_shape]
     if hasattr(argument, "__dataclass_fields__"):

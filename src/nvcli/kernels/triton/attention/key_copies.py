@@ -20,8 +20,7 @@ _PROGRAM_NUMBERS = 4096
 def _copy_keys_kernel(
     k_cache_ptr,
     v_cache_ptr,
-    k_scales_ptr,  # None: there are no scales
-    v_scales_ptr,
+    scales,  # `KVScales`; None: there are none
     copies_ptr,
     block_stride,
     scale_block_stride,
@@ -49,13 +48,13 @@ def _copy_keys_kernel(
     places = tokens[:, None] * TOKEN_NUMBERS + numbers[None, :]
     mask = is_copied[:, None] & (numbers < TOKEN_NUMBERS)[None, :]
     tl.store(cache + target * block_stride + places, tl.load(cache + source * block_stride + places, mask=mask), mask)
-    if k_scales_ptr is not None:
-        scales = tl.where(is_key, k_scales_ptr, v_scales_ptr) + layer * scale_layer_stride
+    if scales is not None:
+        scales_ptr = tl.where(is_key, scales.k, scales.v) + layer * scale_layer_stride
         heads = tl.arange(0, HEADS)
         places = heads[:, None] * BLOCK_SIZE + tokens[None, :]
         mask = (heads < NUM_KV_HEADS)[:, None] & is_copied[None, :]
-        found = tl.load(scales + source * scale_block_stride + places, mask=mask)
-        tl.store(scales + target * scale_block_stride + places, found, mask)
+        found = tl.load(scales_ptr + source * scale_block_stride + places, mask=mask)
+        tl.store(scales_ptr + target * scale_block_stride + places, found, mask)
 
 
 def copy_keys(
@@ -83,8 +82,7 @@ def copy_keys(
     _copy_keys_kernel[(len(copies), ceil_div(block_size, tokens), 2 * num_layers)](
         k_cache,
         v_cache,
-        None if scales is None else scales.k,
-        None if scales is None else scales.v,
+        scales,
         copies,
         k_cache.stride(0),
         0 if scales is None else scales.k.stride(0),

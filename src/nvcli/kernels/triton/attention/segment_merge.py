@@ -6,7 +6,7 @@ Each result is the weighted mean of values over some keys of a row, and counts b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,8 +18,7 @@ _ELEMENTS = 2048
 """Elements of the output that a program merges."""
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentResults:
+class SegmentResults(NamedTuple):
     """The partial results of rows over the segments that they share (`segment_attention.py`)."""
 
     out: Tensor
@@ -36,20 +35,17 @@ class SegmentResults:
 def merge_segments_kernel(
     out,  # [R, H, D], contiguous: of the rows' own keys, and then of all
     log_sums,  # [R, H] float32, base 2, of the rows' own keys
-    segment_out,  # [partial results, H, D]
-    segment_lse,  # [partial results, H] float32, base 2
-    firsts,  # [R] int32
-    counts,  # [R] int32
+    results,  # `SegmentResults`
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Program (row, HEADS query heads)."""
     row = tl.program_id(0)
-    count = tl.load(counts + row)
+    count = tl.load(results.counts + row)
     if count == 0:
         return
-    first = tl.load(firsts + row).to(tl.int64)
+    first = tl.load(results.firsts + row).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = heads < NUM_HEADS
     elements = heads[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
@@ -59,8 +55,8 @@ def merge_segments_kernel(
     acc = tl.load(out_places, mask=is_head[:, None], other=0.0).to(tl.float32)
     for number in tl.range(0, count, num_stages=1):
         place = first + number
-        lse = tl.load(segment_lse + place * NUM_HEADS + heads, mask=is_head, other=0.0)
-        value = tl.load(segment_out + place * (NUM_HEADS * HEAD_DIM) + elements, mask=is_head[:, None], other=0.0)
+        lse = tl.load(results.lse + place * NUM_HEADS + heads, mask=is_head, other=0.0)
+        value = tl.load(results.out + place * (NUM_HEADS * HEAD_DIM) + elements, mask=is_head[:, None], other=0.0)
         new_highest = tl.maximum(highest, lse)
         decay = tl.exp2(highest - new_highest)
         weight = tl.exp2(lse - new_highest)
@@ -76,15 +72,6 @@ def merge_segments(out: Tensor, log_sums: Tensor, results: SegmentResults) -> No
     num_rows, num_heads, head_dim = out.shape
     assert out.is_contiguous()
     heads = min(next_power_of_2(num_heads), max(1, _ELEMENTS // head_dim))
-    merge_segments_kernel[(num_rows, ceil_div(num_heads, heads))](
-        out,
-        log_sums,
-        results.out,
-        results.lse,
-        results.firsts,
-        results.counts,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        HEADS=heads,
-        num_warps=4,
+    merge_segments_kernel[num_rows, ceil_div(num_heads, heads)](
+        out, log_sums, results, NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEADS=heads, num_warps=4
     )

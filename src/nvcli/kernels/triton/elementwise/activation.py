@@ -10,7 +10,8 @@ from torch import Tensor
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div
 
-_BLOCK = 1024
+_BLOCK = tl.constexpr(1024)
+"""Columns of a program."""
 
 
 @triton.jit
@@ -34,13 +35,12 @@ def _activate_and_mul_kernel(
     out_ptr,  # [T, SIZE], written
     gate_up_row_stride,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
     GELU: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (row, chunk of BLOCK columns)."""
+    """Program (row, chunk of _BLOCK columns)."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = columns < SIZE
     await_kernel_before(DEPENDENT)
     source = gate_up_ptr + row * gate_up_row_stride + columns
@@ -63,15 +63,7 @@ def _launch(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
-    grid = (num_tokens, ceil_div(size, _BLOCK))
-    _activate_and_mul_kernel[grid](
-        gate_up,
-        out,
-        gate_up.stride(0),
-        SIZE=size,
-        BLOCK=_BLOCK,
-        GELU=is_gelu,
-        **dependent(gate_up.device),
-        num_warps=4,
+    _activate_and_mul_kernel[num_tokens, ceil_div(size, _BLOCK.value)](
+        gate_up, out, gate_up.stride(0), SIZE=size, GELU=is_gelu, **dependent(gate_up.device), num_warps=4
     )
     return out

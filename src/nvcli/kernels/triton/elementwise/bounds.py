@@ -10,7 +10,8 @@ from torch import Tensor
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div
 
-_BLOCK = 1024
+_BLOCK = tl.constexpr(1024)
+"""Columns of a program."""
 
 
 @triton.jit
@@ -24,12 +25,11 @@ def _clamp_kernel(
     out_part_stride,
     out_row_stride,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (row, chunk of BLOCK columns, part). NaN stays NaN."""
+    """Program (row, chunk of _BLOCK columns, part). NaN stays NaN."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = columns < SIZE
     await_kernel_before(DEPENDENT)
     low, high = tl.load(low_ptr + part).to(tl.float32), tl.load(high_ptr + part).to(tl.float32)
@@ -56,17 +56,7 @@ def clamp_parts(x: Tensor, low: Tensor, high: Tensor) -> None:
 def _launch(x: Tensor, low: Tensor, high: Tensor, out: Tensor) -> None:
     num_parts, num_rows, size = x.shape
     assert x.stride(2) == out.stride(2) == 1
-    _clamp_kernel[(num_rows, ceil_div(size, _BLOCK), num_parts)](
-        x,
-        low,
-        high,
-        out,
-        x.stride(0),
-        x.stride(1),
-        out.stride(0),
-        out.stride(1),
-        SIZE=size,
-        BLOCK=_BLOCK,
-        **dependent(x.device),
-        num_warps=4,
+    strides = *x.stride()[:2], *out.stride()[:2]
+    _clamp_kernel[num_rows, ceil_div(size, _BLOCK.value), num_parts](
+        x, low, high, out, *strides, SIZE=size, **dependent(x.device), num_warps=4
     )

@@ -13,24 +13,21 @@ from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, de
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.kernels.xielu import XIELU
 
-_BLOCK = 2048
+_BLOCK = tl.constexpr(2048)
+"""Numbers of a program."""
 
 
 @triton.jit
 def _activate_kernel(
     x_ptr,  # [count], read and written
-    alpha_p_ptr,  # the numbers of xIELU, [1] float32 each
-    alpha_n_ptr,
-    beta_ptr,
-    eps_ptr,
+    numbers,  # `XIELU`
     count,
     KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (stretch of BLOCK numbers). `count` is specialised: numbers are loaded several at a time only where it is
-    known to be a multiple of 16. Otherwise GELU of 66.8 million numbers takes an H200 255 µs instead of 67."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """Program (stretch of _BLOCK numbers). `count` is specialised: only where it is known to be a multiple of 16 are
+    several numbers loaded at a time. Otherwise GELU of 66.8 million numbers takes an H200 255 µs instead of 67."""
+    place = tl.program_id(0).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
     inside = place < count
     await_kernel_before(DEPENDENT)
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -39,9 +36,9 @@ def _activate_kernel(
     elif KIND == "gelu_tanh":
         result = activate_gate(x, True)
     else:
-        beta = tl.load(beta_ptr)
-        rising, falling = softplus(tl.load(alpha_p_ptr)), beta + softplus(tl.load(alpha_n_ptr))
-        lower = tl.minimum(x, tl.load(eps_ptr))
+        beta = tl.load(numbers.beta)
+        rising, falling = softplus(tl.load(numbers.alpha_p)), beta + softplus(tl.load(numbers.alpha_n))
+        lower = tl.minimum(x, tl.load(numbers.eps))
         # Near 0 the exponential has too few digits left for what its difference from 1 is.
         small = lower + 0.5 * lower * lower + lower * lower * lower / 6.0
         negative = tl.where(lower > -0.01, small, tl.exp(lower) - 1.0) - x
@@ -52,13 +49,7 @@ def _activate_kernel(
 def activate(x: Tensor, activation: PlainActivation, numbers: XIELU | None = None) -> Tensor:
     """See `nvcli.kernels.plain_activation.activate`."""
     assert x.is_contiguous()
-    _activate_kernel[(ceil_div(x.numel(), _BLOCK),)](
-        x,
-        *((x,) * 4 if numbers is None else numbers),
-        x.numel(),
-        KIND=activation,
-        BLOCK=_BLOCK,
-        **dependent(x.device),
-        num_warps=4,
+    _activate_kernel[(ceil_div(x.numel(), _BLOCK.value),)](
+        x, numbers or XIELU(x, x, x, x), x.numel(), KIND=activation, **dependent(x.device), num_warps=4
     )
     return x

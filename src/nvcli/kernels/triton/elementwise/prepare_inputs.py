@@ -11,12 +11,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 
-_TOKENS = 512
+_TOKENS = tl.constexpr(512)
 """Tokens that a program takes at once. Few rows have more than one."""
-_LOGITS = 16
+_LOGITS = tl.constexpr(16)
 """Logits rows that a program takes at once."""
-_KEPT = 128
+_KEPT = tl.constexpr(128)
 """Sampled ids that a program takes."""
+_WRITTEN = tl.constexpr(1024)
+"""Tokens of a span that a program writes at once."""
 
 
 @triton.jit(
@@ -37,8 +39,6 @@ def _prepare_inputs_kernel(
     padding_slot,
     NUM_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    LOGITS: tl.constexpr,
 ):
     """Program (row)."""
     row = tl.program_id(0)
@@ -51,8 +51,8 @@ def _prepare_inputs_kernel(
     is_real = slot != padding_slot
     length = tl.where(is_real, tl.load(lengths_ptr + slot), 0)
 
-    for start in range(0, num_tokens, TOKENS):
-        index = start + tl.arange(0, TOKENS)
+    for start in range(0, num_tokens, _TOKENS):
+        index = start + tl.arange(0, _TOKENS)
         inside = index < num_tokens
         position = tl.where(is_real, length + index, 0)
         token_id = tl.load(token_ids_ptr + slot * token_ids_stride + position, mask=inside, other=0)
@@ -65,8 +65,8 @@ def _prepare_inputs_kernel(
             place = out.slot_mapping + group * slot_mapping_stride + token
             tl.store(place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
 
-    for start in range(0, end_logits - first_logits, LOGITS):
-        index = start + tl.arange(0, LOGITS)
+    for start in range(0, end_logits - first_logits, _LOGITS):
+        index = start + tl.arange(0, _LOGITS)
         inside = index < end_logits - first_logits
         is_used = index < num_logits
         behind = num_tokens - num_logits + index
@@ -85,7 +85,6 @@ def _prepare_inputs_kernel(
 
 def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
     """See `nvcli.kernels.prepare_inputs.prepare_inputs`."""
-    num_groups = state.block_tables.shape[0]
     _prepare_inputs_kernel[(len(rows.slots),)](
         rows,
         state.lengths,
@@ -97,10 +96,8 @@ def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
         state.block_tables.stride(0),
         out.slot_mapping.stride(0),
         state.padding_slot,
-        NUM_GROUPS=num_groups,
+        NUM_GROUPS=len(state.block_tables),
         BLOCK_SIZE=state.block_size,
-        TOKENS=_TOKENS,
-        LOGITS=_LOGITS,
         num_warps=4,
     )
 
@@ -114,10 +111,9 @@ def _keep_tokens_kernel(
     stride,
     num_rows,
     padding_slot,
-    ROWS: tl.constexpr,
 ):
-    """Program (ROWS rows)."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Program (_KEPT rows)."""
+    rows = tl.program_id(0) * _KEPT + tl.arange(0, _KEPT)
     inside = rows < num_rows
     slot = tl.load(slots_ptr + rows, mask=inside, other=0)
     position = tl.load(positions_ptr + rows, mask=inside, other=0)
@@ -128,17 +124,8 @@ def _keep_tokens_kernel(
 
 def keep_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
     """See `nvcli.kernels.prepare_inputs.keep_tokens`."""
-    num_rows = len(ids)
-    _keep_tokens_kernel[(triton.cdiv(num_rows, _KEPT),)](
-        token_ids,
-        slots,
-        positions,
-        ids,
-        token_ids.stride(0),
-        num_rows,
-        len(token_ids) - 1,
-        ROWS=_KEPT,
-        num_warps=_KEPT // 32,
+    _keep_tokens_kernel[(triton.cdiv(len(ids), _KEPT.value),)](
+        token_ids, slots, positions, ids, token_ids.stride(0), len(ids), len(token_ids) - 1, num_warps=4
     )
 
 
@@ -150,19 +137,16 @@ def _write_tokens_kernel(
     offsets_ptr,  # [n + 1] int32
     ids_ptr,  # [offsets[n]] int32
     stride,
-    TOKENS: tl.constexpr,
 ):
     """Program (span)."""
     span = tl.program_id(0)
     first, end = tl.load(offsets_ptr + span), tl.load(offsets_ptr + span + 1)
     target = token_ids_ptr + tl.load(slots_ptr + span).to(tl.int64) * stride + tl.load(starts_ptr + span) - first
-    for start in range(first, end, TOKENS):
-        index = start + tl.arange(0, TOKENS)
+    for start in range(first, end, _WRITTEN):
+        index = start + tl.arange(0, _WRITTEN)
         tl.store(target + index, tl.load(ids_ptr + index, mask=index < end), mask=index < end)
 
 
 def write_tokens(token_ids: Tensor, slots: Tensor, starts: Tensor, offsets: Tensor, ids: Tensor) -> None:
     """See `nvcli.kernels.prepare_inputs.write_tokens`."""
-    _write_tokens_kernel[(len(slots),)](
-        token_ids, slots, starts, offsets, ids, token_ids.stride(0), TOKENS=1024, num_warps=4
-    )
+    _write_tokens_kernel[(len(slots),)](token_ids, slots, starts, offsets, ids, token_ids.stride(0), num_warps=4)

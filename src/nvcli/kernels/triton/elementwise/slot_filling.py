@@ -12,8 +12,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from nvcli.kernels.step_tensors import SlotState
 
-_COLUMNS = 1024
-"""Blocks that a program writes at once."""
+_COLUMNS = tl.constexpr(1024)
+"""Blocks or entries that a program writes at once."""
 
 
 @triton.jit(do_not_specialize=["block_table_stride", "group_stride", "num_columns"])
@@ -27,14 +27,13 @@ def _begin_slots_kernel(
     num_columns,
     NUM_GROUPS: tl.constexpr,
     NULL_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     """Program (slot)."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     tl.store(lengths_ptr + slot, tl.load(new_lengths_ptr + row))
-    for start in range(0, num_columns, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
+    for start in range(0, num_columns, _COLUMNS):
+        column = start + tl.arange(0, _COLUMNS)
         for group in tl.static_range(NUM_GROUPS):
             place = block_tables_ptr + group * group_stride + slot * block_table_stride + column
             tl.store(place, NULL_BLOCK, mask=column < num_columns)
@@ -54,7 +53,6 @@ def begin_slots(state: SlotState, slots: Tensor, lengths: Tensor, *, null_block:
         tables.shape[2],
         NUM_GROUPS=tables.shape[0],
         NULL_BLOCK=null_block,
-        COLUMNS=_COLUMNS,
     )
 
 
@@ -106,13 +104,12 @@ def _fill_entries_kernel(
     entries_ptr,  # [n, 2, num_entries] int32
     num_entries,
     ENTRIES: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     """Program (slot)."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    for start in range(0, ENTRIES, COLUMNS):
-        entry = start + tl.arange(0, COLUMNS)
+    for start in range(0, ENTRIES, _COLUMNS):
+        entry = start + tl.arange(0, _COLUMNS)
         inside = entry < num_entries
         place = entries_ptr + row.to(tl.int64) * 2 * num_entries + entry
         tl.store(ids_ptr + slot * ENTRIES + entry, tl.load(place, mask=inside, other=0), mask=inside)
@@ -126,5 +123,5 @@ def fill_entries(ids: Tensor, values: Tensor, slots: Tensor, entries: Tensor) ->
     assert values.is_contiguous()
     assert entries.is_contiguous()
     _fill_entries_kernel[(len(slots),)](
-        ids, values.view(torch.int32), slots, entries, entries.shape[2], ENTRIES=ids.shape[1], COLUMNS=_COLUMNS
+        ids, values.view(torch.int32), slots, entries, entries.shape[2], ENTRIES=ids.shape[1]
     )

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 
-ITEM_FIELDS = 4
+ITEM_FIELDS = tl.constexpr(4)
 """The int32 words of an entry: expert, first place in the order, number of pairs (0: nothing to do), unused."""
 _CHUNKS = ((256, 1), (1024, 4), (4096, 8))
 """How many pairs a program compares at a time, and with how many warps: the first that is enough for all pairs, or the
@@ -60,7 +60,6 @@ def _group_kernel(
     NUM_EXPERTS: tl.constexpr,  # that are held here, from FIRST_EXPERT on
     HAS_OTHERS: tl.constexpr,  # whether there are more
     CHUNK: tl.constexpr,
-    ITEM_FIELDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (expert), or with BY_PAIR program (pair), which works for its expert if no earlier pair has that one."""
@@ -127,7 +126,7 @@ def group_by_expert(
     by_pair = num_tokens <= row_tile and num_pairs < num_experts + num_pairs // row_tile
     num_items = num_pairs if by_pair else num_experts + num_pairs // row_tile
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
-    items = torch.empty(num_items, ITEM_FIELDS, dtype=torch.int32, device=experts.device)
+    items = torch.empty(num_items, ITEM_FIELDS.value, dtype=torch.int32, device=experts.device)
     chunk, num_warps = next((one for one in _CHUNKS if num_pairs <= one[0]), _CHUNKS[-1])
     _group_kernel[(num_pairs if by_pair else num_experts,)](
         experts,
@@ -140,7 +139,6 @@ def group_by_expert(
         NUM_EXPERTS=num_experts,
         HAS_OTHERS=num_others > 0,
         CHUNK=chunk,
-        ITEM_FIELDS=ITEM_FIELDS,
         num_warps=num_warps,
         **dependent(experts.device),
     )

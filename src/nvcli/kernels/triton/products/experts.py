@@ -62,7 +62,6 @@ def _experts_kernel(
     pair_weights_ptr,  # [T × k] float32, how much each pair counts
     out_ptr,  # with an ACTIVATION [T × k, out], in the order of order_ptr; else [k, T, out]; written
     num_tokens,
-    ITEM_FIELDS: tl.constexpr,
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
     HAS_TILES: tl.constexpr,
@@ -252,7 +251,6 @@ def _multiply(
         routes.weights,
         out,
         len(routes.experts),
-        ITEM_FIELDS=ITEM_FIELDS,
         ROW_TILE=work.row_tile,
         OUT_TILE=launch.out_tile,
         HAS_TILES=launch.has_tiles,

@@ -45,7 +45,6 @@ ROWS = gl.constexpr(64)
 """The rows of a group of warps that multiplies."""
 BLOCK = gl.constexpr(FP8_BLOCK)
 """The features of a block, and the input features of a tile."""
-_ITEM_FIELDS = gl.constexpr(ITEM_FIELDS)
 _MAX = gl.constexpr(FP8_MAX)
 _LEAST = gl.constexpr(LEAST_MAX)
 
@@ -74,7 +73,7 @@ def _tile(tile, work, KIND: gl.constexpr):
     num_rows, _, strips, rows_together, _, items_ptr = work
     ROW_TILE: gl.constexpr = KIND.groups * ROWS
     if KIND.experts_per_token > 0:
-        item_ptr = items_ptr + tile // strips * _ITEM_FIELDS
+        item_ptr = items_ptr + tile // strips * ITEM_FIELDS
         expert = gl.load(item_ptr)
         row = gl.load(item_ptr + 1)
         rows = gl.load(item_ptr + 2)

@@ -39,7 +39,6 @@ PART = gl.constexpr(32)
 GROUPS = gl.constexpr(2)
 """The groups of warps that multiply."""
 _PARTS = gl.constexpr(4)
-_ITEM_FIELDS = gl.constexpr(ITEM_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,7 @@ def _tile(tile, work, KIND: gl.constexpr):
     features and the end of these that a tile has, and its part."""
     num_rows, _, part_tiles, strips, in_tiles, items_ptr = work
     if KIND.is_grouped:
-        item_ptr = items_ptr + tile // strips * _ITEM_FIELDS
+        item_ptr = items_ptr + tile // strips * ITEM_FIELDS
         expert = gl.load(item_ptr)
         row = gl.load(item_ptr + 1)
         rows = gl.load(item_ptr + 2)

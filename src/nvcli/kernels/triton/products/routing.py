@@ -17,6 +17,8 @@ from nvcli.kernels.expert_types import Routes
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import next_power_of_2
 
+_TINY = tl.constexpr(TINY)
+
 
 @triton.jit
 def _ordered(x, exists):
@@ -40,8 +42,7 @@ def _route_kernel(
     bias_ptr,  # [NUM_EXPERTS] float32, with HAS_BIAS
     correction_ptr,  # [NUM_EXPERTS] float32, with HAS_CORRECTION
     factors_ptr,  # [NUM_EXPERTS] float32, with HAS_FACTORS
-    experts_ptr,  # [T, EXPERTS_PER_TOKEN] int32, written
-    weights_ptr,  # [T, EXPERTS_PER_TOKEN] float32, written
+    routes,  # `Routes`, written
     part_stride,
     NUM_EXPERTS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
@@ -57,7 +58,6 @@ def _route_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
-    TINY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (token). GROUP_TILE and MEMBER_TILE are the next powers of two of the number of groups and of a group's
@@ -109,12 +109,12 @@ def _route_kernel(
         ranked = tl.where(ranked == best, -9223372036854775808, ranked)
     is_chosen = place >= 0
     if RENORMALISE:
-        scores = scores / (tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0) + TINY)
+        scores = scores / (tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0) + _TINY)
     if HAS_FACTORS:
         scores *= tl.load(factors_ptr + expert, mask=exists, other=0.0)
     target = token.to(tl.int64) * EXPERTS_PER_TOKEN + place
-    tl.store(experts_ptr + target, expert, mask=is_chosen)
-    tl.store(weights_ptr + target, scores * SCALE, mask=is_chosen)
+    tl.store(routes.experts + target, expert, mask=is_chosen)
+    tl.store(routes.weights + target, scores * SCALE, mask=is_chosen)
 
 
 def route(
@@ -130,15 +130,13 @@ def route(
     assert num_experts == routing.num_experts
     assert logits.stride()[1:] == (num_experts, 1)
     size = (num_tokens, routing.experts_per_token)
-    experts = torch.empty(size, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(size, dtype=torch.float32, device=logits.device)
+    routes = Routes(*(torch.empty(size, dtype=dtype, device=logits.device) for dtype in (torch.int32, torch.float32)))
     _route_kernel[(num_tokens,)](
         logits,
         logits if bias is None else bias,
         logits if correction is None else correction,
         logits if factors is None else factors,
-        experts,
-        weights,
+        routes,
         logits.stride(0),
         NUM_EXPERTS=num_experts,
         NUM_PARTS=num_parts,
@@ -154,8 +152,7 @@ def route(
         HAS_BIAS=bias is not None,
         HAS_CORRECTION=correction is not None,
         HAS_FACTORS=factors is not None,
-        TINY=TINY,
         num_warps=1,
         **dependent(logits.device),
     )
-    return Routes(experts, weights)
+    return routes

@@ -23,11 +23,13 @@ from nvcli.kernels.sampling_columns import INFINITE_SCORE, LIST_WIDTH, MAX_CANDI
 from nvcli.kernels.triton.sampling.philox import draw_of, gumbel, quad_uniforms, uniforms_at
 from nvcli.kernels.triton.sampling.top_k_top_p import min_kept, smallest_value
 
-GROUP_TOKENS = 64
+GROUP_TOKENS = tl.constexpr(64)
 """Tokens of a group."""
+LISTED_GROUPS = tl.constexpr(128)
+"""The most groups whose tokens a row's program holds: MAX_CANDIDATES, and as many again for equal logits."""
 _MAX_CANDIDATES = tl.constexpr(MAX_CANDIDATES)
 _LIST_WIDTH = tl.constexpr(LIST_WIDTH)
-_GROUP_QUADS = tl.constexpr(GROUP_TOKENS // 4)
+_GROUP_QUADS = tl.constexpr(GROUP_TOKENS.value // 4)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 NO_CHOICE = tl.constexpr(NOT_FINITE)
 _INFINITE_PACKED = tl.constexpr(INFINITE_SCORE << 32)
@@ -129,7 +131,6 @@ def list_groups(
     start,
     end,
     MAX_GROUPS: tl.constexpr,
-    LISTED_GROUPS: tl.constexpr,
 ):
     """Write the numbers of the groups that hold what a small top-k may keep to the scratch memory `groups_ptr`.
 
@@ -166,7 +167,6 @@ def top_k_candidates(
     temperature,
     top_k,
     draw,
-    LISTED_GROUPS: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
     """Find the tokens that a small top-k may keep, from what `list_groups` gives.

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WORDS = 2048
+_WORDS = tl.constexpr(2048)
 """Words in flight from the host at a time."""
 
 
@@ -74,7 +74,6 @@ def _take_late_masks_kernel(
     made_stride,
     num_words,
     num_rows,
-    WORDS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     """Program (row)."""
@@ -91,8 +90,8 @@ def _take_late_masks_kernel(
         else:
             tl.atomic_add(patience_ptr, -1, sem="relaxed")
             has_failed = found & 1
-            for start in range(0, num_words, WORDS):
-                word = start + tl.arange(0, WORDS)
+            for start in range(0, num_words, _WORDS):
+                word = start + tl.arange(0, _WORDS)
                 inside = word < num_words
                 # Volatile: not earlier than the look, and past the L1.
                 made = tl.load(made_ptr + mask * made_stride + word, mask=inside, other=0, volatile=True)
@@ -122,7 +121,6 @@ def take_late_masks(
         made.stride(0),
         masks.shape[1],
         num_rows,
-        WORDS=_WORDS,
         ON_GPU=masks.is_cuda,
         num_warps=1,
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from nvcli.kernels.sampling_columns import LogitChanges
 
-_TOKENS, _ENTRIES = 1024, 256
+_TOKENS, _ENTRIES = tl.constexpr(1024), tl.constexpr(256)
 """Tokens and entries that a program looks at together."""
 _IN_PROMPT = tl.constexpr(1 << 30)
 """The bit of a count that is set for tokens of the prompt."""
@@ -38,8 +38,6 @@ def _change_logits_kernel(
     vocab_size,
     num_penalised,
     num_entries,
-    TOKENS: tl.constexpr,
-    ENTRIES: tl.constexpr,
 ):
     """Program (row with changes)."""
     number = tl.program_id(0)
@@ -55,14 +53,14 @@ def _change_logits_kernel(
         counts_ptr += number.to(tl.int64) * vocab_size
         token_ids_ptr += slot * token_stride
         first = 0 if repetition != 1 else prompt_len
-        for start in range(first, position, TOKENS):
-            place = start + tl.arange(0, TOKENS)
+        for start in range(first, position, _TOKENS):
+            place = start + tl.arange(0, _TOKENS)
             token = tl.load(token_ids_ptr + place, mask=place < position, other=0)
             tl.atomic_or(counts_ptr + token, _IN_PROMPT, mask=place < min(prompt_len, position), sem="relaxed")
             tl.atomic_add(counts_ptr + token, 1, mask=(place >= prompt_len) & (place < position), sem="relaxed")
         tl.debug_barrier()
-        for start in range(first, position, TOKENS):
-            place = start + tl.arange(0, TOKENS)
+        for start in range(first, position, _TOKENS):
+            place = start + tl.arange(0, _TOKENS)
             token = tl.load(token_ids_ptr + place, mask=place < position, other=0)
             found = tl.atomic_xchg(counts_ptr + token, 0, mask=place < position, sem="relaxed")
             is_mine = (place < position) & (found != 0)
@@ -73,8 +71,8 @@ def _change_logits_kernel(
             tl.store(logits_ptr + token, logit, mask=is_mine)
         tl.debug_barrier()
     is_too_short = position < tl.load(changes.min_len + slot)
-    for start in range(0, num_entries, ENTRIES):
-        entry = start + tl.arange(0, ENTRIES)
+    for start in range(0, num_entries, _ENTRIES):
+        entry = start + tl.arange(0, _ENTRIES)
         inside = entry < num_entries
         value = tl.load(changes.entry_values + slot * entry_stride + entry, mask=inside, other=0.0)
         token = tl.load(changes.entry_ids + slot * entry_stride + entry, mask=inside, other=0)
@@ -114,7 +112,5 @@ def change_logits(
         vocab_size,
         num_penalised,
         num_entries,
-        TOKENS=_TOKENS,
-        ENTRIES=_ENTRIES,
         num_warps=8,
     )

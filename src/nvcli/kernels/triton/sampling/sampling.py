@@ -20,6 +20,7 @@ from torch import Tensor
 from nvcli.kernels.sampling_columns import LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
 from nvcli.kernels.triton.sampling.candidates import (
     GROUP_TOKENS,
+    LISTED_GROUPS,
     NO_CHOICE,
     NO_TOKEN,
     best_listed,
@@ -33,10 +34,11 @@ from nvcli.kernels.triton.sampling.candidates import (
 from nvcli.kernels.triton.sampling.philox import draw_of, gumbel, quad_uniforms
 from nvcli.kernels.triton.sampling.top_k_top_p import min_kept_logit
 
-_QUADS = 512
+_QUADS = tl.constexpr(512)
 """Quads (groups of four tokens) that one program of the pass looks at."""
-_LISTED_GROUPS = 128
-"""The most groups whose tokens a row's program holds: MAX_CANDIDATES, and as many again for equal logits."""
+_CHUNK_GROUPS = tl.constexpr(4 * _QUADS.value // GROUP_TOKENS.value)
+"""Groups of these."""
+_LIST_WIDTH = tl.constexpr(LIST_WIDTH)
 _ROW_WARPS = 16
 _MAX_REGISTERS = 64
 """The registers that a thread may use. Without a limit the compiler takes more, and too few programs run at a time."""
@@ -56,8 +58,6 @@ def _sample_chunk_kernel(
     start,
     end,
     num_chunks,
-    QUADS: tl.constexpr,
-    GROUP: tl.constexpr,
     HAS_MIN_KEPT: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
     FEW_ALLOWED: tl.constexpr,
@@ -70,7 +70,7 @@ def _sample_chunk_kernel(
     index = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     slot = tl.load(slots_ptr + index)
-    quads = chunk * QUADS + tl.arange(0, QUADS)
+    quads = chunk * _QUADS + tl.arange(0, _QUADS)
     if SHARDED:
         quads += start // 4
     tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -84,8 +84,8 @@ def _sample_chunk_kernel(
     temperature = tl.load(columns.temperature + slot)
     if has_small_top_k(temperature, tl.load(columns.top_k + slot)):
         if HAS_CANDIDATES:
-            maxima = tl.max(tl.reshape(score, (QUADS * 4 // GROUP, GROUP)), axis=1)
-            groups = (index * num_chunks + chunk) * (QUADS * 4 // GROUP) + tl.arange(0, QUADS * 4 // GROUP)
+            maxima = tl.max(tl.reshape(score, (_CHUNK_GROUPS, GROUP_TOKENS)), axis=1)
+            groups = (index * num_chunks + chunk) * _CHUNK_GROUPS + tl.arange(0, _CHUNK_GROUPS)
             tl.store(maxima_ptr + groups, maxima.to(maxima_ptr.dtype.element_ty))
     else:
         draws = temperature > 0
@@ -117,7 +117,7 @@ def _sample_row_kernel(
     positions_ptr,  # [N]
     best_score_ptr,  # [N, num_chunks] float32
     best_token_ptr,  # [N, num_chunks] int32
-    maxima_ptr,  # [N, num_chunks × CHUNK_GROUPS] of the logits' type
+    maxima_ptr,  # [N, num_chunks × groups of a chunk] of the logits' type
     groups_ptr,  # [N, LISTED_GROUPS] int32, scratch memory
     out_ptr,  # [N] int32, or with SHARDED int64; written
     lists_ptr,  # [N, LIST_WIDTH] int32, written with SHARDED and HAS_CANDIDATES
@@ -126,9 +126,6 @@ def _sample_row_kernel(
     end,
     num_chunks,
     CHUNKS: tl.constexpr,
-    CHUNK_GROUPS: tl.constexpr,
-    LISTED_GROUPS: tl.constexpr,
-    LIST_WIDTH: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
     SHARDED: tl.constexpr,
     APPROXIMATE: tl.constexpr,
@@ -147,18 +144,13 @@ def _sample_row_kernel(
             shard = (logits_ptr + index * logits_row_stride, start, end)
             groups_ptr += index * LISTED_GROUPS
             draw = draw_of(columns, slot, tl.load(positions_ptr + index))
+            maxima_ptr += index * num_chunks * _CHUNK_GROUPS
             num_listed, level, top, all_fit = list_groups(
-                maxima_ptr + index * num_chunks * CHUNK_GROUPS,
-                groups_ptr,
-                top_k,
-                start,
-                end,
-                CHUNKS * CHUNK_GROUPS,
-                LISTED_GROUPS,
+                maxima_ptr, groups_ptr, top_k, start, end, CHUNKS * _CHUNK_GROUPS
             )
             listed = (groups_ptr, num_listed)
             values, kth, tie_count, tie_score, tie_token = top_k_candidates(
-                shard, listed, (level, top, all_fit), temperature, top_k, draw, LISTED_GROUPS, APPROXIMATE
+                shard, listed, (level, top, all_fit), temperature, top_k, draw, APPROXIMATE
             )
             if SHARDED:
                 least = kth
@@ -169,7 +161,7 @@ def _sample_row_kernel(
             score, token = best_listed(shard, listed, least, temperature, draw, SHARDED, APPROXIMATE)
             if SHARDED:
                 score, token = better(score, token, tie_score, tie_token)
-                lists_ptr += index * LIST_WIDTH
+                lists_ptr += index * _LIST_WIDTH
                 store_list(lists_ptr, shard, listed, kth, tie_count, token)
                 score, token = tl.full([], 0.0, tl.float32), tl.full([], 0, tl.int32)  # the list says more
             elif (tie_count > 0) & (tl.div_rn(kth, temperature) >= least):
@@ -234,14 +226,13 @@ def _launch(
     is_sharded, start = start is not None, start or 0
     out = torch.empty(num_rows, dtype=torch.int64 if is_sharded else torch.int32, device=device)
     has_candidates = lists is not None or not is_sharded
-    num_chunks = max(1, triton.cdiv(start % 4 + num_tokens, 4 * _QUADS))
-    chunk_groups = 4 * _QUADS // GROUP_TOKENS
+    num_chunks = max(1, triton.cdiv(start % 4 + num_tokens, 4 * _QUADS.value))
     best_scores = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
     best_tokens = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
     maxima, groups, written = best_scores, best_tokens, out if lists is None else lists
     if has_candidates:
-        maxima = torch.empty(num_rows, num_chunks * chunk_groups, dtype=logits.dtype, device=device)
-        groups = torch.empty(num_rows, _LISTED_GROUPS, dtype=torch.int32, device=device)
+        maxima = torch.empty(num_rows, num_chunks * _CHUNK_GROUPS.value, dtype=logits.dtype, device=device)
+        groups = torch.empty(num_rows, LISTED_GROUPS.value, dtype=torch.int32, device=device)
     _sample_chunk_kernel[(num_rows, num_chunks)](
         logits,
         columns,
@@ -255,8 +246,6 @@ def _launch(
         start,
         start + num_tokens,
         num_chunks,
-        QUADS=_QUADS,
-        GROUP=GROUP_TOKENS,
         HAS_MIN_KEPT=threshold is not None,
         HAS_CANDIDATES=has_candidates,
         FEW_ALLOWED=few_allowed,
@@ -281,9 +270,6 @@ def _launch(
         start + num_tokens,
         num_chunks,
         CHUNKS=triton.next_power_of_2(num_chunks),
-        CHUNK_GROUPS=chunk_groups,
-        LISTED_GROUPS=_LISTED_GROUPS,
-        LIST_WIDTH=LIST_WIDTH,
         HAS_CANDIDATES=has_candidates,
         SHARDED=is_sharded,
         APPROXIMATE=logits.is_cuda,

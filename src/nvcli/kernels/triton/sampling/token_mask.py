@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
+_BLOCK = tl.constexpr(4096)
 """Tokens that one program looks at: 128 words of a mask, which its threads share through the cache."""
 
 
@@ -23,7 +23,6 @@ def _apply_token_mask_kernel(
     start,
     end,
     num_words,
-    BLOCK: tl.constexpr,
 ):
     """Program (row, block) forbids the tokens of one block of a row. It writes the whole block, because single tokens
     are written one by one, which takes much longer than to read the others."""
@@ -32,12 +31,12 @@ def _apply_token_mask_kernel(
     if mask < 0:
         return
     masks_ptr += mask * masks_row_stride
-    first = start + tl.program_id(1) * BLOCK
-    tokens = first + tl.arange(0, BLOCK)
+    first = start + tl.program_id(1) * _BLOCK
+    tokens = first + tl.arange(0, _BLOCK)
     inside = tokens < end
     logits = logits_ptr + row * logits_row_stride + (tokens - start)
-    all_words = (first >> 5) + tl.arange(0, BLOCK // 16)  # twice as many as there are, as a block may begin in one
-    is_own = all_words <= (first + BLOCK - 1) >> 5
+    all_words = (first >> 5) + tl.arange(0, _BLOCK // 16)  # twice as many as there are, as a block may begin in one
+    is_own = all_words <= (first + _BLOCK - 1) >> 5
     any_allowed = tl.max(tl.load(masks_ptr + all_words, mask=is_own & (all_words < num_words), other=0) != 0)
     if any_allowed:
         words = tokens >> 5
@@ -55,7 +54,7 @@ def apply_token_mask(logits: Tensor, masks: Tensor, mask_of: Tensor, *, start: i
         return
     assert logits.stride(1) == 1
     assert masks.stride(1) == 1
-    _apply_token_mask_kernel[(num_rows, triton.cdiv(num_tokens, _BLOCK))](
+    _apply_token_mask_kernel[(num_rows, triton.cdiv(num_tokens, _BLOCK.value))](
         logits,
         masks,
         mask_of,
@@ -64,5 +63,4 @@ def apply_token_mask(logits: Tensor, masks: Tensor, mask_of: Tensor, *, start: i
         start,
         start + num_tokens,
         masks.shape[1],
-        BLOCK=_BLOCK,
     )

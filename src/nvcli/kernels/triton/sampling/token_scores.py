@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
+_BLOCK = tl.constexpr(4096)
 _WARPS = 8
 
 
@@ -26,16 +26,15 @@ def _token_scores_kernel(
     row_stride,
     start,
     num_tokens,
-    BLOCK: tl.constexpr,
 ):
     """Program (row). A NaN among the logits makes the sum NaN, and is no largest logit."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
-    columns = tl.arange(0, BLOCK)
-    highest = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    best = tl.zeros((BLOCK,), dtype=tl.int32)
-    for first in range(0, num_tokens, BLOCK):
+    columns = tl.arange(0, _BLOCK)
+    highest = tl.full((_BLOCK,), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((_BLOCK,), dtype=tl.float32)
+    best = tl.zeros((_BLOCK,), dtype=tl.int32)
+    for first in range(0, num_tokens, _BLOCK):
         tokens = first + columns
         logit = tl.load(logits_ptr + tokens, mask=tokens < num_tokens, other=-float("inf")).to(tl.float32)
         best = tl.where(logit > highest, tokens, best)
@@ -73,7 +72,6 @@ def token_scores(logits: Tensor, targets: Tensor, start: int) -> tuple[Tensor, T
             logits.stride(0),
             start,
             num_tokens,
-            BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
     return log_sum, target, top, top_ids

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nvcli.kernels.sampling_columns import SamplingColumns
 
-_LANES = 1024
+_LANES = tl.constexpr(1024)
 """A program looks at this many lanes at once, one in each thread: as many neighbouring logits as one load brings."""
 _LOAD_BYTES = 16
 
@@ -79,29 +79,29 @@ def min_kept(values, weights, mass, kth, top, temperature, top_p, min_p, dtype: 
 
 
 @triton.jit
-def _load(row_ptr, start, vocab_size, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """Load the logits from `start` on, -inf behind the vocabulary's end: → [LANES, WIDTH] float32."""
-    tokens = start + tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+def _load(row_ptr, start, vocab_size, WIDTH: tl.constexpr):
+    """Load the logits from `start` on, -inf behind the vocabulary's end: → [_LANES, WIDTH] float32."""
+    tokens = start + tl.arange(0, _LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     return tl.load(row_ptr + tokens, mask=tokens < vocab_size, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
-def _lane_maxima(row_ptr, vocab_size, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """Find the largest logit that each lane meets: → [LANES] float32."""
+def _lane_maxima(row_ptr, vocab_size, WIDTH: tl.constexpr):
+    """Find the largest logit that each lane meets: → [_LANES] float32."""
     # Reduced behind the loop, not in it: for that Triton 3.6 has an optimisation that fails on this kernel.
-    maxima = tl.full([LANES, WIDTH], -float("inf"), tl.float32)
-    for start in range(0, vocab_size, LANES * WIDTH):
-        maxima = tl.maximum(maxima, _load(row_ptr, start, vocab_size, LANES, WIDTH))
+    maxima = tl.full([_LANES, WIDTH], -float("inf"), tl.float32)
+    for start in range(0, vocab_size, _LANES * WIDTH):
+        maxima = tl.maximum(maxima, _load(row_ptr, start, vocab_size, WIDTH))
     return tl.max(maxima, axis=1)
 
 
 @triton.jit
-def _mass_from(row_ptr, vocab_size, value, top, scale, LANES: tl.constexpr, WIDTH: tl.constexpr):
+def _mass_from(row_ptr, vocab_size, value, top, scale, WIDTH: tl.constexpr):
     """Sum exp((logit - top) / temperature) over the tokens with a logit of at least `value`; `scale` is log2(e) over
     the temperature. → scalar float32."""
-    mass = tl.zeros([LANES], tl.float32)
-    for start in range(0, vocab_size, LANES * WIDTH):
-        logits = _load(row_ptr, start, vocab_size, LANES, WIDTH)
+    mass = tl.zeros([_LANES], tl.float32)
+    for start in range(0, vocab_size, _LANES * WIDTH):
+        logits = _load(row_ptr, start, vocab_size, WIDTH)
         mass += tl.sum(tl.where(logits >= value, tl.exp2((logits - top) * scale), 0.0), axis=1)
     return tl.sum(mass, axis=0)
 
@@ -116,7 +116,6 @@ def _smallest_value_of_row(
     top,  # the row's largest logit
     scale,  # log2(e) / temperature
     BY_MASS: tl.constexpr,
-    LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Find the smallest value v, between two keys, for which the tokens of the row above v weigh less than `limit`.
@@ -128,12 +127,12 @@ def _smallest_value_of_row(
         span = highest - lowest
         low, middle, high = lowest + span // 4, lowest + span // 2, lowest + span * 3 // 4
         low_value, middle_value, high_value = from_key(low, dtype), from_key(middle, dtype), from_key(high, dtype)
-        above_low = tl.zeros([LANES], tl.float32)
-        above_middle = tl.zeros([LANES], tl.float32)
-        above_high = tl.zeros([LANES], tl.float32)
-        for start in range(0, vocab_size, LANES * WIDTH):
-            logits = _load(row_ptr, start, vocab_size, LANES, WIDTH)
-            weights = tl.exp2((logits - top) * scale) if BY_MASS else tl.full([LANES, WIDTH], 1.0, tl.float32)
+        above_low = tl.zeros([_LANES], tl.float32)
+        above_middle = tl.zeros([_LANES], tl.float32)
+        above_high = tl.zeros([_LANES], tl.float32)
+        for start in range(0, vocab_size, _LANES * WIDTH):
+            logits = _load(row_ptr, start, vocab_size, WIDTH)
+            weights = tl.exp2((logits - top) * scale) if BY_MASS else tl.full([_LANES, WIDTH], 1.0, tl.float32)
             above_low += tl.sum(tl.where(logits > low_value, weights, 0.0), axis=1)
             above_middle += tl.sum(tl.where(logits > middle_value, weights, 0.0), axis=1)
             above_high += tl.sum(tl.where(logits > high_value, weights, 0.0), axis=1)
@@ -154,7 +153,6 @@ def _min_kept_logit_kernel(
     logits_row_stride,
     vocab_size,
     EXCEPT_TOP_K: tl.constexpr,
-    LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Program (row). Rows whose top-k is on and at most EXCEPT_TOP_K get -inf."""
@@ -173,7 +171,7 @@ def _min_kept_logit_kernel(
     if (temperature > 0) & (by_k | by_p | (min_p > 0)) & is_ours:
         row_ptr = logits_ptr + index * logits_row_stride
         scale = 1.4426950408889634 / temperature
-        maxima = _lane_maxima(row_ptr, vocab_size, LANES, WIDTH)
+        maxima = _lane_maxima(row_ptr, vocab_size, WIDTH)
         top = tl.max(maxima, axis=0)
         # A row without a finite maximum gets no token (`sampling.py`), and needs no threshold.
         is_finite = (top > -float("inf")) & (top < float("inf"))
@@ -184,20 +182,18 @@ def _min_kept_logit_kernel(
         if by_k:
             # A row's k-th largest is at least the k-th largest of its lanes' maxima, and seldom far from it.
             limit = top_k.to(tl.float32)
-            least = smallest_value(maxima, tl.full([LANES], 1.0, tl.float32), bottom, top, limit, dtype)
-            bottom = _smallest_value_of_row(
-                row_ptr, vocab_size, to_key(least, dtype), highest, limit, top, scale, False, LANES, WIDTH
-            )
+            least = smallest_value(maxima, tl.full([_LANES], 1.0, tl.float32), bottom, top, limit, dtype)
+            lowest = to_key(least, dtype)
+            bottom = _smallest_value_of_row(row_ptr, vocab_size, lowest, highest, limit, top, scale, False, WIDTH)
             threshold = tl.maximum(threshold, tl.div_rn(bottom, temperature))
         if by_p:
-            mass = _mass_from(row_ptr, vocab_size, bottom, top, scale, LANES, WIDTH)
+            mass = _mass_from(row_ptr, vocab_size, bottom, top, scale, WIDTH)
             # Below this value even the whole vocabulary would weigh less than 1 - p; the mass is at least 1.
             least = top - temperature * (tl.log(vocab_size * 1.0) - tl.log(1 - top_p))
             lowest = tl.minimum(to_key(least, dtype) - 1, highest)
             lowest = tl.maximum(lowest, to_key(bottom, dtype))
-            value = _smallest_value_of_row(
-                row_ptr, vocab_size, lowest, highest, top_p * mass, top, scale, True, LANES, WIDTH
-            )
+            limit = top_p * mass
+            value = _smallest_value_of_row(row_ptr, vocab_size, lowest, highest, limit, top, scale, True, WIDTH)
             threshold = tl.maximum(threshold, tl.div_rn(value, temperature))
     tl.store(out_ptr + index, threshold)
 
@@ -224,8 +220,7 @@ def min_kept_logit(logits: Tensor, columns: SamplingColumns, slots: Tensor, *, e
         logits.stride(0),
         vocab_size,
         EXCEPT_TOP_K=except_top_k,
-        LANES=_LANES,
         WIDTH=_LOAD_BYTES // logits.element_size(),
-        num_warps=_LANES // 32,
+        num_warps=_LANES.value // 32,
     )
     return out

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
 
-_KEY_ROWS = 32
+_KEY_ROWS = tl.constexpr(32)
 """The rows of one program of `max_of_keys`: one for each lane of its only warp."""
 
 _SET = """{
@@ -259,13 +259,12 @@ def _max_kernel(
     num_rows,
     rank,
     NUM_RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """Program (ROWS rows). Each key goes to every rank as two words, each with half of the key and the epoch. A word
-    that has arrived shows by its epoch, without a flag or a fence (as in NCCL's LL protocol). Even and odd epochs have
+    """Program (_KEY_ROWS rows). Each key goes to every rank as two words, each with half of the key and the epoch. The
+    epoch shows that a word has arrived, without a flag or a fence (as in NCCL's LL protocol). Even and odd epochs have
     places of their own: a rank that runs ahead must not overwrite what a slower one is yet to read."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0).to(tl.int64) * _KEY_ROWS + tl.arange(0, _KEY_ROWS)
     inside = rows < num_rows
     epoch = tl.load(epochs_ptr + rows, mask=inside, other=0) + 1
     key = tl.load(keys_ptr + rows, mask=inside, other=0)
@@ -335,16 +334,7 @@ def max_of_keys(keys: Tensor, words: Tensor, epochs: Tensor, rank: int) -> Tenso
     """Find the largest of all ranks' keys, row by row: [N] int64 → [N] int64. words: [ranks] int64, the addresses of
     each rank's words [at least N, 2, ranks, 2] int64; epochs: [at least N] int32."""
     out = torch.empty_like(keys)
-    _max_kernel[(ceil_div(len(keys), _KEY_ROWS),)](
-        keys,
-        out,
-        words,
-        epochs,
-        len(keys),
-        rank,
-        NUM_RANKS=len(words),
-        ROWS=_KEY_ROWS,
-        ON_GPU=keys.is_cuda,
-        num_warps=1,
+    _max_kernel[(ceil_div(len(keys), _KEY_ROWS.value),)](
+        keys, out, words, epochs, len(keys), rank, NUM_RANKS=len(words), ON_GPU=keys.is_cuda, num_warps=1
     )
     return out
