@@ -60,7 +60,16 @@ class W4Scales(NamedTuple):
 
 
 WeightKind = FP8Scaling | W4Kind | Literal["plain"]
-"""The format of an expert's weight: plain numbers, FP8 with scales of rows or blocks, or 4 bits."""
+"""The format of a weight: plain numbers, FP8 with scales of rows or blocks, or 4 bits."""
+
+
+def weight_kind(scales: Tensor | None, format: W4Format | None) -> WeightKind:
+    """Return the format of a weight [out, in] with such scales."""
+    if format is not None:
+        return format.kind
+    if scales is None:
+        return "plain"
+    return "channel" if scales.dim() == 1 else "block"
 
 
 class ExpertMatrix(NamedTuple):
@@ -77,11 +86,7 @@ class ExpertMatrix(NamedTuple):
     @property
     def kind(self) -> WeightKind:
         """The kind of the matrix of all experts."""
-        if self.format is not None:
-            return self.format.kind
-        if self.scales is None:
-            return "plain"
-        return "channel" if self.scales.dim() == 2 else "block"
+        return weight_kind(None if self.scales is None else self.scales[0], self.format)
 
     @property
     def group(self) -> int:

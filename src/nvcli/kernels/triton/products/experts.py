@@ -18,6 +18,8 @@ Shapes: T tokens, H hidden, E experts that are held, k experts per token, I inte
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -32,7 +34,7 @@ from nvcli.kernels.triton.elementwise.fp8 import quantise
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
 from nvcli.kernels.triton.products.expert_launches import ExpertLaunch, choose_expert_launch
-from nvcli.kernels.triton.products.operands import codes_for, per_feature, per_row
+from nvcli.kernels.triton.products.operands import TileKind, codes_for, per_feature, per_row
 from nvcli.kernels.triton.products.product_launch import ExpertTiles, HopperFP8Launch, HopperW4Launch
 from nvcli.kernels.triton.products.tile_product import load_features, multiply_tile
 from nvcli.kernels.weight_formats import FP8Scaling
@@ -40,21 +42,22 @@ from nvcli.kernels.whole_numbers import ceil_div
 
 
 @triton.jit
-def activate_gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def activate_gated(gate, up, ACTIVATION: tl.constexpr):
     """See `ExpertActivation`, of experts with gates. float32."""
-    if KIND == "clamped_swiglu":
+    if ACTIVATION.kind == "clamped_swiglu":
+        LIMIT: tl.constexpr = ACTIVATION.limit
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
-        return gate * tl.sigmoid(ALPHA * gate) * up
-    return activate(gate, KIND == "gelu_tanh") * up
+        return gate * tl.sigmoid(ACTIVATION.alpha * gate) * up
+    return activate(gate, ACTIVATION.kind == "gelu_tanh") * up
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _experts_kernel(
     x_ptr,  # with an ACTIVATION [T, in]; else [T × k, in], in the order of order_ptr
-    x_tiles,  # with HAS_TILES, descriptor of the latter, tiles [ROW_TILE, IN_TILE]
-    x_scales_ptr,  # QUANTISED: [T or T × k] float32, or for blocks [T or T × k, groups]
-    weight,  # descriptor of [E × ROWS, in], tiles [OUT_TILE, IN_TILE]; in 4 bits [E, ROWS, words] int16
+    x_tiles,  # by TMA, descriptor of the latter, tiles [row_tile, in_tile]
+    x_scales_ptr,  # quantised: [T or T × k] float32, or for blocks [T or T × k, groups]
+    weight,  # descriptor of [E × ROWS, in], tiles [out_tile, in_tile]; in 4 bits [E, ROWS, words] int16
     weight_scales_ptr,  # [E, ROWS] float32, or for blocks [E, ROWS / GROUP, groups]; in 4 bits [E, groups, ROWS] int32
     bias_ptr,  # [E, ROWS], with HAS_BIAS
     order_ptr,  # [T × k] int32
@@ -62,49 +65,34 @@ def _experts_kernel(
     pair_weights_ptr,  # [T × k] float32, how much each pair counts
     out_ptr,  # with an ACTIVATION [T × k, out], in the order of order_ptr; else [k, T, out]; written
     num_tokens,
-    ROW_TILE: tl.constexpr,
-    OUT_TILE: tl.constexpr,
-    HAS_TILES: tl.constexpr,
-    HAS_HALVES: tl.constexpr,
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     EXPERTS_PER_TOKEN: tl.constexpr,
-    GATED: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
     NUM_SCALES: tl.constexpr,  # of an expert
-    QUANTISED: tl.constexpr,
-    IN_TILE: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    PACKED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # `ExpertActivation`, or None
+    KIND: tl.constexpr,  # `TileKind`
+    HALF_KIND: tl.constexpr,  # the same with half as many rows, for items of at most as many; None: these are not told
     DEPENDENT: tl.constexpr,
 ):
-    """Program (strip of features of an item), the strips of one item after the other. With HAS_HALVES items of at most
-    half as many rows as others have take tiles of half the size."""
+    """Program (strip of features of an item), the strips of one item after the other."""
     await_kernel_before(DEPENDENT)
-    STRIPS: tl.constexpr = (OUT_FEATURES + OUT_TILE - 1) // OUT_TILE
+    STRIPS: tl.constexpr = (OUT_FEATURES + KIND.out_tile - 1) // KIND.out_tile
     item_ptr = items_ptr + tl.program_id(0) // STRIPS * ITEM_FIELDS
     expert, first_row, num_rows = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
-    feature = tl.program_id(0) % STRIPS * OUT_TILE
-    if num_rows > (ROW_TILE // 2 if HAS_HALVES else 0):
+    feature = tl.program_id(0) % STRIPS * KIND.out_tile
+    if num_rows > (0 if HALF_KIND is None else KIND.row_tile // 2):
         _multiply_item(
             x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr, out_ptr,
-            expert, first_row, num_rows, feature, num_tokens, ROW_TILE, OUT_TILE, HAS_TILES,
-            OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, GATED, KIND, GROUP, NUM_SCALES, QUANTISED, IN_TILE,
-            ROWS_FIRST, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, PACKED, NUM_STAGES,
+            expert, first_row, num_rows, feature, num_tokens, OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, NUM_SCALES,
+            HAS_BIAS, ACTIVATION, KIND,
         )  # fmt: skip
-    elif HAS_HALVES:  # noqa: SIM102  # known when the kernel is compiled, unlike the number of rows
+    elif HALF_KIND is not None:  # noqa: SIM102  # known when the kernel is compiled, unlike the number of rows
         if num_rows > 0:
             _multiply_item(
                 x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr,
-                out_ptr, expert, first_row, num_rows, feature, num_tokens, ROW_TILE // 2, OUT_TILE, False,
-                OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, GATED, KIND, GROUP, NUM_SCALES, QUANTISED, IN_TILE,
-                ROWS_FIRST, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, PACKED, NUM_STAGES,
+                out_ptr, expert, first_row, num_rows, feature, num_tokens, OUT_FEATURES, IN_FEATURES,
+                EXPERTS_PER_TOKEN, NUM_SCALES, HAS_BIAS, ACTIVATION, HALF_KIND,
             )  # fmt: skip
 
 
@@ -112,21 +100,19 @@ def _experts_kernel(
 def _multiply_item(
     x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr, out_ptr,
     expert, first_row, num_rows, feature, num_tokens,
-    ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, HAS_TILES: tl.constexpr,
-    OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, EXPERTS_PER_TOKEN: tl.constexpr, GATED: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, NUM_SCALES: tl.constexpr, QUANTISED: tl.constexpr, IN_TILE: tl.constexpr,
-    ROWS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, PACKED: tl.constexpr, NUM_STAGES: tl.constexpr,
+    OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, EXPERTS_PER_TOKEN: tl.constexpr, NUM_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Multiply an item's rows, up to ROW_TILE from `first_row` on, by OUT_TILE features of its expert. An expert's
-    weight has ROWS rows: `out`, or if GATED 2 `out`, those of the gate first. Rows behind the item's last are those of
+    """Multiply an item's rows, up to a tile from `first_row` on, by a tile of features of its expert. An expert's
+    weight has ROWS rows: `out`, or gated 2 `out`, those of the gate first. Rows behind the item's last are those of
     other experts, or nobody's; their results are not stored."""
-    IN_4_BITS: tl.constexpr = KIND == "integer" or KIND == "mxfp4" or KIND == "nvfp4"
+    GATED: tl.constexpr = KIND.is_gated
+    ROWS_FIRST: tl.constexpr = KIND.rows_first
     IS_DOWN: tl.constexpr = ACTIVATION is None
     ROWS: tl.constexpr = 2 * OUT_FEATURES if GATED else OUT_FEATURES
-    features = feature + tl.arange(0, OUT_TILE)
+    features = feature + tl.arange(0, KIND.out_tile)
     is_feature = features < OUT_FEATURES
-    rows = tl.arange(0, ROW_TILE)
+    rows = tl.arange(0, KIND.row_tile)
     is_row = rows < num_rows
     sorted_rows = (first_row + rows).to(tl.int64)
     pair_ptrs = order_ptr + first_row + rows
@@ -134,10 +120,9 @@ def _multiply_item(
     if not IS_DOWN:
         x_rows = (tl.load(pair_ptrs, mask=is_row, other=0) // EXPERTS_PER_TOKEN).to(tl.int64)
     total, up = multiply_tile(
-        x_tiles if HAS_TILES else x_ptr, first_row, x_rows, is_row, x_scales_ptr, weight, expert * ROWS + feature,
+        x_tiles if KIND.x_by_tma else x_ptr, first_row, x_rows, is_row, x_scales_ptr, weight, expert * ROWS + feature,
         feature, is_feature, weight_scales_ptr + expert.to(tl.int64) * NUM_SCALES, OUT_FEATURES, IN_FEATURES, 0,
-        IN_FEATURES, KIND, GROUP, QUANTISED, GATED, ROW_TILE, OUT_TILE, IN_TILE, ROWS_FIRST, HAS_TILES, not IN_4_BITS,
-        (HAS_TILES and not IN_4_BITS) or IN_FEATURES % IN_TILE == 0, PACKED, NUM_STAGES,
+        IN_FEATURES, KIND,
     )  # fmt: skip
     row_features = expert * ROWS + features
     if HAS_BIAS:
@@ -149,7 +134,7 @@ def _multiply_item(
         # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
         total = total.to(dtype).to(tl.float32)
         if GATED:
-            total = activate_gated(total, up.to(dtype).to(tl.float32), ACTIVATION, ALPHA, LIMIT)
+            total = activate_gated(total, up.to(dtype).to(tl.float32), ACTIVATION)
         else:
             total = tl.where(total <= 0.0, 0.0, total * total)
         out_rows = sorted_rows
@@ -237,13 +222,28 @@ def _multiply(
         assert tensor is None or tensor.is_contiguous()
     out_features, in_features = out.shape[-1], numbers.shape[1]
     assert matrix.kind != "block" or activation is None or out_features % matrix.group == 0
+    weight_by_tma, has_whole_tiles = matrix.format is None, in_features % launch.in_tile == 0
+    kind = TileKind(
+        weight=matrix.kind,
+        group=matrix.group,
+        is_quantised=isinstance(x, QuantisedRows),
+        is_gated=activation is not None and activation.is_gated,
+        row_tile=work.row_tile,
+        out_tile=launch.out_tile,
+        in_tile=launch.in_tile,
+        rows_first=launch.rows_first,
+        x_by_tma=launch.has_tiles,
+        weight_by_tma=weight_by_tma,
+        is_whole=(launch.has_tiles and weight_by_tma) or has_whole_tiles,
+        is_packed=numbers.is_cuda,
+        num_stages=launch.num_stages,
+    )
+    half_kind = replace(kind, row_tile=work.row_tile // 2, x_by_tma=False, is_whole=has_whole_tiles)
     _experts_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
         numbers,
         TensorDescriptor.from_tensor(numbers, [work.row_tile, launch.in_tile]) if launch.has_tiles else numbers,
         row_scales,
-        weight
-        if matrix.format is not None
-        else TensorDescriptor.from_tensor(_codes(x, matrix), [launch.out_tile, launch.in_tile]),
+        TensorDescriptor.from_tensor(_codes(x, matrix), [launch.out_tile, launch.in_tile]) if weight_by_tma else weight,
         numbers if scales is None else scales,
         numbers if bias is None else bias,
         work.order,
@@ -251,26 +251,14 @@ def _multiply(
         routes.weights,
         out,
         len(routes.experts),
-        ROW_TILE=work.row_tile,
-        OUT_TILE=launch.out_tile,
-        HAS_TILES=launch.has_tiles,
-        HAS_HALVES=launch.has_halves,
         OUT_FEATURES=out_features,
         IN_FEATURES=in_features,
         EXPERTS_PER_TOKEN=routes.experts.shape[1],
-        GATED=activation is not None and activation.is_gated,
-        KIND=matrix.kind,
-        GROUP=matrix.group,
         NUM_SCALES=0 if scales is None else scales[0].numel(),
-        QUANTISED=isinstance(x, QuantisedRows),
-        IN_TILE=launch.in_tile,
-        ROWS_FIRST=launch.rows_first,
         HAS_BIAS=bias is not None,
-        ACTIVATION=None if activation is None else activation.kind,
-        ALPHA=None if activation is None else activation.alpha,
-        LIMIT=None if activation is None else activation.limit,
-        PACKED=numbers.is_cuda,
-        NUM_STAGES=launch.num_stages,
+        ACTIVATION=activation,
+        KIND=kind,
+        HALF_KIND=half_kind if launch.has_halves else None,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **dependent(numbers.device),

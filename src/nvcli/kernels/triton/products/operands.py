@@ -9,12 +9,44 @@ The bits of an FP8 code, put where a larger type has such ones, are a power of t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.expert_types import WeightKind
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileKind:
+    """The constants of a product of two tiles (`tile_product.py`). Kernels take it as one constant."""
+
+    weight: WeightKind
+    group: int
+    """Neighbours of a row of the weight that share a scale, where they do."""
+    is_quantised: bool
+    """Whether the activations are in FP8, with scales."""
+    is_gated: bool
+    row_tile: int
+    out_tile: int
+    in_tile: int
+    rows_first: bool
+    """Whether a tile of the result is [rows, features]; else [features, rows]."""
+    x_by_tma: bool
+    weight_by_tma: bool
+    is_whole: bool
+    """Whether the last tile of input features is full, or TMA fills it up."""
+    is_packed: bool
+    """Whether codes of 4 bits become numbers two at a time, by inline assembly; not in the interpreter."""
+    num_stages: int
+
+    @property
+    def is_in_4_bits(self) -> bool:
+        """Whether the weight is words of four codes."""
+        return self.weight in ("integer", "mxfp4", "nvfp4")
 
 
 @triton.jit
@@ -70,16 +102,6 @@ def load_row_scales(pointers, has_row, QUANTISED: tl.constexpr):
     if QUANTISED:
         scales = tl.load(pointers, mask=has_row, other=0.0)
     return scales
-
-
-@triton.jit
-def load_rows(pointers, is_row, start, in_features, IN_TILE: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Load a tile [rows, IN_TILE] of a matrix from input feature `start` on. pointers: to the rows' first such tile;
-    IS_WHOLE: the matrix has whole tiles of input features."""
-    inside = is_row[:, None]
-    if not IS_WHOLE:
-        inside = inside & (start + tl.arange(0, IN_TILE) < in_features)[None, :]
-    return tl.load(pointers + start, mask=inside, other=0.0)
 
 
 @triton.jit

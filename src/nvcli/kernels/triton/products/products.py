@@ -28,11 +28,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvcli.kernels.activation import Activation
+from nvcli.kernels.expert_types import weight_kind
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.triton.elementwise.activation import activate
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
-from nvcli.kernels.triton.products.operands import codes_for, has_rows_first, per_feature, per_row
+from nvcli.kernels.triton.products.operands import TileKind, codes_for, has_rows_first, per_feature, per_row
 from nvcli.kernels.triton.products.product_launch import ProductLaunch
 from nvcli.kernels.triton.products.tile_product import load_features, multiply_tile
 from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
@@ -41,38 +42,29 @@ from nvcli.kernels.whole_numbers import ceil_div
 
 @triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(
-    x,  # [T, in], QUANTISED in e4m3: X_BY_TMA a descriptor of tiles [ROW_TILE, IN_TILE]
-    x_scales_ptr,  # QUANTISED: [T] float32, or for blocks [T, G]
-    weight,  # [out, in], GATED [2 out, in]: WEIGHT_BY_TMA a descriptor of tiles [OUT_TILE, IN_TILE]
+    x,  # [T, in], quantised in e4m3; by TMA a descriptor of tiles [row_tile, in_tile]
+    x_scales_ptr,  # quantised: [T] float32, or for blocks [T, G]
+    weight,  # [out, in], gated [2 out, in]; by TMA a descriptor of tiles [out_tile, in_tile]
     scales_ptr,  # [out] float32; for blocks [out / 128, rounded up, G]; in 4 bits [groups, out or 2 out] int32
     bias_ptr,  # None, or [out]
     out_ptr,  # [P, T, out], written
     num_rows,
     out_features,
     in_features,
-    part_features,  # of every part but the last, a multiple of IN_TILE
-    QUANTISED: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    GATED: tl.constexpr,
+    part_features,  # of every part but the last, a multiple of in_tile
+    KIND: tl.constexpr,  # `TileKind`
     GELU: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUT_TILE: tl.constexpr,
-    IN_TILE: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
-    X_BY_TMA: tl.constexpr,
-    WEIGHT_BY_TMA: tl.constexpr,
-    IS_WHOLE: tl.constexpr,  # the last tile of input features is full, or TMA fills it up
     IS_EVEN: tl.constexpr,  # all parts have `part_features`
     HAS_WHOLE_STRIPS: tl.constexpr,  # the last tile of features is full
     IS_PERSISTENT: tl.constexpr,
     ROWS_TOGETHER: tl.constexpr,
-    PACKED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (tile of rows, tile of features, part), or with ROWS_TOGETHER (tile, 0, part), IS_PERSISTENT the first of
     its tiles."""
+    ROW_TILE: tl.constexpr = KIND.row_tile
+    OUT_TILE: tl.constexpr = KIND.out_tile
+    ROWS_FIRST: tl.constexpr = KIND.rows_first
     await_kernel_before(DEPENDENT)
     part = tl.program_id(2)
     first_inner = part * part_features
@@ -99,15 +91,14 @@ def product_kernel(
         is_feature = tl.full([OUT_TILE], True, tl.int1) if HAS_WHOLE_STRIPS else features < out_features
         total, up = multiply_tile(
             x, row, rows.to(tl.int64), is_row, x_scales_ptr, weight, feature, feature, is_feature, scales_ptr,
-            out_features, in_features, first_inner, length, KIND, GROUP, QUANTISED, GATED, ROW_TILE, OUT_TILE,
-            IN_TILE, ROWS_FIRST, X_BY_TMA, WEIGHT_BY_TMA, IS_WHOLE, PACKED, NUM_STAGES,
+            out_features, in_features, first_inner, length, KIND,
         )  # fmt: skip
         if bias_ptr is not None:
             total += load_features(bias_ptr + features, is_feature, ROWS_FIRST)
-            if GATED:
+            if KIND.is_gated:
                 up += load_features(bias_ptr + out_features + features, is_feature, ROWS_FIRST)
         dtype: tl.constexpr = out_ptr.dtype.element_ty
-        if GATED:
+        if KIND.is_gated:
             # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
             total = activate(total.to(dtype).to(tl.float32), GELU) * up.to(dtype).to(tl.float32)
         out_rows = part.to(tl.int64) * num_rows + rows
@@ -135,7 +126,6 @@ def multiply(
     `in_parts` [P, T, out] float32.
     """
     num_rows, in_features = x.shape
-    is_quantised = isinstance(x, QuantisedRows)
     numbers, row_scales = (x.codes, x.scales) if isinstance(x, QuantisedRows) else (x.contiguous(), scales)
     out_features = len(weight) if gate is None else len(weight) // 2
     if in_parts:
@@ -148,10 +138,9 @@ def multiply(
         assert tensor is None or tensor.is_contiguous()
     if num_rows == 0:
         return out
-    kind = format.kind if format else "plain" if scales is None else "block" if scales.dim() == 2 else "channel"
-    if kind == "channel" or kind == "block":
+    kind = _tile_kind(x, scales, format, launch, gate)
+    if kind.weight == "channel" or kind.weight == "block":
         weight = codes_for(x, weight)
-    x_by_tma, weight_by_tma = format is None and launch.x_by_tma, format is None and launch.weight_by_tma
     row_tiles, out_tiles = ceil_div(num_rows, launch.row_tile), ceil_div(out_features, launch.out_tile)
     programs = launch.num_programs * num_multiprocessors(weight.device) or row_tiles * out_tiles
     grid = (min(row_tiles * out_tiles, programs), 1) if launch.rows_together else (row_tiles, out_tiles)
@@ -161,32 +150,20 @@ def multiply(
     if launch.has_constants and numbers.is_cuda:  # which the interpreter does not know
         sizes = tuple(map(tl.constexpr, sizes))
     product_kernel[(*grid, launch.num_parts)](
-        TensorDescriptor.from_tensor(numbers, [launch.row_tile, launch.in_tile]) if x_by_tma else numbers,
+        TensorDescriptor.from_tensor(numbers, [launch.row_tile, launch.in_tile]) if kind.x_by_tma else numbers,
         row_scales,
-        TensorDescriptor.from_tensor(weight, [launch.out_tile, launch.in_tile]) if weight_by_tma else weight,
+        TensorDescriptor.from_tensor(weight, [launch.out_tile, launch.in_tile]) if kind.weight_by_tma else weight,
         scales,
         bias,
         out,
         num_rows,
         *sizes,
-        QUANTISED=is_quantised,
         KIND=kind,
-        GROUP=FP8_BLOCK if format is None else format.group,
-        GATED=gate is not None,
         GELU=gate == "gelu_tanh",
-        ROW_TILE=launch.row_tile,
-        OUT_TILE=launch.out_tile,
-        IN_TILE=launch.in_tile,
-        ROWS_FIRST=_has_rows_first(kind, launch),
-        X_BY_TMA=x_by_tma,
-        WEIGHT_BY_TMA=weight_by_tma,
-        IS_WHOLE=(x_by_tma and weight_by_tma) or in_features % launch.in_tile == 0,
         IS_EVEN=in_features == part_features * launch.num_parts,
         HAS_WHOLE_STRIPS=out_features % launch.out_tile == 0,
         IS_PERSISTENT=launch.num_programs > 0,
         ROWS_TOGETHER=launch.rows_together,
-        PACKED=numbers.is_cuda,
-        NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **dependent(weight.device),
@@ -194,6 +171,24 @@ def multiply(
     return out
 
 
-def _has_rows_first(kind: str, launch: ProductLaunch) -> bool:
-    """Whether rows are the first operand. They always are where results must not depend on the number of rows."""
-    return kind == "plain" or (kind in ("channel", "block") and has_rows_first(launch.row_tile, launch.out_tile))
+def _tile_kind(
+    x: Activations, scales: Tensor | None, format: W4Format | None, launch: ProductLaunch, gate: Activation | None
+) -> TileKind:
+    """Return the constants of a product. Rows always come first where results must not depend on their number."""
+    weight = weight_kind(scales, format)
+    x_by_tma, weight_by_tma = format is None and launch.x_by_tma, format is None and launch.weight_by_tma
+    return TileKind(
+        weight=weight,
+        group=FP8_BLOCK if format is None else format.group,
+        is_quantised=isinstance(x, QuantisedRows),
+        is_gated=gate is not None,
+        row_tile=launch.row_tile,
+        out_tile=launch.out_tile,
+        in_tile=launch.in_tile,
+        rows_first=weight == "plain" or (format is None and has_rows_first(launch.row_tile, launch.out_tile)),
+        x_by_tma=x_by_tma,
+        weight_by_tma=weight_by_tma,
+        is_whole=(x_by_tma and weight_by_tma) or x.shape[1] % launch.in_tile == 0,
+        is_packed=(x.codes if isinstance(x, QuantisedRows) else x).is_cuda,
+        num_stages=launch.num_stages,
+    )

@@ -25,7 +25,6 @@ import triton.language as tl
 from nvcli.kernels.triton.products.operands import (
     dot,
     load_row_scales,
-    load_rows,
     per_feature,
     per_row,
     scaled_dot,
@@ -39,97 +38,85 @@ _FP8_BLOCK = tl.constexpr(FP8_BLOCK)
 
 @triton.jit
 def multiply_tile(
-    x,  # X_BY_TMA a descriptor of tiles [ROW_TILE, IN_TILE], else a pointer to [rows, in]
-    row,  # the first row, with X_BY_TMA
+    x,  # by TMA a descriptor of tiles [row_tile, in_tile], else a pointer to [rows, in]
+    row,  # the first row, by TMA
     rows,  # [ROW_TILE] int64
     is_row,  # [ROW_TILE]
-    x_scales_ptr,  # QUANTISED: [rows] float32, or for blocks [rows, groups]
-    weight,  # WEIGHT_BY_TMA a descriptor of tiles [OUT_TILE, IN_TILE], else a pointer to [features, in], or to words
+    x_scales_ptr,  # quantised: [rows] float32, or for blocks [rows, groups]
+    weight,  # by TMA a descriptor of tiles [out_tile, in_tile], else a pointer to [features, in], or to words
     first_row,  # the first row of the weight
     feature,  # the first feature, of those that have scales
-    is_feature,  # [OUT_TILE]
+    is_feature,  # [out_tile]
     scales_ptr,  # [features] or for blocks [blocks, groups], float32; for 4 bits [groups, features] int32
     out_features,  # how far a row of the gate and the one of the up projection are apart
     in_features,
-    first_inner,  # the first input feature, a multiple of IN_TILE
+    first_inner,  # the first input feature, a multiple of in_tile
     length,  # how many input features there are
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    GATED: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUT_TILE: tl.constexpr,
-    IN_TILE: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
-    X_BY_TMA: tl.constexpr,
-    WEIGHT_BY_TMA: tl.constexpr,
-    IS_WHOLE: tl.constexpr,  # the last tile of input features is full, or TMA fills it up
-    PACKED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    KIND: tl.constexpr,  # `TileKind`
 ):
-    """Return the sums of a tile in float32, as ROWS_FIRST says, and GATED those of the up projection."""
-    MAX_IMPRECISE: tl.constexpr = _FP8_BLOCK if QUANTISED else None
-    IN_4_BITS: tl.constexpr = KIND == "integer" or KIND == "mxfp4" or KIND == "nvfp4"
-    PART: tl.constexpr = IN_TILE // 4  # codes of a word
-    row_size = tl.cdiv(in_features, IN_TILE) * PART if IN_4_BITS else in_features
-    scales_stride = out_features * 2 if GATED else out_features
-    features = feature + tl.arange(0, OUT_TILE)
+    """Return the sums of a tile in float32, as `rows_first` says, and of a gated product those of the up projection."""
+    MAX_IMPRECISE: tl.constexpr = _FP8_BLOCK if KIND.is_quantised else None
+    IN_4_BITS: tl.constexpr = KIND.is_in_4_bits
+    PART: tl.constexpr = KIND.in_tile // 4  # codes of a word
+    row_size = tl.cdiv(in_features, KIND.in_tile) * PART if IN_4_BITS else in_features
+    scales_stride = out_features * 2 if KIND.is_gated else out_features
+    features = feature + tl.arange(0, KIND.out_tile)
     x_at, weight_at, up_at = x, weight, weight
     if IN_4_BITS:
         inner = tl.arange(0, PART)
         x_at = x + rows[None, :] * in_features + inner[:, None]
     else:
-        inner = tl.arange(0, IN_TILE)
-        if not X_BY_TMA:
+        inner = tl.arange(0, KIND.in_tile)
+        if not KIND.x_by_tma:
             x_at = x + rows[:, None] * in_features + inner[None, :]
-    if not WEIGHT_BY_TMA:
-        first_rows = first_row + tl.arange(0, OUT_TILE)
+    if not KIND.weight_by_tma:
+        first_rows = first_row + tl.arange(0, KIND.out_tile)
         weight_at = weight + first_rows[:, None].to(tl.int64) * row_size + inner[None, :]
         up_at = weight_at + tl.cast(out_features, tl.int64) * row_size
-    if KIND == "block":
-        num_groups = tl.cdiv(in_features, GROUP)
+    if KIND.weight == "block":
+        num_groups = tl.cdiv(in_features, KIND.group)
         x_scale_ptrs = x_scales_ptr + rows * num_groups
-        scale_ptr = scales_ptr + feature // GROUP * num_groups
-        up_scale_ptr = scale_ptr + out_features // GROUP * num_groups
-    total = zeros(ROW_TILE, OUT_TILE, ROWS_FIRST)
-    up = zeros(ROW_TILE, OUT_TILE, ROWS_FIRST)
-    for inner_start in tl.range(0, length, IN_TILE, num_stages=NUM_STAGES):
+        scale_ptr = scales_ptr + feature // KIND.group * num_groups
+        up_scale_ptr = scale_ptr + out_features // KIND.group * num_groups
+    total = zeros(KIND.row_tile, KIND.out_tile, KIND.rows_first)
+    up = zeros(KIND.row_tile, KIND.out_tile, KIND.rows_first)
+    for inner_start in tl.range(0, length, KIND.in_tile, num_stages=KIND.num_stages):
         start = first_inner + inner_start
         if IN_4_BITS:
             total = add_tile(
-                total, weight_at, scales_ptr + features, x_at, start // IN_TILE, is_row, is_feature, scales_stride,
-                in_features, KIND, GROUP, PART, PACKED, IS_WHOLE,
+                total, weight_at, scales_ptr + features, x_at, start // KIND.in_tile, is_row, is_feature, scales_stride,
+                in_features, KIND,
             )  # fmt: skip
-            if GATED:
+            if KIND.is_gated:
                 up = add_tile(
-                    up, up_at, scales_ptr + out_features + features, x_at, start // IN_TILE, is_row, is_feature,
-                    scales_stride, in_features, KIND, GROUP, PART, PACKED, IS_WHOLE,
+                    up, up_at, scales_ptr + out_features + features, x_at, start // KIND.in_tile, is_row, is_feature,
+                    scales_stride, in_features, KIND,
                 )  # fmt: skip
         else:
-            x_tile = _load_tile(x_at, row, is_row, start, in_features, IN_TILE, X_BY_TMA, IS_WHOLE)
-            numbers = _load_tile(weight_at, first_row, is_feature, start, in_features, IN_TILE, WEIGHT_BY_TMA, IS_WHOLE)
-            if GATED:
+            x_tile = _load_tile(x_at, row, is_row, start, in_features, KIND, KIND.x_by_tma)
+            numbers = _load_tile(weight_at, first_row, is_feature, start, in_features, KIND, KIND.weight_by_tma)
+            if KIND.is_gated:
                 up_row = first_row + out_features
-                of_up = _load_tile(up_at, up_row, is_feature, start, in_features, IN_TILE, WEIGHT_BY_TMA, IS_WHOLE)
-            if KIND == "block":
-                group = start // GROUP
-                row_scales = load_row_scales(x_scale_ptrs + group, is_row, QUANTISED)
-                total = scaled_dot(x_tile, numbers, row_scales * tl.load(scale_ptr + group), total, ROWS_FIRST)
-                if GATED:
-                    up = scaled_dot(x_tile, of_up, row_scales * tl.load(up_scale_ptr + group), up, ROWS_FIRST)
+                of_up = _load_tile(up_at, up_row, is_feature, start, in_features, KIND, KIND.weight_by_tma)
+            if KIND.weight == "block":
+                group = start // KIND.group
+                row_scales = load_row_scales(x_scale_ptrs + group, is_row, KIND.is_quantised)
+                total = scaled_dot(x_tile, numbers, row_scales * tl.load(scale_ptr + group), total, KIND.rows_first)
+                if KIND.is_gated:
+                    up = scaled_dot(x_tile, of_up, row_scales * tl.load(up_scale_ptr + group), up, KIND.rows_first)
             else:
-                total = dot(x_tile, numbers, total, ROWS_FIRST, MAX_IMPRECISE)
-                if GATED:
-                    up = dot(x_tile, of_up, up, ROWS_FIRST, MAX_IMPRECISE)
-    if KIND == "channel":
-        row_scales = per_row(load_row_scales(x_scales_ptr + rows, is_row, QUANTISED), ROWS_FIRST)
+                total = dot(x_tile, numbers, total, KIND.rows_first, MAX_IMPRECISE)
+                if KIND.is_gated:
+                    up = dot(x_tile, of_up, up, KIND.rows_first, MAX_IMPRECISE)
+    if KIND.weight == "channel":
+        row_scales = per_row(load_row_scales(x_scales_ptr + rows, is_row, KIND.is_quantised), KIND.rows_first)
         scale_ptrs = scales_ptr + features
-        total *= row_scales * load_features(scale_ptrs, is_feature, ROWS_FIRST)
-        if GATED:
-            up *= row_scales * load_features(scale_ptrs + out_features, is_feature, ROWS_FIRST)
-    if KIND == "nvfp4":
+        total *= row_scales * load_features(scale_ptrs, is_feature, KIND.rows_first)
+        if KIND.is_gated:
+            up *= row_scales * load_features(scale_ptrs + out_features, is_feature, KIND.rows_first)
+    if KIND.weight == "nvfp4":
         total *= row_factors(scales_ptr, features, is_feature)[:, None]
-        if GATED:
+        if KIND.is_gated:
             up *= row_factors(scales_ptr, out_features + features, is_feature)[:, None]
     return total, up
 
@@ -141,8 +128,14 @@ def load_features(pointers, is_feature, ROWS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(
-    matrix, row, is_row, start, in_features, IN_TILE: tl.constexpr, BY_TMA: tl.constexpr, IS_WHOLE: tl.constexpr
-):
-    """Load a tile of a matrix: of a descriptor, from `row` and input feature `start` on; or of pointers to its rows."""
-    return matrix.load([row, start]) if BY_TMA else load_rows(matrix, is_row, start, in_features, IN_TILE, IS_WHOLE)
+def _load_tile(matrix, row, is_row, start, in_features, KIND: tl.constexpr, BY_TMA: tl.constexpr):
+    """Load a tile [rows, in_tile] of a matrix from input feature `start` on: by its descriptor, from `row` on, or by
+    pointers to the rows' first tile."""
+    if BY_TMA:
+        tile = matrix.load([row, start])
+    else:
+        inside = is_row[:, None]
+        if not KIND.is_whole:
+            inside = inside & (start + tl.arange(0, KIND.in_tile) < in_features)[None, :]
+        tile = tl.load(matrix + start, mask=inside, other=0.0)
+    return tile

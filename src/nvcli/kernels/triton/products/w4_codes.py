@@ -121,46 +121,42 @@ def add_tile(
     is_feature,  # [OUT_TILE]
     scales_stride,
     in_features,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    PART: tl.constexpr,
-    PACKED: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
+    KIND: tl.constexpr,  # `TileKind`
 ):
     """Add the product of one tile of input features to `total`.
 
-    `scales_stride` is how far the scales of two groups (of FP4: of two tiles) are apart. IS_WHOLE says that the last
-    tile is full. The sums of a group of integers are multiplied by their scales, which is exact, and takes registers
-    for these sums.
+    `scales_stride` is how far the scales of two groups (of FP4: of two tiles) are apart. The sums of a group of
+    integers are multiplied by their scales, which is exact, and takes registers for these sums.
     """
     PARTS: tl.constexpr = 4
-    TILE: tl.constexpr = PARTS * PART
+    TILE: tl.constexpr = KIND.in_tile
+    PART: tl.constexpr = TILE // PARTS
     codes = tl.load(words_ptrs + tile * PART, mask=is_feature[:, None], other=0)
-    if KIND != "integer":
-        group = tile + 1 if KIND == "nvfp4" else tile  # the first are the factors of rows
+    if KIND.weight != "integer":
+        group = tile + 1 if KIND.weight == "nvfp4" else tile  # the first are the factors of rows
         scales = tl.load(scales_ptrs + group * scales_stride, mask=is_feature, other=0)
         for part in tl.static_range(PARTS):
-            inputs = _load_part(x_ptrs, tile * TILE, is_row, part, in_features, PART, IS_WHOLE)
-            if KIND == "nvfp4":
-                numbers = nvfp4_numbers(codes, scales, part, inputs.dtype, PACKED)
+            inputs = _load_part(x_ptrs, tile * TILE, is_row, part, in_features, PART, KIND.is_whole)
+            if KIND.weight == "nvfp4":
+                numbers = nvfp4_numbers(codes, scales, part, inputs.dtype, KIND.is_packed)
             else:
-                numbers = fp4_numbers(codes, scales, part, inputs.dtype, PACKED)
+                numbers = fp4_numbers(codes, scales, part, inputs.dtype, KIND.is_packed)
             total = tl.dot(numbers, inputs, total, input_precision="ieee")
     else:
-        GROUP_PARTS: tl.constexpr = GROUP // PART
+        GROUP_PARTS: tl.constexpr = KIND.group // PART
         for first in tl.static_range(0, PARTS, GROUP_PARTS):
-            group = tile * (TILE // GROUP) + first // GROUP_PARTS
+            group = tile * (TILE // KIND.group) + first // GROUP_PARTS
             has_group = is_feature
-            if not IS_WHOLE:
-                has_group = is_feature & (group * GROUP < in_features)
+            if not KIND.is_whole:
+                has_group = is_feature & (group * KIND.group < in_features)
             pairs = tl.load(scales_ptrs + group * scales_stride, mask=has_group, other=0)
             sums = tl.zeros_like(total)
             for part in tl.static_range(first, first + GROUP_PARTS):
-                inputs = _load_part(x_ptrs, tile * TILE, is_row, part, in_features, PART, IS_WHOLE)
-                _, zeros = scales_and_zeros(pairs, inputs.dtype, PACKED)
-                numbers = integers(codes, zeros, part, inputs.dtype, PACKED)
+                inputs = _load_part(x_ptrs, tile * TILE, is_row, part, in_features, PART, KIND.is_whole)
+                _, zeros = scales_and_zeros(pairs, inputs.dtype, KIND.is_packed)
+                numbers = integers(codes, zeros, part, inputs.dtype, KIND.is_packed)
                 sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
-            scales, _ = scales_and_zeros(pairs, tl.float32, PACKED)
+            scales, _ = scales_and_zeros(pairs, tl.float32, KIND.is_packed)
             total += sums * scales[:, None]
     return total
 
