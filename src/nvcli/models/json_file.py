@@ -14,6 +14,7 @@ from nvcli.core.validation import show
 from nvcli.errors import LoadError
 
 T = TypeVar("T", int, float, bool, str)
+V = TypeVar("V")
 
 _LEAST, _MOST = 1e-30, 1e30
 """Bounds of positive numbers that are not sizes, so that their inverse times a position is finite in float32."""
@@ -95,9 +96,34 @@ class JsonFile:
             raise self.error(key, f"{show(value)} is not {_KINDS[kind]}")
         return value
 
-    def positive(self, key: str, *, least: int = 1, most: int = MAX_INT) -> int:
-        """Return the value of `key`, which must be present, above zero, at least `least` and at most `most`."""
-        value = self.get(key, int)
+    def has(self, key: str) -> bool:
+        """Whether `key` is present and not null."""
+        return self.values.get(key) is not None
+
+    def object(self, key: str) -> Self:
+        """Return the section `key`, which is empty if it is absent or null."""
+        values = self.values.get(key)
+        if not isinstance(values, dict | None):
+            raise self.error(key, f"{show(values)} is not an object")
+        return self.with_values(values or {}, f"{self.section}{key}.")
+
+    def choice(self, key: str, supported: Mapping[str, V], default: str) -> V:
+        """Return what `supported` has for the value of `key`, or for `default` if it is absent or null."""
+        value = self.values[key] if self.has(key) else default
+        if not isinstance(value, str) or value not in supported:
+            raise self.error(key, f"{show(value)} is not supported; supported: {', '.join(supported)}")
+        return supported[value]
+
+    def only(self, key: str, wanted: str | int | float | bool) -> None:
+        """Raise LoadError if `key` is present and neither null nor `wanted`, the only value that is computed."""
+        value = self.values.get(key)
+        if value is not None and value != wanted:
+            raise self.error(key, f"{show(value)} is not supported; supported: {show(wanted)}")
+
+    def positive(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_INT) -> int:
+        """Return the value of `key`, which must be above zero, at least `least` and at most `most`, or `default` if it
+        is absent or null. Without a default, that is an error."""
+        value = self.get(key, int, default)
         if value <= 0:
             raise self.error(key, f"{show(value)} is not positive")
         if value < least:

@@ -33,7 +33,6 @@ _QK_NORMS = {"llama": None, "qwen3": "head"}
 """The norm of queries and keys in each kind of layer."""
 _NUM_STATES = 3
 """States that a head reads if its config does not list them."""
-_DEFAULT_THETA = 10_000.0
 _OFFSETS, _IS_DRAFTED = "d2t", "t2d"
 """Tensors of a head that drafts some tokens only: for each of its tokens the target's number minus its own, and for
 each token of the target whether it is one of them."""
@@ -58,24 +57,18 @@ def read_eagle3(folder: Path, target: ModelConfig, *, is_random: bool = False) -
     whole = JsonFile.read(folder / CONFIG_FILE)
     file = ModelFile(whole.path, whole.values)
     by_speculators = file.values.get(_KIND) is not None
-    own = file if by_speculators else _section(file, _OWN_CONFIG)
-    layer = _section(file, _LAYER_CONFIG) if by_speculators else file
+    own = file if by_speculators else file.object(_OWN_CONFIG)
+    layer = file.object(_LAYER_CONFIG) if by_speculators else file
     _check_form(file, own, layer)
     infos = {} if is_random else {_name(name): info for name, info in _tensors_of(folder).items()}
     offsets, is_drafted = (infos.pop(f"{PREFIX}{name}", None) for name in (_OFFSETS, _IS_DRAFTED))
     has_embedding, has_lm_head = (f"{name}.weight" in infos for name in (EMBEDDING, HEAD))
     has_lm_head |= is_random
-    bias = layer.bias()
     config = Eagle3Config(
         hidden_size=layer.positive("hidden_size"),
         target_hidden_size=target.hidden_size,
         aux_layers=_aux_layers(file, own, target),
-        attention=layer.attention(
-            default_theta=_DEFAULT_THETA,
-            qk_norm=_QK_NORMS[layer.get("model_type", str, "llama")],
-            qkv_bias=bias,
-            o_bias=bias,
-        ),
+        attention=layer.attention(qk_norm=_QK_NORMS[layer.get("model_type", str, "llama")], bias=layer.bias()),
         mlp=layer.mlp(bias=layer.get("mlp_bias", bool, False)),
         norm=layer.rms_norm(),
         # Tools disagree on the default that it has in speculators' layout.
@@ -110,14 +103,6 @@ def _tensors_of(folder: Path) -> dict[str, TensorInfo]:
     return read_tensors(folder)
 
 
-def _section(file: ModelFile, key: str) -> ModelFile:
-    """Return a section of config.json, which is empty if it is absent."""
-    values = file.values.get(key)
-    if not isinstance(values, dict | None):
-        raise file.error(key, f"{show(values)} is not an object")
-    return file.with_values(values or {}, f"{key}.")
-
-
 def _name(stored: str) -> str:
     """Return the decoder's name of a tensor in the files."""
     name = stored.removeprefix("model.")
@@ -138,7 +123,7 @@ def _check_form(file: ModelFile, own: ModelFile, layer: ModelFile) -> None:
         raise layer.error("layer_types", f"{show(types)} is not supported in a head, only full_attention")
     for section in (file, layer):
         for key in ("quantization_config", "compression_config"):
-            if section.values.get(key) is not None:
+            if section.has(key):
                 raise section.error(key, "quantised heads are not supported; use one with plain weights")
     for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer"):
         if not own.get(key, bool, True):
@@ -153,8 +138,8 @@ def _check_sizes(file: ModelFile, layer: ModelFile, config: Eagle3Config, target
         raise layer.error(
             "vocab_size", f"{found:,}, and the model's is {target.vocab_size:,}: use a head of this model"
         )
-    says_target = file.values.get("target_hidden_size") is not None
-    section, key = (file, "target_hidden_size") if says_target else (layer, "hidden_size")
+    own_key = "target_hidden_size"
+    section, key = (file, own_key) if file.has(own_key) else (layer, "hidden_size")
     if (found := section.positive(key)) != target.hidden_size:
         raise section.error(key, f"{found:,}, and the model's is {target.hidden_size:,}: use a head of this model")
     shares_embedding, shares_head = not config.has_embedding, not (config.has_lm_head or config.is_tied)
@@ -182,7 +167,7 @@ def _aux_layers(file: ModelFile, own: ModelFile, target: ModelConfig) -> tuple[i
     and of the third last.
     """
     count = target.num_layers
-    source = next((section for section in (file, own) if section.values.get(_IDS) is not None), None)
+    source = next((section for section in (file, own) if section.has(_IDS)), None)
     if source is None:
         usual = 2, count // 2, count - _NUM_STATES
         if not usual[0] < usual[1] < usual[2]:
@@ -205,7 +190,7 @@ def _aux_layers(file: ModelFile, own: ModelFile, target: ModelConfig) -> tuple[i
 
 def _flag(key: str, file: ModelFile, own: ModelFile, *, is_needed: bool = False) -> bool:
     """Read a flag from either section; it is false if it is absent, unless it `is_needed`."""
-    section = file if file.values.get(key) is not None else own
+    section = file if file.has(key) else own
     return section.get(key, bool) if is_needed else section.get(key, bool, False)
 
 
@@ -220,7 +205,7 @@ def _draft_ids(
     """Read which of the target's tokens the head drafts; None: all of them. If it `is_random`, they are spread over
     the vocabulary."""
     key = "draft_vocab_size"
-    count = target.vocab_size if file.values.get(key) is None else file.positive(key)
+    count = file.positive(key, target.vocab_size)
     if count > target.vocab_size:
         raise file.error(key, f"{count:,} is more than the model's {target.vocab_size:,} tokens")
     if is_random:

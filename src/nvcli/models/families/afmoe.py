@@ -13,7 +13,6 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import AttentionConfig, OutputGate
-from nvcli.models.rope_config import read_rope
 
 _AFMOE_LAYOUT = CheckpointLayout(
     renamed=(
@@ -37,7 +36,7 @@ _LAGUNA_ROPES = {
 
 def read_afmoe(config: ModelFile) -> DecoderConfig:
     """Read windows; layers of full attention do not rotate. The first `num_dense_layers` layers have no experts."""
-    full = config.attention(default_theta=10_000.0, qk_norm="head", bias=config.bias(), gate=OutputGate())
+    full = config.attention(qk_norm="head", bias=config.bias(), gate=OutputGate())
     local = replace(full, window=config.bounded(config.window(1024)))
     attention = {SLIDING: local, FULL: replace(full, rope=None)}
     routing = config.routing(scoring="sigmoid", renormalise=True, scale=config.positive_number("route_scale", 1.0))
@@ -61,8 +60,7 @@ def read_laguna(config: ModelFile) -> DecoderConfig:
     if not isinstance(heads, list) or len(heads) != count:
         raise config.error("num_attention_heads_per_layer", f"{show(heads)} is not a list of {count} numbers")
     for key in ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"):
-        if config.values.get(key):
-            raise config.error(key, f"{show(config.values[key])} is not supported, only {show(0)}")
+        config.only(key, 0)
     experts = config.experts(
         config.routing(
             scoring="sigmoid", renormalise=True, scale=config.positive_number("moe_routed_scaling_factor", 1.0)
@@ -86,7 +84,7 @@ def _laguna_attention(config: ModelFile, kind: str, num_heads: object) -> Attent
     of_layer = config.with_values({**config.values, "num_attention_heads": num_heads})
     return of_layer.attention(
         default_theta=None,
-        rope=lambda head_dim: read_rope(config, head_dim=head_dim, default_theta=None, layer_type=kind),
+        layer_type=kind,
         window=config.bounded(config.window(512)) if kind == SLIDING else None,
         qk_norm="head",
         bias=config.bias(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.deepseek_experts import SHARED_EXPERT
 from nvcli.models.families.family import Family
@@ -16,6 +16,8 @@ from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
+
+_SCORING: dict[str, Literal["softmax", "sigmoid"]] = {"softmax": "softmax", "sigmoid": "sigmoid"}
 
 
 def read(config: ModelFile) -> DecoderConfig:
@@ -41,22 +43,16 @@ def read_moe(config: ModelFile) -> DecoderConfig:
         _layer(local if kind == SLIDING else full if sparse else full_of_dense, experts if sparse else dense)
         for kind, sparse in zip(_moe_kinds(config, is_sparse.count(False)), is_sparse, strict=True)
     )
-    norm = _layer_norm(config) if config.values.get("rms_norm_eps") is None else config.rms_norm()
+    norm = config.rms_norm() if config.has("rms_norm_eps") else _layer_norm(config)
     return _decoder(config, layers, norm, layout=CheckpointLayout(renamed=(SHARED_EXPERT,)))
 
 
 def _experts(config: ModelFile) -> ExpertsConfig:
     """Read how experts are chosen and combined: with `average`, the sum of the routed and the shared ones is halved."""
-    scoring = config.get("expert_selection_fn", str, "softmax")
-    how = config.get("shared_expert_combination_strategy", str, "average")
-    if scoring != "softmax" and scoring != "sigmoid":
-        raise config.error("expert_selection_fn", f"{show(scoring)} is not supported; supported: softmax, sigmoid")
-    if how not in ("sum", "average"):
-        raise config.error(
-            "shared_expert_combination_strategy", f"{show(how)} is not supported; supported: sum, average"
-        )
+    scoring = config.choice("expert_selection_fn", _SCORING, "softmax")
+    factor = config.choice("shared_expert_combination_strategy", {"sum": 1.0, "average": 0.5}, "average")
     num_shared = config.get("num_shared_experts", int, 0)
-    factor = 0.5 if num_shared > 0 and how == "average" else 1.0
+    factor = factor if num_shared > 0 else 1.0
     routing = config.routing(
         scoring=scoring,
         renormalise=scoring == "softmax" or config.get("norm_topk_prob", bool, True),
@@ -72,7 +68,6 @@ def _attention(config: ModelFile) -> tuple[AttentionConfig, AttentionConfig]:
     """Return attention with a window and full attention, which are the same in a model without windows."""
     bias, window = config.bias(), config.window(4096)
     local = config.attention(
-        default_theta=10_000.0,
         is_interleaved=True,
         window=config.bounded(window),
         bias=bias,
@@ -104,11 +99,8 @@ def _moe_kinds(config: ModelFile, num_dense: int) -> list[str]:
     types = config.layer_types()
     if types is not None:
         return types
-    counts = {
-        key: config.positive(key) if config.values.get(key) is not None else default
-        for key, default in (("prefix_dense_sliding_window_pattern", 1), ("sliding_window_pattern", 4))
-    }
-    dense, others = counts.values()
+    dense = config.positive("prefix_dense_sliding_window_pattern", 1)
+    others = config.positive("sliding_window_pattern", 4)
     numbers = [(number + 1) % dense for number in range(num_dense)]
     numbers += [(number + 1) % others for number in range(config.num_layers() - num_dense)]
     return [FULL if number == 0 else SLIDING for number in numbers]

@@ -3,7 +3,6 @@ Kimi-K2 have too: latent attention, and a mixture of experts after dense layers.
 
 from __future__ import annotations
 
-from nvcli.core.validation import show
 from nvcli.kernels.expert_settings import Routing
 from nvcli.models.families.deepseek_experts import (
     first_layers_dense,
@@ -26,17 +25,12 @@ def read_deepseek_v2(config: ModelFile) -> DecoderConfig:
 
 
 def _routing(config: ModelFile) -> Routing:
-    if config.get("norm_topk_prob", bool, False):
-        raise config.error("norm_topk_prob", "true is not supported; supported: false")
+    config.only("norm_topk_prob", False)
     routing = config.routing(
         keys=("n_routed_experts",), scale=config.positive_number("routed_scaling_factor", 1.0), sums_two_best=False
     )
-    method = config.get("topk_method", str, "greedy")
-    if method == "greedy":
-        return routing
-    if method != "group_limited_greedy":
-        raise config.error("topk_method", f"{show(method)} is not supported; supported: greedy, group_limited_greedy")
-    return config.routing_with_groups(routing)
+    has_groups = config.choice("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
+    return config.routing_with_groups(routing) if has_groups else routing
 
 
 def read_deepseek_v3(config: ModelFile) -> DecoderConfig:

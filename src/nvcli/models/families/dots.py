@@ -17,7 +17,7 @@ _FIRST_WINDOW_LAYER = 62
 def read_dots1(config: ModelFile) -> DecoderConfig:
     """Read normed queries and keys, and windows in the layers that `layer_types` names, or from `max_window_layers`
     on."""
-    full = config.attention(default_theta=10_000.0, qk_norm="head", bias=config.bias())
+    full = config.attention(qk_norm="head", bias=config.bias())
     local = replace(full, window=config.bounded(config.window(4096)))
     first = config.get("max_window_layers", int, _FIRST_WINDOW_LAYER)
     kinds = config.layer_types() or [FULL if number < first else SLIDING for number in range(config.num_layers())]

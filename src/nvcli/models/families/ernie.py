@@ -41,7 +41,7 @@ def read_ernie_moe(config: ModelFile) -> DecoderConfig:
     experts = config.experts(routing, has_correction=True, has_wide_router=True, shared=shared)
     count = config.num_layers()
     first, last = config.get("moe_layer_start_index", int, 1), config.get("moe_layer_end_index", int, -1)
-    interval = config.positive("moe_layer_interval") if "moe_layer_interval" in config.values else 1
+    interval = config.positive("moe_layer_interval", 1)
     with_experts = range(first, count if last == -1 else last + 1)
     attention, dense = _attention(config, bias=False), config.mlp()
     layers = (

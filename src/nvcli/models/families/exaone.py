@@ -18,7 +18,7 @@ _LOCAL, _GLOBAL = "L", "G"
 def read(config: ModelFile) -> DecoderConfig:
     """Read windows. Layers of full attention do not rotate, except in models without windows."""
     window = config.window(4096)
-    attention = config.attention(default_theta=10_000.0, qk_norm="head")
+    attention = config.attention(qk_norm="head")
     local = LayerConfig(mixer=replace(attention, window=config.bounded(window)), mlp=config.mlp(), norms=NORMS_AFTER)
     if window is None:
         return config.decoder(local)

@@ -27,9 +27,8 @@ def read_falcon_h1(config: ModelFile) -> DecoderConfig:
     """Read Falcon-H1. Raises LoadError for biases of projections, which no published model has: multipliers differ in
     whether they apply to them."""
     for key in _BIASES:
-        if config.get(key, bool, False):
-            raise config.error(key, "true is not supported here; supported: false")
-    attention = config.attention(default_theta=10_000.0)
+        config.only(key, False)
+    attention = config.attention()
     # Keys are kept without their multiplier, which scores have as well.
     attention = replace(attention, scale=attention.scale * config.positive_number("key_multiplier", 1.0))
     layer = LayerConfig(mixer=attention, beside=_mamba(config), mlp=config.mlp(), norms=_NORMS)
@@ -43,8 +42,7 @@ def read_falcon_h1(config: ModelFile) -> DecoderConfig:
 
 
 def _mamba(config: ModelFile) -> MambaConfig:
-    inner_size = config.positive("mamba_d_ssm") if config.values.get("mamba_d_ssm") is not None else None
-    mamba = read_mamba(config, inner_size=inner_size)
+    mamba = read_mamba(config, inner_size=config.positive("mamba_d_ssm") if config.has("mamba_d_ssm") else None)
     if not config.get("mamba_rms_norm", bool, False):
         return replace(mamba, norm=None)
     is_before = config.get("mamba_norm_before_gate", bool, True)

@@ -36,8 +36,8 @@ def read_gemma_layer(
     rope: Callable[[int], RopeConfig | None] | None = None,
     **traits: Any,
 ) -> LayerConfig:
-    """Read one kind of layer; `rope` and `traits` are those of `read_attention`."""
-    attention = config.attention(default_theta=10_000.0, rope=rope, bias=config.bias(), **traits)
+    """Read one kind of layer; `rope` and `traits` are those of `ModelFile.attention`."""
+    attention = config.attention(rope=rope, bias=config.bias(), **traits)
     mlp = config.mlp(key="hidden_activation", default="gelu_pytorch_tanh")
     return LayerConfig(mixer=attention, mlp=mlp, norms=norms)
 

@@ -132,7 +132,6 @@ def _of_layer(config: ModelFile, number: int, kind: str) -> ModelFile:
 
 def _attention(config: ModelFile, kind: str) -> AttentionConfig:
     attention = config.attention(
-        default_theta=None,
         rope=lambda head_dim: _rope(config, kind, head_dim),
         scale=1.0,
         window=_window(config) if kind == SLIDING else None,
@@ -151,7 +150,7 @@ def _attention(config: ModelFile, kind: str) -> AttentionConfig:
 def _window(config: ModelFile) -> int | None:
     """Read the window. Where only layers with one attend to images both ways, it stays, however large it is."""
     window = config.window(512)
-    return window if config.values.get("use_bidirectional_attention") is not None else config.bounded(window)
+    return window if config.has("use_bidirectional_attention") else config.bounded(window)
 
 
 def _rope(config: ModelFile, kind: str, head_dim: int) -> RopeConfig:

@@ -28,9 +28,7 @@ def read_glm4(config: ModelFile) -> DecoderConfig:
 
 
 def _read(config: ModelFile, norms: LayerNorms, *, qkv_bias: bool, default_partial: float = 0.5) -> DecoderConfig:
-    attention = config.attention(
-        default_theta=10_000.0, is_interleaved=True, default_partial=default_partial, qkv_bias=qkv_bias
-    )
+    attention = config.attention(is_interleaved=True, default_partial=default_partial, qkv_bias=qkv_bias)
     layer = LayerConfig(mixer=attention, mlp=config.mlp(), norms=norms)
     return config.decoder(layer)
 
@@ -83,7 +81,6 @@ GLM_OCR = Family(
 def read_glm4_moe(config: ModelFile) -> DecoderConfig:
     """Read GLM-4.5, with half-rotated heads."""
     attention = config.attention(
-        default_theta=10_000.0,
         default_partial=0.5,
         qk_norm="head" if config.get("use_qk_norm", bool, False) else None,
         qkv_bias=config.bias(),

@@ -60,7 +60,7 @@ def read_granite4(config: ModelFile) -> DecoderConfig:
 
 def _layer_types(config: ModelFile) -> list[str]:
     """Read which layers have attention; by default none has."""
-    key = next((key for key in ("layer_types", "layers_block_type") if config.values.get(key) is not None), None)
+    key = next(filter(config.has, ("layer_types", "layers_block_type")), None)
     kinds = ["mamba"] * config.num_layers() if key is None else config.values[key]
     known = (*ATTENTION, *MAMBA)
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds) or len(kinds) != config.num_layers():
@@ -75,8 +75,8 @@ def _attention(config: ModelFile, *, rotates: bool) -> AttentionConfig:
     bias = config.bias()
     scale = config.positive_number("attention_multiplier", 1.0)
     if rotates:
-        return config.attention(default_theta=10_000.0, scale=scale, bias=bias)
-    return config.attention(default_theta=None, rope=lambda _: None, scale=scale, bias=bias)
+        return config.attention(scale=scale, bias=bias)
+    return config.attention(rope=lambda _: None, scale=scale, bias=bias)
 
 
 def _read(

@@ -49,7 +49,6 @@ def read_v1_moe(config: ModelFile) -> DecoderConfig:
 
 def _v1_attention(config: ModelFile) -> AttentionConfig:
     return config.attention(
-        default_theta=None,
         rope=lambda head_dim: _v1_rope(config, head_dim),
         qk_norm="head",
         norms_last=True,

@@ -42,7 +42,7 @@ def read_latent_attention(
             "partial_rotary_factor",
             f"{show(rope.partial_rotary_factor)} of {head_dim} dimensions are not the {rope_dim} of `qk_rope_head_dim`",
         )
-    query_rank = None if config.values.get("q_lora_rank") is None else config.positive("q_lora_rank")
+    query_rank = config.positive("q_lora_rank") if config.has("q_lora_rank") else None
     bias = config.bias()
     if bias and query_rank is None:
         raise config.error("attention_bias", "true is not supported together with `q_lora_rank` null")

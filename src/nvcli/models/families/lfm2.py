@@ -12,7 +12,6 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import AttentionConfig, OutputGate
 from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
 from nvcli.models.mixers.short_conv import ShortConvConfig
-from nvcli.models.rope_config import read_rope
 
 _CONV = "conv"
 _MAX_TAPS = 16
@@ -47,9 +46,9 @@ _LFM3_ROPES = {
 
 def read_lfm2(config: ModelFile) -> DecoderConfig:
     """Read a dense model, whose MLPs may be smaller than `intermediate_size` says."""
-    size = config.positive("block_ff_dim" if config.values.get("block_ff_dim") is not None else "intermediate_size")
+    size = config.positive("block_ff_dim" if config.has("block_ff_dim") else "intermediate_size")
     if config.get("block_auto_adjust_ff_dim", bool, True):
-        unit = config.positive("block_multiple_of") if config.values.get("block_multiple_of") is not None else 256
+        unit = config.positive("block_multiple_of", 256)
         size = int(config.positive_number("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
         size = -(-size // unit) * unit
     mlp = config.with_values({**config.values, "intermediate_size": size}).mlp()
@@ -86,7 +85,7 @@ def read_lfm3(config: ModelFile) -> DecoderConfig:
 def _lfm3_attention(config: ModelFile, kind: str) -> AttentionConfig:
     return config.attention(
         default_theta=None,
-        rope=lambda head_dim: read_rope(config, head_dim=head_dim, default_theta=None, layer_type=kind),
+        layer_type=kind,
         window=config.bounded(config.window(256)) if kind == SLIDING else None,
         qk_norm="head",
         bias=config.bias(),

@@ -15,7 +15,7 @@ def read_llama(config: ModelFile) -> DecoderConfig:
     """Read full attention in every layer, with biases where the file has them."""
     config.layer_types(supported=(FULL,))
     layer = LayerConfig(
-        mixer=config.attention(default_theta=10_000.0, bias=config.bias()),
+        mixer=config.attention(bias=config.bias()),
         mlp=config.mlp(bias=config.get("mlp_bias", bool, False)),
     )
     return config.decoder(layer)
@@ -25,7 +25,6 @@ def read_internlm3(config: ModelFile) -> DecoderConfig:
     """Read InternLM3, whose keys for biases have other names."""
     layer = LayerConfig(
         mixer=config.attention(
-            default_theta=10_000.0,
             qkv_bias=config.get("qkv_bias", bool, False),
             o_bias=config.get("bias", bool, False),
         ),
@@ -80,9 +79,7 @@ def _rotating_layers(config: ModelFile) -> list[bool]:
     count = config.num_layers()
     found = config.values.get("no_rope_layers")
     if found is None:
-        interval = _NOPE_INTERVAL
-        if config.values.get("no_rope_layer_interval") is not None:
-            interval = config.positive("no_rope_layer_interval")
+        interval = config.positive("no_rope_layer_interval", _NOPE_INTERVAL)
         return [(number + 1) % interval != 0 for number in range(count)]
     if not isinstance(found, list) or len(found) < count or any(one not in (0, 1) for one in found):
         raise config.error("no_rope_layers", f"{show(found)} is not a list of 0 and 1 for each of {count} layers")

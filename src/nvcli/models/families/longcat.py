@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import read_latent_attention
@@ -69,8 +68,7 @@ def _attention(config: ModelFile) -> LatentAttentionConfig:
 def _experts(config: ModelFile) -> ExpertsConfig:
     """Read the experts: those of `zero_expert_num`, which follow the others, return their input."""
     for key, wanted in _KNOWN.items():
-        if (found := config.get(key, type(wanted), wanted)) != wanted:
-            raise config.error(key, f"{show(found)} is not supported; supported: {show(wanted)}")
+        config.only(key, wanted)
     identities = config.get("zero_expert_num", int, 0)
     routing = config.routing(
         keys=("n_routed_experts",), chosen_key="moe_topk", scale=config.positive_number("routed_scaling_factor", 1.0)

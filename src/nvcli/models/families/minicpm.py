@@ -15,12 +15,10 @@ from nvcli.models.mixers.mixer import NormConfig
 def read_minicpm3(config: ModelFile) -> DecoderConfig:
     """Read the multipliers. As in Granite, the residual stream is kept divided by the blocks' multiplier."""
     hidden_size, count = config.positive("hidden_size"), config.num_layers()
-    heads = config.positive("num_attention_heads")
-    values = {**config.values}
-    if values.get("v_head_dim") is None:
-        values["v_head_dim"] = hidden_size // heads
+    value_dim = config.positive("v_head_dim", hidden_size // config.positive("num_attention_heads"))
     residual = config.positive_number("scale_depth", math.sqrt(count)) / math.sqrt(count)
-    attention = read_latent_attention(config.with_values(values), is_interleaved=False)
+    with_default = config.with_values({**config.values, "v_head_dim": value_dim})
+    attention = read_latent_attention(with_default, is_interleaved=False)
     return config.decoder(
         LayerConfig(mixer=attention, mlp=config.mlp(bias=config.get("mlp_bias", bool, False))),
         norm=NormConfig(eps=config.positive_number("rms_norm_eps") / residual**2),

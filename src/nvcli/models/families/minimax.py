@@ -16,7 +16,7 @@ _LAYOUT = CheckpointLayout(
 
 def read(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers. The files give the number of dimensions that are rotated, `rotary_dim`."""
-    rotated = config.positive("rotary_dim") if config.values.get("rotary_dim") is not None else config.head_dim()
+    rotated = config.positive("rotary_dim", config.head_dim())
     attention = config.attention(
         default_theta=5_000_000.0,
         default_partial=rotated / config.head_dim(),

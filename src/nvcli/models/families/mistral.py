@@ -45,7 +45,7 @@ def read_ministral(config: ModelFile) -> DecoderConfig:
     """Read windows by layer; without `layer_types`, a window applies to all layers."""
     window = config.window(DEFAULT_WINDOW)
     kinds = config.layer_types() or [FULL if window is None else SLIDING] * config.num_layers()
-    attention, mlp = config.attention(default_theta=10_000.0), config.mlp()
+    attention, mlp = config.attention(), config.mlp()
     windows = (config.bounded(window) if kind == SLIDING else None for kind in kinds)
     return config.decoder(LayerConfig(mixer=replace(attention, window=one), mlp=mlp) for one in windows)
 

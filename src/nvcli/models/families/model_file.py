@@ -64,15 +64,16 @@ class ModelFile(JsonFile):
     def attention(
         self,
         *,
-        default_theta: float | None,
-        rope: Callable[[int], RopeConfig | None] | None = None,
+        default_theta: float | None = 10_000.0,
+        layer_type: str = FULL,
         default_partial: float = 1.0,
         is_interleaved: bool = False,
+        rope: Callable[[int], RopeConfig | None] | None = None,
         bias: bool = False,
         **traits: Any,
     ) -> AttentionConfig:
-        """Read heads and rope of one kind of attention; `default_theta`, `default_partial`, `is_interleaved`: see
-        `read_rope`.
+        """Read heads and rope of one kind of attention; `default_theta`, `layer_type`, `default_partial`,
+        `is_interleaved`: see `read_rope`.
 
         `rope` makes a rope from the head size, in place of config.json's. `bias`: whether all projections have one.
         `traits` are the other fields of `AttentionConfig`; the scale has its usual default.
@@ -85,8 +86,9 @@ class ModelFile(JsonFile):
                 self,
                 head_dim=head_dim,
                 default_theta=default_theta,
-                default_partial=default_partial,
+                layer_type=layer_type,
                 is_interleaved=is_interleaved,
+                default_partial=default_partial,
             )
         return AttentionConfig(
             num_heads=self.positive("num_attention_heads"),
@@ -102,7 +104,7 @@ class ModelFile(JsonFile):
 
     def head_dim(self, key: str = "head_dim") -> int:
         """Read `head_dim`; if it is absent or null, the hidden size is divided by the number of heads."""
-        if self.values.get(key) is not None:
+        if self.has(key):
             head_dim = self.positive(key, most=MAX_HEAD_DIM)
         else:
             hidden_size, num_heads = self.positive("hidden_size"), self.positive("num_attention_heads")
@@ -118,9 +120,7 @@ class ModelFile(JsonFile):
     def num_kv_heads(self, key: str = "num_key_value_heads") -> int:
         """Read the number of KV heads; if it is absent or null, each head has its own."""
         num_heads = self.positive("num_attention_heads")
-        if self.values.get(key) is None:
-            return num_heads
-        num_kv_heads = self.positive(key)
+        num_kv_heads = self.positive(key, num_heads)
         if num_heads % num_kv_heads:
             raise self.error(key, f"{num_kv_heads} does not divide {num_heads} attention heads")
         return num_kv_heads
@@ -139,11 +139,7 @@ class ModelFile(JsonFile):
 
     def activation(self, key: str = "hidden_act", default: str = "silu") -> Activation:
         """Read the activation of an MLP's gate."""
-        found = self.values.get(key)
-        activation = _ACTIVATIONS.get(str(default if found is None else found))
-        if activation is None:
-            raise self.error(key, f"{show(found)} is not supported; supported: {', '.join(_ACTIVATIONS)}")
-        return activation
+        return self.choice(key, _ACTIVATIONS, default)
 
     def optional_number(self, key: str, default: float | None) -> float | None:
         """Read a number above zero, or None if the file says null; if absent, it is `default`."""
@@ -185,7 +181,7 @@ class ModelFile(JsonFile):
         types = self.layer_types()
         if types is not None:
             return types
-        count = self.positive(key) if self.values.get(key) is not None else default
+        count = self.positive(key, default)
         return [FULL if (number + 1) % count == 0 else SLIDING for number in range(self.num_layers())]
 
     def sparse_layers(self) -> list[bool]:
@@ -206,7 +202,7 @@ class ModelFile(JsonFile):
     ) -> Routing:
         """Read the number of experts from one of `keys`, and the number of experts per token from `chosen_key`.
         `settings` are the other fields of `Routing`."""
-        key = next((key for key in keys if self.values.get(key) is not None), keys[0])
+        key = next(filter(self.has, keys), keys[0])
         num_experts = self.positive(key, most=MAX_EXPERTS)
         experts_per_token = self.positive(chosen_key)
         if experts_per_token > num_experts:
@@ -220,7 +216,7 @@ class ModelFile(JsonFile):
 
     def routing_with_groups(self, routing: Routing) -> Routing:
         """Read the groups that experts are chosen from, out of `n_group` and `topk_group`."""
-        if self.values.get("n_group") is None:
+        if not self.has("n_group"):
             return routing
         num_groups, chosen = self.positive("n_group"), self.positive("topk_group")
         size, remainder = divmod(routing.num_experts, num_groups)
@@ -238,10 +234,7 @@ def read_by_type(
 ) -> DecoderConfig:
     """Read the text part of a model by its `model_type`, which may be absent. Raises LoadError if `readers` have
     none."""
-    kind = config.get("model_type", str, default)
-    if kind not in readers:
-        raise config.error("model_type", f"{show(kind)} is not supported; supported: {', '.join(readers)}")
-    return readers[kind](config)
+    return config.choice("model_type", readers, default)(config)
 
 
 def with_mlps(decoder: DecoderConfig, mlps: Iterable[MLPConfig | ExpertsConfig]) -> DecoderConfig:

@@ -46,7 +46,7 @@ def read_nemotron_h(config: ModelFile) -> DecoderConfig:
     in which an MLP follows no block that mixes tokens."""
     kinds = _block_kinds(config)
     bias, eps = config.bias(), config.positive_number("layer_norm_epsilon")
-    attention = config.attention(default_theta=None, rope=lambda _: None, bias=bias)
+    attention = config.attention(rope=lambda _: None, bias=bias)
     blocks: dict[str, Mixer | FeedForward] = {}
     for kind in dict.fromkeys(kinds):
         if kind in ATTENTION:
@@ -74,7 +74,7 @@ def read_nemotron_h(config: ModelFile) -> DecoderConfig:
 
 def _key(config: ModelFile) -> str:
     keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-    return next((key for key in keys if config.values.get(key) is not None), keys[-1])
+    return next(filter(config.has, keys), keys[-1])
 
 
 def _block_kinds(config: ModelFile) -> Sequence[str]:
@@ -101,7 +101,7 @@ def _experts(config: ModelFile) -> ExpertsConfig:
     """Read experts without gates, chosen as in DeepSeek-V3, and the shared one. Those of Nemotron 3 Super compute with
     latent vectors."""
     latent_size = None
-    if config.values.get("moe_latent_size") is not None:
+    if config.has("moe_latent_size"):
         latent_size = config.positive("moe_latent_size")
         if config.get("mlp_bias", bool, False):
             raise config.error("mlp_bias", "true is not supported together with `moe_latent_size`")

@@ -36,7 +36,6 @@ def _layer(config: ModelFile, kind: str, default_theta: float) -> LayerConfig:
     if kind == SLIDING and config.values.get("rope_scaling"):
         source = config.with_values({**config.values, "rope_scaling": None})
     attention = config.attention(
-        default_theta=None,
         rope=lambda head_dim: read_rope(source, head_dim=head_dim, default_theta=theta, layer_type=kind),
         window=config.bounded(config.window(4096)) if kind == SLIDING else None,
         qk_norm="row",
@@ -67,7 +66,7 @@ def read_olmoe(config: ModelFile) -> DecoderConfig:
         raise config.error("clip_qkv", f"{show(config.values['clip_qkv'])} is not supported, only null")
     routing = config.routing(renormalise=config.get("norm_topk_prob", bool, False))
     layer = LayerConfig(
-        mixer=config.attention(default_theta=10_000.0, qk_norm="row", bias=config.bias()),
+        mixer=config.attention(qk_norm="row", bias=config.bias()),
         mlp=config.experts(routing, size_key="intermediate_size"),
     )
     return config.decoder(layer)

@@ -11,7 +11,7 @@ def read(config: ModelFile) -> DecoderConfig:
     """Read one window for all layers, or none. Runs of up to `original_max_position_embeddings` tokens use longrope's
     short factors, and runs of longer ones (`max_model_len`) use its long factors."""
     layer = LayerConfig(
-        mixer=config.attention(default_theta=10_000.0, window=config.bounded(config.window())),
+        mixer=config.attention(window=config.bounded(config.window())),
         mlp=config.mlp(),
     )
     return config.decoder(layer)

@@ -32,7 +32,7 @@ _APERTUS_ROPE = {
 def read_arcee(config: ModelFile) -> DecoderConfig:
     """Read Llama's attention, and MLPs without a gate."""
     config.layer_types(supported=(FULL,))
-    attention = config.attention(default_theta=10_000.0, bias=config.bias())
+    attention = config.attention(bias=config.bias())
     mlp = _mlp(config, "relu2", bias=config.get("mlp_bias", bool, False))
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp))
 
@@ -46,7 +46,7 @@ def read_apertus(config: ModelFile) -> DecoderConfig:
 
 def read_nemotron(config: ModelFile) -> DecoderConfig:
     """Read half-rotated heads. Weights of norms are stored as differences from 1."""
-    attention = config.attention(default_theta=10_000.0, default_partial=0.5, bias=config.bias())
+    attention = config.attention(default_partial=0.5, bias=config.bias())
     mlp = _mlp(config, "relu2", bias=config.get("mlp_bias", bool, False))
     norm = NormConfig(eps=config.positive_number("norm_eps", 1e-5), kind="layer", has_bias=True, weight_offset=1.0)
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp), norm=norm)
@@ -55,7 +55,7 @@ def read_nemotron(config: ModelFile) -> DecoderConfig:
 def read_starcoder2(config: ModelFile) -> DecoderConfig:
     """Read one window for all layers, or none, and biases everywhere."""
     bias = config.get("use_bias", bool, True)
-    attention = config.attention(default_theta=10_000.0, window=config.bounded(config.window()), bias=bias)
+    attention = config.attention(window=config.bounded(config.window()), bias=bias)
     norm = NormConfig(eps=config.positive_number("norm_epsilon", 1e-5), kind="layer", has_bias=True)
     layer = LayerConfig(mixer=attention, mlp=_mlp(config, "gelu_pytorch_tanh", bias=bias))
     layout = CheckpointLayout(renamed=((".mlp.c_fc", ".mlp.up_proj"), (".mlp.c_proj", ".mlp.down_proj")))

@@ -118,7 +118,7 @@ def read_mlps(
     """Read each layer's MLP: every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
     routing = config.routing(renormalise=config.get("norm_topk_prob", bool, False))
     experts = config.experts(routing, shared=shared, gates_shared=gates_shared)
-    step = config.positive("decoder_sparse_step") if config.values.get("decoder_sparse_step") is not None else 1
+    step = config.positive("decoder_sparse_step", 1)
     without = config.values.get("mlp_only_layers") or []
     if not isinstance(without, list):
         raise config.error("mlp_only_layers", f"{show(without)} is not a list")

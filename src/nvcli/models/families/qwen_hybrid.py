@@ -47,7 +47,6 @@ def _read(
     config: ModelFile, mlps: Iterable[MLPConfig | ExpertsConfig], *, is_fused_by_head: bool = False
 ) -> DecoderConfig:
     attention = config.attention(
-        default_theta=10_000.0,
         default_partial=0.25,
         qk_norm="head",
         gate=OutputGate(is_in_queries=True),

@@ -10,7 +10,6 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 def read(config: ModelFile) -> DecoderConfig:
     """Read the biases, each of which has a key of its own."""
     attention = config.attention(
-        default_theta=10_000.0,
         qkv_bias=config.bias(default=True),
         o_bias=config.get("attention_out_bias", bool, False),
     )

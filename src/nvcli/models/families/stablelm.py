@@ -12,9 +12,7 @@ def read(config: ModelFile) -> DecoderConfig:
     """Read attention and MLP one behind the other, or side by side."""
     if config.get("qk_layernorm", bool, False):
         raise config.error("qk_layernorm", "true is not supported: each head would have a norm of its own")
-    attention = config.attention(
-        default_theta=10_000.0, default_partial=0.25, qkv_bias=config.get("use_qkv_bias", bool, False)
-    )
+    attention = config.attention(default_partial=0.25, qkv_bias=config.get("use_qkv_bias", bool, False))
     norms = LayerNorms(before_mlp=None) if config.get("use_parallel_residual", bool, False) else LayerNorms()
     norm = NormConfig(eps=config.positive_number("layer_norm_eps", 1e-5), kind="layer", has_bias=True)
     return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp(), norms=norms), norm=norm)

@@ -12,7 +12,7 @@ from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import only, or_default, read_sizes, rope_theta, vision_section
+from nvcli.models.vision.vision_file import read_sizes, rope_theta, vision_section
 
 _NAMES = TowerNames(
     prefixes=tuple((f"{part}.", f"{TOWER}.") for part in ("vision_tower", "vision_embedder", "embed_vision")),
@@ -45,12 +45,12 @@ _BOTH_WAYS = "use_bidirectional_attention"
 def read_gemma4_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Gemma 4."""
     vision = vision_section(config)
-    only(vision, "hidden_activation", "gelu_pytorch_tanh")
+    vision.only("hidden_activation", "gelu_pytorch_tanh")
     sizes = read_sizes(vision, text)
-    only(vision, "head_dim", sizes["hidden_size"] // sizes["num_heads"])
-    only(vision, "num_key_value_heads", sizes["num_heads"])
+    vision.only("head_dim", sizes["hidden_size"] // sizes["num_heads"])
+    vision.only("num_key_value_heads", sizes["num_heads"])
     return VisionConfig(
-        merge_size=or_default(vision, "pooling_kernel_size", 3),
+        merge_size=vision.positive("pooling_kernel_size", 3),
         merger=MergerConfig(
             kind="project",
             size=0,
@@ -73,7 +73,7 @@ def read_gemma4_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         has_result_norms=True,
         rope="halves",
         rope_theta=rope_theta(vision, 100.0),
-        num_positions=or_default(vision, "position_embedding_size", 10_240),
+        num_positions=vision.positive("position_embedding_size", 10_240),
         interpolation="axes",
         **_common(config, text),
         **sizes,
@@ -84,13 +84,13 @@ def read_gemma4_unified_vision(config: JsonFile, text: JsonFile) -> VisionConfig
     """Read the tower of Gemma 4 12B, which has no layers."""
     vision = vision_section(config)
     size = vision.positive("mm_embed_dim")
-    only(vision, "output_proj_dims", size)
+    vision.only("output_proj_dims", size)
     return VisionConfig(
         depth=0,
         hidden_size=size,
         intermediate_size=0,
         num_heads=1,
-        patch_size=or_default(vision, "patch_size", 16) * or_default(vision, "pooling_kernel_size", 3),
+        patch_size=vision.positive("patch_size", 16) * vision.positive("pooling_kernel_size", 3),
         merge_size=1,
         merger=MergerConfig(kind="project", size=0, eps=vision.positive_number("rms_norm_eps", 1e-6)),
         norm="layer",

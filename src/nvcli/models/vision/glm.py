@@ -8,15 +8,7 @@ from typing import Any
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import (
-    only,
-    or_default,
-    read_axes,
-    read_sizes,
-    rope_theta,
-    side_of,
-    vision_section,
-)
+from nvcli.models.vision.vision_file import read_axes, read_sizes, rope_theta, side_of, vision_section
 
 _NAMES = TowerNames(
     prefixes=(("visual.downsample.", f"{TOWER}.merger.downsample."), ("visual.", f"{TOWER}.")),
@@ -69,13 +61,13 @@ def _merger(size: int) -> MergerConfig:
 
 def _sizes(config: JsonFile, vision: JsonFile, text: JsonFile) -> dict[str, Any]:
     """Read what these towers have in common."""
-    only(vision, "hidden_act", "silu")
+    vision.only("hidden_act", "silu")
     return {
         **read_sizes(vision, text, depth="depth", heads="num_heads"),
         "names": _NAMES,
         "processor": "glm46v",
-        "temporal_patch_size": or_default(vision, "temporal_patch_size", 2),
-        "merge_size": or_default(vision, "spatial_merge_size", 2),
+        "temporal_patch_size": vision.positive("temporal_patch_size", 2),
+        "merge_size": vision.positive("spatial_merge_size", 2),
         "norm": "rms",
         "eps": vision.positive_number("rms_norm_eps", 1e-5),
         "activation": "silu",

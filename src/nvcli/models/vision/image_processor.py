@@ -16,7 +16,6 @@ from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.image_size import AreaRule, CountRule, EdgeRule, Fit, SizeRule, TileRule
 from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
-from nvcli.models.vision.vision_file import or_default
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _NESTED = "image_processor"
@@ -139,10 +138,10 @@ def _edge_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
 
 
 def _count_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    patch, kernel = or_default(file, "patch_size", 16), or_default(file, "pooling_kernel_size", 3)
+    patch, kernel = file.positive("patch_size", 16), file.positive("pooling_kernel_size", 3)
     if patch * kernel != vision.token_pixels:
         raise file.error("patch_size", f"{patch} × {kernel} is not {vision.token_pixels}, the pixels of a token")
-    count = or_default(file, "max_soft_tokens", 280)
+    count = file.positive("max_soft_tokens", 280)
     if count not in _TOKEN_COUNTS or count > vision.longest_side:
         raise file.error(
             "max_soft_tokens",
@@ -163,8 +162,7 @@ def _square_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
 
 def _tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     # InternVL's processor cuts images into tiles whatever the file says (`images_kwargs` in transformers).
-    least = file.positive("min_patches") if file.values.get("min_patches") is not None else 1
-    most = file.positive("max_patches") if file.values.get("max_patches") is not None else 12
+    least, most = file.positive("min_patches", 1), file.positive("max_patches", 12)
     if not least <= most <= _MOST_TILES:
         raise file.error("max_patches", f"{most:,} is not supported; supported: from {least} to {_MOST_TILES}")
     return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 384), least=least, most=most)

@@ -7,12 +7,12 @@ Images are cut into tiles, each of which the tower sees by itself.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import only, read_sizes, side_of, vision_section
+from nvcli.models.vision.vision_file import read_sizes, side_of, vision_section
 
 _NAMES = TowerNames(
     prefixes=(("vision_tower.", f"{TOWER}."), ("multi_modal_projector.", f"{TOWER}.merger.")),
@@ -53,6 +53,7 @@ _QIANFAN = TowerNames(
 )
 _TEXT = ImageText(written="<IMG_CONTEXT>", token="<IMG_CONTEXT>", before="<img>", behind="</img>")
 _MERGE = 2
+_NORMS: dict[str, Literal["rms", "layer"]] = {"layer_norm": "layer", "rms_norm": "rms"}
 
 
 def read_qianfan_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
@@ -70,27 +71,23 @@ def read_internvl_vision(config: JsonFile, text: JsonFile, *, has_bias: bool = F
         ("vision_feature_select_strategy", "default"),
         ("projector_hidden_act", "gelu"),
     ):
-        only(config, key, wanted)
-    only(vision, "hidden_act", "gelu")
-    only(vision, "use_mask_token", False)
-    only(vision, "use_absolute_position_embeddings", True)
-    kinds = {"layer_norm": "layer", "rms_norm": "rms"}
-    name = vision.get("norm_type", str, "layer_norm")
-    if name not in kinds:
-        raise vision.error("norm_type", f"{show(name)} is not supported; supported: {', '.join(kinds)}")
+        config.only(key, wanted)
+    vision.only("hidden_act", "gelu")
+    vision.only("use_mask_token", False)
+    vision.only("use_absolute_position_embeddings", True)
     sizes, image = read_sizes(vision, text), side_of(vision, "image_size", 448)
     patch = sizes["patch_size"]
     if image % (patch * _MERGE):
         raise vision.error("image_size", f"{image} is not a multiple of {patch * _MERGE}, the pixels of a token")
     norms_heads = vision.get("use_qk_norm", bool, False)
     if norms_heads:
-        only(vision, "layer_norm_eps", 1e-6)
+        vision.only("layer_norm_eps", 1e-6)
     return VisionConfig(
         names=_NAMES,
         processor="got_ocr2",
         merge_size=_MERGE,
         merger=MergerConfig(kind="squares", size=sizes["out_size"], norms_squares=True, eps=1e-5),
-        norm="layer" if kinds[name] == "layer" else "rms",
+        norm=vision.choice("norm_type", _NORMS, "layer_norm"),
         eps=vision.positive_number("layer_norm_eps", 1e-6),
         activation="gelu",
         is_gated=False,

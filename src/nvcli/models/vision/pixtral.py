@@ -3,13 +3,12 @@ Torch-free."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import only, or_default, read_sizes, rope_theta, vision_section
+from nvcli.models.vision.vision_file import read_sizes, rope_theta, vision_section
 
 _RENAMED = (
     ("patch_conv.", "patch_embed.proj."),
@@ -31,14 +30,14 @@ _LIGHTON = TowerNames(
     prefixes=(("vision_encoder.", f"{TOWER}."), ("vision_projection.", f"{TOWER}.merger.")), renamed=_RENAMED
 )
 _ROWS = ImageText(written="[IMG]", token="[IMG]", between="[IMG_BREAK]", behind="[IMG_END]")
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu"}
+_ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu": "gelu"}
 
 
 def read_mistral3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Mistral 3, whose rows of tokens end with a token of their own."""
-    only(config, "vision_feature_layer", -1)
-    only(config, "projector_hidden_act", "gelu")
-    key = "image_token_id" if config.values.get("image_token_id") is not None else "image_token_index"
+    config.only("vision_feature_layer", -1)
+    config.only("projector_hidden_act", "gelu")
+    key = "image_token_id" if config.has("image_token_id") else "image_token_index"
     return _read(
         config,
         text,
@@ -71,17 +70,12 @@ def _read(
     text_of_image: ImageText | None,
 ) -> VisionConfig:
     vision = vision_section(config)
-    activation: Any = _ACTIVATIONS.get(vision.get("hidden_act", str, "gelu"))
-    if activation is None:
-        raise vision.error(
-            "hidden_act", f"{show(vision.values['hidden_act'])} is not supported; supported: {', '.join(_ACTIVATIONS)}"
-        )
     sizes = read_sizes(vision, text)
-    only(vision, "head_dim", sizes["hidden_size"] // sizes["num_heads"])
+    vision.only("head_dim", sizes["hidden_size"] // sizes["num_heads"])
     return VisionConfig(
         names=names,
         processor="pixtral",
-        merge_size=or_default(config, "spatial_merge_size", 2),
+        merge_size=config.positive("spatial_merge_size", 2),
         merger=MergerConfig(
             kind="patches",
             size=sizes["out_size"],
@@ -91,7 +85,7 @@ def _read(
         ),
         norm="rms",
         eps=1e-5,
-        activation=activation,
+        activation=vision.choice("hidden_act", _ACTIVATIONS, "gelu"),
         is_gated=True,
         has_patch_bias=False,
         qkv_bias=False,

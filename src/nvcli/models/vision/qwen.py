@@ -9,15 +9,7 @@ from typing import Any, Literal
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import (
-    layer_list,
-    only,
-    or_default,
-    read_axes,
-    read_sizes,
-    square,
-    vision_section,
-)
+from nvcli.models.vision.vision_file import layer_list, read_axes, read_sizes, square, vision_section
 
 _PREFIXES = (("visual.", f"{TOWER}."),)
 _QWEN2 = TowerNames(
@@ -35,9 +27,9 @@ def read_qwen2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Qwen2-VL, whose `hidden_size` is the decoder's. `config` is the whole file, `text` its settings
     of the decoder."""
     vision = vision_section(config)
-    only(vision, "hidden_act", "quick_gelu")
+    vision.only("hidden_act", "quick_gelu")
     size = vision.positive("embed_dim")
-    renamed = {"hidden_size": size, "intermediate_size": size * or_default(vision, "mlp_ratio", 4)}
+    renamed = {"hidden_size": size, "intermediate_size": size * vision.positive("mlp_ratio", 4)}
     same = vision.with_values({**vision.values, "out_hidden_size": vision.positive("hidden_size"), **renamed})
     return VisionConfig(
         names=_QWEN2,
@@ -54,7 +46,7 @@ def read_exaone4_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of EXAONE 4.5, which is Qwen2.5-VL's with fewer heads of keys and values. Tokens have one
     position."""
     vision = vision_section(config)
-    num_kv_heads, heads = or_default(vision, "num_key_value_heads", 8), vision.positive("num_heads")
+    num_kv_heads, heads = vision.positive("num_key_value_heads", 8), vision.positive("num_heads")
     if heads % num_kv_heads:
         raise vision.error("num_key_value_heads", f"{num_kv_heads} does not divide {heads} heads")
     return replace(read_qwen2_5_vision(config, text), num_kv_heads=num_kv_heads, axes=())
@@ -63,9 +55,9 @@ def read_exaone4_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
 def read_qwen2_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Qwen2.5-VL: windows, and RMS norms."""
     vision = vision_section(config)
-    only(vision, "hidden_act", "silu")
-    patch, merge = vision.positive("patch_size"), or_default(vision, "spatial_merge_size", 2)
-    window = or_default(vision, "window_size", 112)
+    vision.only("hidden_act", "silu")
+    patch, merge = vision.positive("patch_size"), vision.positive("spatial_merge_size", 2)
+    window = vision.positive("window_size", 112)
     if window % (patch * merge):
         raise vision.error("window_size", f"{window} is not a multiple of {patch * merge}, the pixels of a token")
     return VisionConfig(
@@ -92,7 +84,7 @@ def read_qwen3_vision(
     """Read the tower of Qwen3-VL: learned positions, layer norms and deepstack. `sections` is the default of
     `mrope_section`."""
     vision = vision_section(config)
-    only(vision, "hidden_act", "gelu_pytorch_tanh")
+    vision.only("hidden_act", "gelu_pytorch_tanh")
     num_positions = vision.positive("num_position_embeddings")
     square(vision, "num_position_embeddings", num_positions)
     deep = layer_list(vision, "deepstack_visual_indexes", ())
@@ -114,11 +106,11 @@ def read_qwen3_vision(
 def _sizes(config: JsonFile, vision: JsonFile, text: JsonFile, norm: Literal["rms", "layer"]) -> dict[str, Any]:
     """Read what these towers have in common."""
     sizes = read_sizes(vision, text, depth="depth", heads="num_heads")
-    merge = or_default(vision, "spatial_merge_size", 2)
+    merge = vision.positive("spatial_merge_size", 2)
     return {
         **sizes,
         "processor": "qwen2_vl",
-        "temporal_patch_size": or_default(vision, "temporal_patch_size", 2),
+        "temporal_patch_size": vision.positive("temporal_patch_size", 2),
         "merge_size": merge,
         "merger": MergerConfig(kind="squares", size=sizes["hidden_size"] * merge**2, norm=norm),
         "rope": "same",

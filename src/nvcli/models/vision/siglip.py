@@ -10,7 +10,7 @@ from __future__ import annotations
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import only, or_default, read_axes, read_sizes, rope_theta, square, vision_section
+from nvcli.models.vision.vision_file import read_axes, read_sizes, rope_theta, square, vision_section
 
 _RENAMED = (
     ("embeddings.patch_embedding.", "patch_embed.proj."),
@@ -59,15 +59,15 @@ _TEXT = ImageText(  # `full_image_sequence` of transformers' processor
 def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Gemma 3."""
     vision = vision_section(config)
-    only(vision, "hidden_act", "gelu_pytorch_tanh")
+    vision.only("hidden_act", "gelu_pytorch_tanh")
     sizes, image = read_sizes(vision, text), vision.positive("image_size")
     patch = sizes["patch_size"]
     side = image // patch
-    tokens = square(config, "mm_tokens_per_image", or_default(config, "mm_tokens_per_image", 256))
+    tokens = square(config, "mm_tokens_per_image", config.positive("mm_tokens_per_image", 256))
     if side % tokens or image % patch:
         raise config.error("mm_tokens_per_image", f"{tokens} × {tokens} tokens do not divide {image} pixels of a side")
     eps = vision.positive_number("layer_norm_eps", 1e-6)
-    token_id = config.values.get("image_token_id")
+    token_key = "image_token_id" if config.has("image_token_id") else "image_token_index"
     return VisionConfig(
         names=_GEMMA,
         processor="gemma3",
@@ -83,9 +83,7 @@ def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         tile_tokens=tokens,
         num_positions=side**2,
         attends_both_ways="all",
-        image_token_id=config.get("image_token_index", int, 262_144)
-        if token_id is None
-        else config.get("image_token_id", int),
+        image_token_id=config.get(token_key, int, 262_144),
         text=_TEXT,
         **sizes,
     )
@@ -94,8 +92,8 @@ def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
 def read_paddleocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of PaddleOCR-VL."""
     vision = vision_section(config)
-    only(vision, "hidden_act", "gelu_pytorch_tanh")
-    sizes, merge = read_sizes(vision, text), or_default(vision, "spatial_merge_size", 2)
+    vision.only("hidden_act", "gelu_pytorch_tanh")
+    sizes, merge = read_sizes(vision, text), vision.positive("spatial_merge_size", 2)
     return VisionConfig(
         names=_PADDLE,
         processor="paddleocr_vl",
@@ -110,7 +108,7 @@ def read_paddleocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         has_last_norm=True,
         rope="same",
         rope_theta=rope_theta(vision),
-        num_positions=(or_default(vision, "image_size", 384) // sizes["patch_size"]) ** 2,
+        num_positions=(vision.positive("image_size", 384) // sizes["patch_size"]) ** 2,
         interpolation="borders",
         axes=read_axes(text, (16, 24, 24), is_interleaved=False),
         image_token_id=config.get("image_token_id", int, 100_295),

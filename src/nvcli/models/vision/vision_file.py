@@ -10,32 +10,16 @@ from nvcli.models.json_file import JsonFile
 from nvcli.models.rope_config import rope_section
 from nvcli.models.vision.vision_config import CHANNELS
 
-_SECTION = "vision_config"
 _AXES = 3
 
 
 def vision_section(config: JsonFile) -> JsonFile:
     """Return the section of the tower."""
-    values = config.values.get(_SECTION)
-    if not isinstance(values, dict):
-        raise config.error(_SECTION, f"{show(values)} is not an object")
-    vision = config.with_values(values, f"{_SECTION}.")
+    vision = config.object("vision_config")
     channels = vision.get("in_channels", int, vision.get("in_chans", int, vision.get("num_channels", int, CHANNELS)))
     if channels != CHANNELS:
         raise vision.error("in_channels", f"{channels} is not supported; supported: {CHANNELS}")
     return vision
-
-
-def only(file: JsonFile, key: str, wanted: str | int | float | bool) -> None:
-    """Raise LoadError if a key, which may be absent, has another value than the one that is computed."""
-    value = file.values.get(key)
-    if value is not None and value != wanted:
-        raise file.error(key, f"{show(value)} is not supported; supported: {show(wanted)}")
-
-
-def or_default(file: JsonFile, key: str, default: int) -> int:
-    """Read a positive number that may be absent."""
-    return default if file.values.get(key) is None else file.positive(key)
 
 
 def read_sizes(
@@ -46,7 +30,7 @@ def read_sizes(
     hidden, num_heads, out = vision.positive("hidden_size"), vision.positive(heads), text.positive("hidden_size")
     if hidden % (4 * num_heads):
         raise vision.error("hidden_size", f"{hidden} is not a multiple of 4 × {num_heads} heads")
-    if or_default(vision, "out_hidden_size", out) != out:
+    if vision.positive("out_hidden_size", out) != out:
         raise vision.error("out_hidden_size", f"is not the decoder's hidden size, {out}")
     return {
         "depth": vision.positive(depth),
@@ -65,7 +49,7 @@ def side_of(vision: JsonFile, key: str, default: int) -> int:
         if len(value) != len({*value}) + 1 or not value:
             raise vision.error(key, f"{show(value)} is not a square")
         vision = vision.with_values({**vision.values, key: value[0]})
-    return or_default(vision, key, default)
+    return vision.positive(key, default)
 
 
 def rope_theta(vision: JsonFile, default: float = 10_000.0) -> float:
