@@ -20,11 +20,11 @@ from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
 
 _Kind = Literal["model", "adapter"]
 
-_FILES = {
+_FILES: dict[str, Any] = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*"],
     "ignore_patterns": ["*/*.safetensors", "consolidated*"],  # second copies of the weights, in other layouts
 }
-_SMALL_FILES = {
+_SMALL_FILES: dict[str, Any] = {
     "allow_patterns": [pattern for pattern in _FILES["allow_patterns"] if not pattern.endswith(".safetensors")],
     "ignore_patterns": ["*.safetensors.index.json", *_FILES["ignore_patterns"]],
 }
@@ -46,14 +46,7 @@ def cached_snapshot(name: str, *, weights: bool = True, revision: str | None = N
     `weights` false: a folder that was downloaded without weights counts too. `revision` is a branch, a tag or a commit;
     None: the main branch.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        files = _FILES if weights else _SMALL_FILES
-        return Path(snapshot_download(name, revision=revision, local_files_only=True, **files))
-    except (HFValidationError, OSError):
-        return None
+    return _cached(name, revision, **(_FILES if weights else _SMALL_FILES))
 
 
 def download(name: str, revision: str | None = None, *, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Path:
@@ -63,12 +56,9 @@ def download(name: str, revision: str | None = None, *, overrides: Mapping[str, 
     Raises LoadError if the hub does not provide it and, before any weights are fetched, LoadError or ConfigError if its
     config.json describes a model that cannot run, it has no safetensors files, or the disk has no room for it.
     """
-    from huggingface_hub import snapshot_download
-
     check_reachable(name, revision)  # answers at once whether the download can work
     configs = [CONFIG_FILE, GENERATION_CONFIG_FILE, QUANTISATION_FILE, ADAPTER_CONFIG]
-    with _hub_errors(name):
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=configs, tqdm_class=no_progress()))
+    folder = Path(_snapshot(name, revision, tqdm_class=no_progress(), allow_patterns=configs))
     if not (folder / CONFIG_FILE).is_file():
         check_kind(folder, name)
     try:
@@ -76,8 +66,7 @@ def download(name: str, revision: str | None = None, *, overrides: Mapping[str, 
     except (ConfigError, LoadError) as error:
         raise reworded(error, f"model {name} was not downloaded, as its configuration is refused: {error}") from None
     check_room(name, download_size(name, revision))
-    with _hub_errors(name):
-        return Path(snapshot_download(name, revision=revision, **_FILES))
+    return Path(_snapshot(name, revision, **_FILES))
 
 
 def download_small_files(name: str, revision: str | None = None) -> Path:
@@ -85,11 +74,8 @@ def download_small_files(name: str, revision: str | None = None) -> Path:
 
     Raises LoadError if the hub does not provide them.
     """
-    from huggingface_hub import snapshot_download
-
     check_reachable(name, revision)
-    with _hub_errors(name):
-        folder = Path(snapshot_download(name, revision=revision, tqdm_class=no_progress(), **_SMALL_FILES))
+    folder = Path(_snapshot(name, revision, tqdm_class=no_progress(), **_SMALL_FILES))
     if not (folder / CONFIG_FILE).is_file():
         check_kind(folder, name)
     return folder
@@ -100,10 +86,9 @@ def download_size(name: str, revision: str | None = None) -> DownloadSize:
 
     Raises LoadError if the hub does not provide them, or there are no safetensors files among them.
     """
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
 
-    with _hub_errors(name):
-        files = snapshot_download(name, revision=revision, dry_run=True, tqdm_class=no_progress(), **_FILES)
+    files = _snapshot(name, revision, tqdm_class=no_progress(), dry_run=True, **_FILES)
     if not any(file.filename.endswith(".safetensors") for file in files):
         raise LoadError(f"model {name}: its repository has no *.safetensors files; choose one that has them")
     return DownloadSize.of(missing_bytes(files), Path(constants.HF_HUB_CACHE))
@@ -121,15 +106,8 @@ def check_reachable(name: str, revision: str | None = None) -> None:
 
 def cached_adapter(name: str, revision: str | None = None) -> Path | None:
     """Return the folder of an adapter in the local cache; None unless it is complete there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=_OF_ADAPTER)
-    except (HFValidationError, OSError):
-        return None
-    folder = Path(found)
-    return folder if all((folder / file).exists() for file in _OF_ADAPTER) else None
+    folder = _cached(name, revision, allow_patterns=_OF_ADAPTER)
+    return folder if folder is not None and all((folder / file).exists() for file in _OF_ADAPTER) else None
 
 
 def adapter_files(name: str, revision: str | None = None) -> Path:
@@ -138,28 +116,38 @@ def adapter_files(name: str, revision: str | None = None) -> Path:
     Raises LoadError if the hub does not provide it, it lacks one of an adapter's files, or the disk has no room for
     them.
     """
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
 
-    with _hub_errors(name, "adapter"):
-        files = snapshot_download(
-            name, revision=revision, dry_run=True, tqdm_class=no_progress(), allow_patterns=_OF_ADAPTER
-        )
+    files = _snapshot(name, revision, "adapter", tqdm_class=no_progress(), dry_run=True, allow_patterns=_OF_ADAPTER)
     for file in _OF_ADAPTER:
         if file not in {one.filename for one in files}:
             raise LoadError(f"adapter {name}: its repository has no {file}; choose a LoRA adapter that peft saved")
     check_room(name, DownloadSize.of(missing_bytes(files), Path(constants.HF_HUB_CACHE)), "adapter")
-    with _hub_errors(name, "adapter"):
-        return Path(
-            snapshot_download(name, revision=revision, tqdm_class=no_progress(), allow_patterns=_OF_ADAPTER[:1])
-        )
+    return Path(_snapshot(name, revision, "adapter", tqdm_class=no_progress(), allow_patterns=_OF_ADAPTER[:1]))
 
 
 def download_adapter(name: str, revision: str | None = None) -> Path:
     """Download the adapter `name`, and return its folder in the cache. Raises LoadError."""
+    return Path(_snapshot(name, revision, "adapter", allow_patterns=_OF_ADAPTER))
+
+
+def _snapshot(name: str, revision: str | None, kind: _Kind = "model", **options: Any) -> Any:
+    """Return what the hub's `snapshot_download` does with these options. Raises LoadError that says what to do."""
     from huggingface_hub import snapshot_download
 
-    with _hub_errors(name, "adapter"):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_OF_ADAPTER))
+    with _hub_errors(name, kind):
+        return snapshot_download(name, revision=revision, **options)
+
+
+def _cached(name: str, revision: str | None, **files: Any) -> Path | None:
+    """Return the folder that has some files in the local cache, which may lack others; None if there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True, **files))
+    except (HFValidationError, OSError):
+        return None
 
 
 @contextlib.contextmanager
