@@ -25,7 +25,7 @@ from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
 from nvcli.models.draft_heads.own_files import with_draft_head
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.loader import begin_loading
+from nvcli.models.loader import begin_reading, find_weights, materialize
 from nvcli.models.registry import build_model
 from nvcli.worker.distributed.stage import WHOLE, Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -39,10 +39,15 @@ def load_weights(
     device: torch.device = CPU,
     *,
     adapter: Adapter | None = None,
+    has_own_head: bool = False,
     say: Callable[[str], object] = lambda note: None,
 ) -> int:
     """Fill `model` from the checkpoint folder `path`, and return the bytes of this rank's parameters."""
-    begin_loading(model, path, device, adapter=adapter, say=say)()
+    weights = find_weights(model, path, adapter=adapter, has_own_head=has_own_head)
+    for note in weights.notes:
+        say(note)
+    materialize(model, device)
+    begin_reading(model, weights)()
     return sum(model.weight_bytes().values())
 
 

@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from adapters import LINEAR, PREFIX, low_rank, magnitudes, write_adapter
 from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES
-from model_driver import CPU
+from model_driver import CPU, load_weights
 from nvcli.models import merged_weights
 from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
-from nvcli.models.loader import begin_loading
 from nvcli.models.merged_weights import MergedWeights
 from nvcli.models.registry import build_model
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -56,7 +55,7 @@ def load_base(
     group = TensorParallelGroup.single()
     group.rank, group.size = rank, size
     model = build_model(config.with_quantization(kept), group, dtype)
-    begin_loading(model, path, CPU, has_own_head=bool(unties))()
+    load_weights(model, path, CPU, has_own_head=bool(unties))
     return model, MergedWeights(model, path, adapters, max_host_bytes=1 << 20)
 
 

@@ -90,23 +90,6 @@ def find_weights(
     return CheckpointWeights(path, tensors, unused, tuple(note for note in notes if note is not None))
 
 
-def begin_loading(
-    model: CausalLM,
-    path: Path,
-    device: torch.device,
-    *,
-    adapter: Adapter | None = None,
-    has_own_head: bool = False,
-    say: Callable[[str], object] = lambda note: None,
-) -> Callable[[], str | None]:
-    """Find the weights, allocate `model` on `device` and begin to read; see these three functions."""
-    weights = find_weights(model, path, adapter=adapter, has_own_head=has_own_head)
-    for note in weights.notes:
-        say(note)
-    materialize(model, device)
-    return begin_reading(model, weights)
-
-
 def begin_reading(model: CausalLM, weights: CheckpointWeights) -> Callable[[], str | None]:
     """Start threads that fill a model's parameters, which have memory already, and return a function that waits for
     them. Until then the model can be run on a GPU, but its results are meaningless.
