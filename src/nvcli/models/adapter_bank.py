@@ -87,7 +87,7 @@ class LoadedAdapters:
         """Allocate places on the device, and attach the products of the adapters there to the linear layers."""
         device, dtype, num_pages = self._device, self._dtype, sum(self._largest[:num_places])
         num_projections = sum(len(plan.names) for plan in self._plans)
-        columns = page_columns(max(map(_max_rank, self._adapters.values())))
+        columns = page_columns(max(adapter.max_rank for adapter in self._adapters.values()))
         self.bank = AdapterBank(
             pages=torch.zeros(num_pages, self._num_elements, dtype=dtype, device=device),
             page_table=torch.zeros(num_places, columns, dtype=torch.int32, device=device),
@@ -240,15 +240,7 @@ def _low_rank_change(adapter: Adapter, name: str) -> LowRankChange | None:
 
 
 def _num_pages(adapter: Adapter) -> int:
-    return -(-_max_rank(adapter) // PAGE_RANKS)
-
-
-def _max_rank(adapter: Adapter) -> int:
-    return max(change.down.shape[0] for change in _low_rank_changes(adapter.changes))
-
-
-def _low_rank_changes(changes: Mapping[str, Sequence[object]]) -> Iterator[LowRankChange]:
-    return (change for of_name in changes.values() for change in of_name if isinstance(change, LowRankChange))
+    return -(-adapter.max_rank // PAGE_RANKS)
 
 
 def _aligned(elements: int) -> int:

@@ -319,9 +319,7 @@ class MergedWeights:
 
 def _product_bytes(adapter: Adapter) -> int:
     """Return the most bytes that an adapter's products take in float32."""
-    changes = (change for of_name in adapter.changes.values() for change in of_name)
-    products = (change for change in changes if isinstance(change, LowRankChange))
-    return 4 * sum(math.prod(one.down.shape) + math.prod(one.up.shape) for one in products)
+    return 4 * sum(math.prod(one.down.shape) + math.prod(one.up.shape) for one in adapter.products)
 
 
 def _made_up(model: CausalLM) -> dict[str, TensorInfo]:

@@ -7,7 +7,7 @@ tensors (`Adapter.over`), and whatever part of a tensor a rank reads includes it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO
 from nvcli.models.checkpoint_layout import locate_tensors
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import model_tensors
-from nvcli.models.tensor_info import RowsChange, TensorInfo
+from nvcli.models.tensor_info import LowRankChange, RowsChange, TensorInfo
 from nvcli.models.tensor_spec import TensorSpec
 
 
@@ -48,6 +48,17 @@ class Adapter:
         if not self.left:
             return None
         return f"the adapter's {len(self.left):,} tensors for other parts of the model ({self.left[0]}, …) are left out"
+
+    @property
+    def products(self) -> Iterator[LowRankChange]:
+        """The low-rank changes of all tensors."""
+        changes = (change for of_name in self.changes.values() for change in of_name)
+        return (change for change in changes if isinstance(change, LowRankChange))
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of its products; 0: it has none."""
+        return max((change.down.shape[0] for change in self.products), default=0)
 
     def adapt(self, model: ModelConfig) -> ModelConfig:
         """Return the model with the tensors that it has once the adapter is merged into it."""

@@ -51,12 +51,7 @@ def sizes_of(adapters: Sequence[Adapter], *, merged_only: Collection[int] = ()) 
     """Return the sizes of adapters, which passed `check_row_adapter` except those with numbers in `merged_only`."""
     batched = (adapter for number, adapter in enumerate(adapters, 1) if number not in merged_only)
     names = {name.split(".")[-2] for adapter in batched for name in adapter.changes}
-    return AdapterSizes(ranks=tuple(map(_max_rank, adapters)), projections=tuple(sorted(names)))
-
-
-def _max_rank(adapter: Adapter) -> int:
-    changes = (change for of_name in adapter.changes.values() for change in of_name)
-    return max((change.down.shape[0] for change in changes if isinstance(change, LowRankChange)), default=0)
+    return AdapterSizes(ranks=tuple(adapter.max_rank for adapter in adapters), projections=tuple(sorted(names)))
 
 
 def _is_linear(tensor: TensorSpec) -> bool:
