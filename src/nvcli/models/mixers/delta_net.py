@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
-from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks
-from nvcli.models.tensor_spec import DTYPE_BYTES, Sharding, StoredDtype, TensorSpec, matrix, vector
+from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
+from nvcli.models.tensor_spec import Sharding, TensorSpec, matrix, vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNetConfig(Mixer):
+class DeltaNetConfig(RecurrentMixer):
     """A gated delta net in place of attention: it keeps a state of fixed size, and no keys and values."""
 
     name: ClassVar[str] = "linear_attn"
@@ -44,10 +43,6 @@ class DeltaNetConfig(Mixer):
         """The number of channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
-    @property
-    def batch_dependence(self) -> str | None:
-        return "layers with a recurrent state, which prompts and decode steps compute in other orders"
-
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec:
         return StateSpec(
             conv_shape=(self.conv_taps - 1, self.num_channels // tensor_parallel_size),
@@ -55,12 +50,8 @@ class DeltaNetConfig(Mixer):
             kv_group=kv_group,
         )
 
-    def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
-        spec = self.kv_spec(tensor_parallel_size)
-        return MixerCosts(
-            state_bytes=num_layers * spec.num_bytes(DTYPE_BYTES[dtype]),
-            flops_per_token=num_layers * 3 * 2 * math.prod(spec.recurrent_shape),
-        )
+    def state_flops(self, spec: StateSpec) -> int:
+        return 3 * 2 * math.prod(spec.recurrent_shape)
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.num_key_heads % ranks.size:

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.recurrent_chunks import CHUNK
-from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks
+from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
 from nvcli.models.tensor_spec import (
-    DTYPE_BYTES,
     FUSED,
     Sharding,
     StoredDtype,
@@ -29,7 +27,7 @@ ResultNorm = Literal["behind gate", "before gate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MambaConfig(Mixer):
+class MambaConfig(RecurrentMixer):
     """A selective state space in place of attention: it keeps a state of fixed size, and no keys and values.
 
     In the terms of attention, B is a token's key, C its query and x its value. Heads of one group share keys and
@@ -69,10 +67,6 @@ class MambaConfig(Mixer):
         keys = self.groups_per_rank(tensor_parallel_size) * self.state_size
         return 2 * keys + self.inner_size // tensor_parallel_size
 
-    @property
-    def batch_dependence(self) -> str | None:
-        return "layers with a recurrent state, which prompts and decode steps compute in other orders"
-
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec:
         return StateSpec(
             conv_shape=(self.conv_taps - 1, self.channels_per_rank(tensor_parallel_size)),
@@ -81,12 +75,8 @@ class MambaConfig(Mixer):
             kv_group=kv_group,
         )
 
-    def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
-        spec = self.kv_spec(tensor_parallel_size)
-        return MixerCosts(
-            state_bytes=num_layers * spec.num_bytes(DTYPE_BYTES[dtype]),
-            flops_per_token=num_layers * 2 * 2 * math.prod(spec.recurrent_shape),
-        )
+    def state_flops(self, spec: StateSpec) -> int:
+        return 2 * 2 * math.prod(spec.recurrent_shape)
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         size, groups = ranks.size, self.num_groups

@@ -15,11 +15,11 @@ from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from nvcli.attention.kv_layout import KVDtype
-from nvcli.attention.spec import CacheSpec
+from nvcli.attention.spec import CacheSpec, StateSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.expert_settings import Routing
 from nvcli.models.rope_config import RopeConfig
-from nvcli.models.tensor_spec import Part, Sharding, StoredDtype, TensorSpec
+from nvcli.models.tensor_spec import DTYPE_BYTES, Part, Sharding, StoredDtype, TensorSpec
 
 Rotation = tuple[RopeConfig, int]
 """The settings of a rotation and the head size, on which a table of angles depends."""
@@ -213,6 +213,26 @@ class Mixer(Block):
     @abstractmethod
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
         """Return the bytes and operations of `num_layers` layers with it on one rank."""
+
+
+class RecurrentMixer(Mixer):
+    """A mixer that keeps a state of fixed size, and no keys and values."""
+
+    @property
+    def batch_dependence(self) -> str | None:
+        return "layers with a recurrent state, which prompts and decode steps compute in other orders"
+
+    @abstractmethod
+    def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec: ...
+
+    @abstractmethod
+    def state_flops(self, spec: StateSpec) -> int:
+        """Return the operations of one token on the state of one layer."""
+
+    def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
+        spec = self.kv_spec(tensor_parallel_size)
+        state_bytes = num_layers * spec.num_bytes(DTYPE_BYTES[dtype])
+        return MixerCosts(state_bytes=state_bytes, flops_per_token=num_layers * self.state_flops(spec))
 
 
 class FeedForward(Block):

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
-from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks
-from nvcli.models.tensor_spec import DTYPE_BYTES, FUSED, Sharding, StoredDtype, TensorSpec, matrix, with_bias
+from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
+from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, with_bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConvConfig(Mixer):
+class ShortConvConfig(RecurrentMixer):
     """A short convolution between two gates in place of attention: it keeps its last inputs, and no keys and values."""
 
     name: ClassVar[str] = "conv"
@@ -27,20 +26,12 @@ class ShortConvConfig(Mixer):
     bias: bool = False
     """Whether the projections and the convolution have biases."""
 
-    @property
-    def batch_dependence(self) -> str | None:
-        return "layers with a recurrent state, which prompts and decode steps compute in other orders"
-
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec:
         channels = self.num_channels // tensor_parallel_size
         return StateSpec(conv_shape=(self.conv_taps - 1, channels), recurrent_shape=(0, 0, 0), kv_group=kv_group)
 
-    def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
-        spec = self.kv_spec(tensor_parallel_size)
-        return MixerCosts(
-            state_bytes=num_layers * spec.num_bytes(DTYPE_BYTES[dtype]),
-            flops_per_token=num_layers * 2 * self.conv_taps * spec.conv_shape[1],
-        )
+    def state_flops(self, spec: StateSpec) -> int:
+        return 2 * self.conv_taps * spec.conv_shape[1]
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.num_channels % ranks.size:
