@@ -27,7 +27,7 @@ from nvcli.kernels.step_tensors import SlotState
 from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch
 from nvcli.worker.runner.slot_table import unpack_ids
 from nvcli.worker.runner.step_shape import OfRows, exact_shape
-from nvcli.worker.runner.uploader import to_device
+from nvcli.worker.runner.uploader import PinnedRing, to_device
 
 
 class HomeBuffers(InputBuffers):
@@ -40,10 +40,8 @@ class HomeBuffers(InputBuffers):
         device, most = state.lengths.device, self._max_logits
         self._places = torch.zeros(most, dtype=torch.int64, device=device)
         """The place of each kept row among those of all homes."""
-        self._staged_places = [
-            torch.zeros(most, dtype=torch.int64, pin_memory=device.type == "cuda")
-            for _ in range(config.max_steps_in_flight + 2)
-        ]
+        in_flight = config.max_steps_in_flight
+        self._staged_places = PinnedRing(most, device, steps_in_flight=in_flight, dtype=torch.int64)
 
     def choose_shape(self, step: StepInput, backend: AttentionBackend) -> BatchShape:
         homes = [rows_of_home(step, home, self._num_homes) for home in range(self._num_homes)]
@@ -119,8 +117,7 @@ class HomeBuffers(InputBuffers):
     def _stage_places(self, step: StepInput, shape: BatchShape) -> None:
         """Work out where each row of logits of a step is among the kept rows of all homes."""
         homes = np.repeat(unpack_ids(step.slots) % self._num_homes, unpack_ids(step.num_logits))
-        self._staged_places = self._staged_places[1:] + self._staged_places[:1]
-        places = self._staged_places[0].numpy()
+        places = self._staged_places.next().numpy()
         places[:] = 0
         each = self._own.num_logits(shape)
         for home in range(self._num_homes):
@@ -132,7 +129,7 @@ class HomeBuffers(InputBuffers):
         self._own.load(batch.own)
         super().load(replace(batch, forward=replace(batch.forward, shape=self._of_all(batch.forward.shape))))
         count = len(batch.inputs.logits_rows)
-        self._places[:count].copy_(self._staged_places[0][:count], non_blocking=True)
+        self._places[:count].copy_(self._staged_places.latest[:count], non_blocking=True)
 
     def prepare(self, batch: StepBatch) -> None:
         assert batch.own is not None

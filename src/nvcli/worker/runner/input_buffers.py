@@ -24,7 +24,7 @@ from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.step_tensors import DraftRows, SlotState, StepInputs, StepRows
 from nvcli.worker.runner.slot_table import unpack_ids
 from nvcli.worker.runner.step_shape import OfRows, exact_shape
-from nvcli.worker.runner.uploader import to_device
+from nvcli.worker.runner.uploader import PinnedRing, to_device
 
 _ALIGN = 32
 """int32 words: the row tensors start at 128 bytes, so that kernels see one alignment."""
@@ -82,11 +82,7 @@ class InputBuffers:
         self._draft_counts = ints(4, max_rows + 1)
         words = _ROW_FIELDS * _aligned(max_rows + 2)
         self._rows = ints(words)
-        # A GPU's copy reads the staged rows later, when the stream gets there.
-        self._staging = [
-            torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
-            for _ in range(config.max_steps_in_flight + 2)
-        ]
+        self._staging = PinnedRing(words, device, steps_in_flight=config.max_steps_in_flight)
 
     def choose_shape(self, step: StepInput, backend: AttentionBackend) -> BatchShape:
         """Return the shape of a step's forward pass without padding, as a backend chooses it."""
@@ -186,9 +182,8 @@ class InputBuffers:
         if step.draft_tokens:
             step_tokens = step_logits = np.diff(np.arange(num_decodes + 1) * step.draft_tokens // num_decodes)
 
-        self._staging = self._staging[1:] + self._staging[:1]
         size = _aligned(num_rows + 2)
-        staged = self._staging[0].numpy()[: _num_fields(shape) * size].reshape(-1, size)
+        staged = self._staging.next().numpy()[: _num_fields(shape) * size].reshape(-1, size)
         staged[:] = 0
         slots, num_tokens, num_logits, starts, kept = staged[:_STEP_FIELDS]
         slots[: num_rows + 1] = self._state.padding_slot
@@ -234,10 +229,10 @@ class InputBuffers:
         they are staged with, whichever are surest of their drafts."""
         shape = batch.forward.shape
         if keeps_layout and batch.drafts is not None:
-            staged = self._staging[0].numpy()[: _ROW_FIELDS * _aligned(shape.num_rows + 2)].reshape(_ROW_FIELDS, -1)
+            staged = self._staging.latest.numpy()[: _ROW_FIELDS * _aligned(shape.num_rows + 2)].reshape(_ROW_FIELDS, -1)
             np.minimum(staged[-1], np.maximum(staged[1] - 1, 0), out=staged[-1])
         words = _num_fields(shape) * _aligned(shape.num_rows + 2)
-        self._rows[:words].copy_(self._staging[0][:words], non_blocking=True)
+        self._rows[:words].copy_(self._staging.latest[:words], non_blocking=True)
 
     def prepare(self, batch: StepBatch) -> None:
         """Fill the inputs of the loaded rows on the device."""

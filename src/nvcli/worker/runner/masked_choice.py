@@ -32,6 +32,7 @@ from nvcli.worker.runner.memory import out_of_memory_line
 from nvcli.worker.runner.sampler import NO_MASK, Sampler, SamplingNeeds
 from nvcli.worker.runner.sampling_table import SamplingFlag
 from nvcli.worker.runner.slot_table import SlotTable
+from nvcli.worker.runner.uploader import PinnedRing
 
 _STEPS_BEFORE = 32
 """Steps of a shape that choose twice before the shape is split, which costs as much as some hundred choices."""
@@ -86,12 +87,8 @@ class MaskedChoice:
         words = 2 * max_rows + _PATIENCE_WORDS
         self._staged = torch.empty(words, dtype=torch.int32, device=device)
         """Each row's mask, what the mask waits for, and the patience, as `take_late_masks` takes them."""
-        # A GPU's copies to and from these happen later, when the stream gets there.
-        self._staging = [self._pinned(words) for _ in range(steps_in_flight + 2)]
-        self._arriving = [self._pinned(2 * max_rows) for _ in range(steps_in_flight + 2)]
-
-    def _pinned(self, words: int) -> Tensor:
-        return torch.empty(words, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._staging = PinnedRing(words, device, steps_in_flight=steps_in_flight)
+        self._arriving = PinnedRing(2 * max_rows, device, steps_in_flight=steps_in_flight)
 
     # ------------------------------------------------------------------ the moments of a step
 
@@ -163,8 +160,7 @@ class MaskedChoice:
             return None
         (rows, slots, masks, late), self._last = self._last, None
         if late is not None and self._on_gpu:
-            self._arriving = self._arriving[1:] + self._arriving[:1]
-            late = self._arriving[0][: late.numel()].view(late.shape).copy_(late.contiguous(), non_blocking=True)
+            late = self._arriving.next()[: late.numel()].view(late.shape).copy_(late.contiguous(), non_blocking=True)
         outcome = MaskOutcome(rows, masks.has_failed, late, masks.runs)
         self._constraints.record_choice(host_ids, slots, outcome)
         return outcome
@@ -220,15 +216,15 @@ class MaskedChoice:
     def _choose_in_second_graph(self, shape: BatchShape, rows: np.ndarray, masks: StepMasks | None) -> _Chosen:
         """Choose the tokens of a step whose constrained rows [n], if any, have these masks. The result is valid until
         the next choice."""
-        self._staging = self._staging[1:] + self._staging[:1]
-        staged = self._staging[0].numpy()
+        staging = self._staging.next()
+        staged = staging.numpy()
         by_row = staged[:-_PATIENCE_WORDS].reshape(2, -1)
         if masks is None:
             by_row[0], by_row[1] = NO_MASK, 0
         else:
             by_row[:] = masks.by_row(rows, by_row.shape[1])
             staged[-_PATIENCE_WORDS:] = masks.patience
-        self._staged.copy_(self._staging[0], non_blocking=True)
+        self._staged.copy_(staging, non_blocking=True)
         return self._graphs.replay(shape) if self._on_gpu else self._choose_split(shape)
 
     def _choose_split(self, shape: BatchShape) -> _Chosen:

@@ -57,9 +57,7 @@ class RankAdapters:
             self.num_bytes = loaded.num_bytes(self.num_places)
         self.of_steps = StepAdapters(
             loaded,
-            slots.upload,
-            device,
-            num_slots=config.max_num_seqs + 1,
+            slots,
             max_tokens=config.max_padded_tokens,
             batch_invariant=config.batch_invariant,
         )

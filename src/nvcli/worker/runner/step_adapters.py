@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-import torch
-
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.core.messages import NO_ADAPTER, StepInput
 from nvcli.core.validation import shorten
 from nvcli.errors import LoadError
-from nvcli.kernels.lora import group_rows, spread_adapters
+from nvcli.kernels.lora import group_rows
 from nvcli.kernels.lora_types import BatchAdapters
 from nvcli.kernels.step_tensors import StepRows
 from nvcli.models.adapter_bank import LoadedAdapters
 from nvcli.models.merged_weights import MergedWeights
-from nvcli.worker.runner.slot_table import unpack_ids
-from nvcli.worker.runner.uploader import Uploader
+from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
+from nvcli.worker.runner.uploader import SlotNumbers
 
 _MAX_NOTE = 300
 """Maximum characters of a note (`StepOutput.note`)."""
@@ -35,22 +32,17 @@ class StepAdapters:
     def __init__(
         self,
         loaded: LoadedAdapters | None,
-        upload: Uploader,
-        device: torch.device,
+        slots: SlotTable,
         *,
-        num_slots: int,
         max_tokens: int,
         batch_invariant: bool,
     ) -> None:
-        """`num_slots` counts the padding slot, which has no adapter. `loaded` None: no request has an adapter at a
-        place."""
-        self._loaded, self._upload, self._batch_invariant = loaded, upload, batch_invariant
+        """`loaded` None: no request has an adapter at a place."""
+        self._loaded, self._batch_invariant = loaded, batch_invariant
         self.merged: MergedWeights | None = None
         """The weights into which adapters are merged in turn; None: none are."""
-        self._places = torch.full((num_slots,), NO_ADAPTER, dtype=torch.int32, device=device)
-        self._places_host = np.full(num_slots, NO_ADAPTER, dtype=np.int32)
-        """A copy on the host, so that only changes are uploaded."""
-        self._of_tokens = torch.full((max_tokens,), NO_ADAPTER, dtype=torch.int32, device=device)
+        lengths = slots.state.lengths
+        self._places = SlotNumbers(len(lengths), max_tokens, slots.upload, lengths.device, unset=NO_ADAPTER)
         self._notes: list[str] = []
 
     def plan(self, step: StepInput) -> bool:
@@ -67,14 +59,8 @@ class StepAdapters:
             assert self._loaded is not None
             self._tell(self._loaded.load(place, number))
         moves = unpack_ids(step.adapter_moves).reshape(-1, 2)
-        given: dict[int, int] = dict(zip(*moves.T.tolist(), strict=True))
-        given |= {new.slot: new.adapter_place for new in step.new_slots}
-        places = {slot: place for slot, place in given.items() if place != self._places_host[slot]}
-        if places:
-            slots, values = np.array(list(places)), np.array(list(places.values()))
-            self._places_host[slots] = values
-            on_device, uploaded = self._upload(slots, values)
-            self._places[on_device.long()] = uploaded
+        places: dict[int, int] = dict(zip(*moves.T.tolist(), strict=True))
+        self._places.set(places | {new.slot: new.adapter_place for new in step.new_slots})
 
     def _tell(self, problem: LoadError | None) -> None:
         if problem is not None:
@@ -90,8 +76,7 @@ class StepAdapters:
 
     def _sorted(self, rows: StepRows, batch: ForwardBatch) -> BatchAdapters:
         assert self._loaded is not None
-        of_tokens = self._of_tokens[: batch.num_tokens]
-        spread_adapters(self._places, rows.slots, rows.query_start_loc, of_tokens)
+        of_tokens = self._places.of_tokens(rows, batch.num_tokens)
         bank = self._loaded.bank
         tokens = group_rows(of_tokens, bank, batch_invariant=self._batch_invariant)
         if batch.logits_rows is None:

@@ -26,7 +26,6 @@ from nvcli.attention.whole_images import Kind, WholeImage, plan_both_ways
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
 from nvcli.core.prompt_image import PromptImage
-from nvcli.kernels.lora import spread_adapters
 from nvcli.kernels.step_tensors import StepRows
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
@@ -36,7 +35,7 @@ from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.worker.runner.image_encoder import ImageEncoder
 from nvcli.worker.runner.memory import device_bytes
 from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
-from nvcli.worker.runner.uploader import to_device
+from nvcli.worker.runner.uploader import SlotNumbers, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +99,7 @@ class StepImages:
         """`encoder`: None in a stage without a tower. `kinds`: those of the stage's layers that attend to images both
         ways. `feeds_head`: whether a head reads embeddings of images."""
         self._vision, self._kinds = vision, kinds
-        self.encoder, self._upload, self._device = encoder, slots.upload, device
-        num_slots = len(slots.state.lengths)
+        self.encoder, self._device = encoder, device
         self.num_bytes = num_bytes
         """The most bytes of embeddings, kept ones and those of a step, for the plan of the memory."""
         self._plan: ImagePlan | None = None
@@ -111,10 +109,8 @@ class StepImages:
         """The images that the head reads in that step; None: none, or it has not begun."""
         self._images: dict[int, Sequence[PromptImage]] = {}
         """The images of the slots that have any."""
-        self._offsets = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self._offsets = SlotNumbers(len(slots.state.lengths), max_tokens, slots.upload, device)
         """Offsets of the positions of each slot's tokens behind its images."""
-        self._offsets_host = np.zeros(num_slots, dtype=np.int32)
-        self._of_tokens = torch.zeros(max_tokens, dtype=torch.int32, device=device)
 
     @classmethod
     def of(
@@ -186,18 +182,14 @@ class StepImages:
 
     def apply(self, step: StepInput) -> None:
         """Record the offsets of new slots on the device, where images shift positions."""
-        if not self._vision.axes:
-            return
-        changed: dict[int, int] = {}
-        for new in step.new_slots:
-            offset = offset_behind(_spans(new.images), new.images[-1].end) if new.images else 0
-            if offset != self._offsets_host[new.slot]:
-                changed[new.slot] = offset
-        if changed:
-            slots, offsets = np.array(list(changed)), np.array(list(changed.values()))
-            self._offsets_host[slots] = offsets
-            on_device, uploaded = self._upload(slots, offsets)
-            self._offsets[on_device.long()] = uploaded
+        if self._vision.axes:
+            of_slots = {new.slot: new.images for new in step.new_slots}
+            self._offsets.set(
+                {
+                    slot: offset_behind(_spans(images), images[-1].end) if images else 0
+                    for slot, images in of_slots.items()
+                }
+            )
 
     def prepare(self, rows: StepRows, batch: ForwardBatch) -> ForwardBatch:
         """Return the batch with the positions of its tokens, and the embeddings of images in place of those of their
@@ -226,7 +218,7 @@ class StepImages:
     def positions_behind(self, slots: Tensor, positions: Tensor) -> Tensor | None:
         """Return the positions by which tokens of slots are rotated that are behind all images: [R] each; None: as they
         are."""
-        return (positions + self._offsets[slots]).clamp_(min=0) if self._vision.axes else None
+        return (positions + self._offsets.of_slots[slots]).clamp_(min=0) if self._vision.axes else None
 
     def _image_tokens(self, of: ImageRows, found: Mapping[bytes, Tensor] | None) -> ImageTokens:
         """Make the tokens of a batch that read these parts of images, with their embeddings by digest; None: the stage
@@ -240,8 +232,7 @@ class StepImages:
     def _positions(self, rows: StepRows, batch: ForwardBatch) -> Tensor:
         """Return the positions by which tokens are rotated: [T], or [3, T] where chunks begin before the end of their
         request's last image."""
-        plan, offsets = self._plan, self._of_tokens[: batch.num_tokens]
-        spread_adapters(self._offsets, rows.slots, rows.query_start_loc, offsets)
+        plan, offsets = self._plan, self._offsets.of_tokens(rows, batch.num_tokens)
         positions = torch.add(batch.positions, offsets).clamp_(min=0)  # padding has the offset of some slot
         if plan is None:
             return positions

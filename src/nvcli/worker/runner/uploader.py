@@ -1,14 +1,20 @@
-"""Uploader: brings small host arrays to the device, many in one copy, without waiting for the device.
+"""Copies between host and device that wait for neither.
 
-A GPU's copy reads host memory later, when the stream gets there, so arrays are staged in a ring of pinned memory: it
-holds the arrays of as many steps as may be in flight, plus two. `to_device` is for large, rare arrays.
+A GPU's copy reads host memory later, when the stream gets there, so arrays are staged in rings of pinned memory, which
+hold those of as many steps as may be in flight, plus two. `Uploader` takes many small arrays in one copy; `PinnedRing`
+has buffers for one; `SlotNumbers` are kept on the device; `to_device` is for large, rare arrays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from nvcli.kernels.lora import spread_adapters
+from nvcli.kernels.step_tensors import StepRows
 
 IntArray = np.ndarray
 """One-dimensional integers that fit int32."""
@@ -51,6 +57,56 @@ class Uploader:
             start += length
         self._on_device[first:start].copy_(self._pinned[first:start], non_blocking=True)
         return tuple(views)
+
+
+class PinnedRing:
+    """Host buffers for copies that a GPU makes later, when its stream gets there: each is used again after as many
+    others as steps may be in flight, and two."""
+
+    def __init__(
+        self, size: int, device: torch.device, *, steps_in_flight: int, dtype: torch.dtype = torch.int32
+    ) -> None:
+        is_pinned, count = device.type == "cuda", steps_in_flight + _STEPS_BESIDE
+        self._buffers = [torch.zeros(size, dtype=dtype, pin_memory=is_pinned) for _ in range(count)]
+
+    @property
+    def latest(self) -> Tensor:
+        """The buffer that `next` returned last."""
+        return self._buffers[0]
+
+    def next(self) -> Tensor:
+        """Return the buffer that was used longest ago."""
+        self._buffers = self._buffers[1:] + self._buffers[:1]
+        return self.latest
+
+
+class SlotNumbers:
+    """A number for each slot, on the device, from which tokens get that of their slot."""
+
+    def __init__(
+        self, num_slots: int, max_tokens: int, upload: Uploader, device: torch.device, *, unset: int = 0
+    ) -> None:
+        """`unset`: the number of a slot that was given none."""
+        self._upload = upload
+        self.of_slots = torch.full((num_slots,), unset, dtype=torch.int32, device=device)
+        self._on_host = np.full(num_slots, unset, dtype=np.int32)
+        """A copy, so that only changes are uploaded."""
+        self._of_tokens = torch.full((max_tokens,), unset, dtype=torch.int32, device=device)
+
+    def set(self, numbers: Mapping[int, int]) -> None:
+        """Set the numbers of some slots."""
+        changed = {slot: number for slot, number in numbers.items() if number != self._on_host[slot]}
+        if changed:
+            slots, values = np.array(list(changed)), np.array(list(changed.values()))
+            self._on_host[slots] = values
+            on_device, uploaded = self._upload(slots, values)
+            self.of_slots[on_device.long()] = uploaded
+
+    def of_tokens(self, rows: StepRows, num_tokens: int) -> Tensor:
+        """Return the number of each token's slot, [T] int32, valid until the next call. Can run in a CUDA graph."""
+        of_tokens = self._of_tokens[:num_tokens]
+        spread_adapters(self.of_slots, rows.slots, rows.query_start_loc, of_tokens)
+        return of_tokens
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
