@@ -172,6 +172,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.tensor_parallel_size if self.enable_attention_dp else 1
 
     @property
+    def finds_runs(self) -> bool:
+        """Whether the ranks tell the engine of tokens that must come next in structured answers."""
+        return self.max_draft_tokens > 0 and self.takes_forced_tokens
+
+    @property
     def of_home(self) -> EngineConfig:
         """The same with the limits of the requests in one home."""
         return msgspec.structs.replace(

@@ -9,10 +9,19 @@ from typing import Literal
 
 import msgspec
 
-from nvcli.core.messages import DRAFT_SOURCES, NO_ADAPTER, ForwardMode, PromptQueryResult, TokenLogprobs
+from nvcli.core.messages import (
+    DRAFT_SOURCES,
+    FORBIDDEN,
+    NO_ADAPTER,
+    ForwardMode,
+    PromptQueryResult,
+    SlotSampling,
+    TokenLogprobs,
+)
 from nvcli.core.prompt_image import PromptImage
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint
+from nvcli.engine.block_manager import TOKEN_BYTES
 
 FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 
@@ -114,6 +123,30 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             or sampling.logit_bias
             or sampling.min_tokens
             or sampling.allowed_token_ids is not None
+        )
+
+    def slot_sampling(self) -> SlotSampling:
+        """Return the sampling parameters as ranks keep them in the request's slot."""
+        params = self.sampling
+        return SlotSampling(
+            seed=self.seed,
+            row=self.row,
+            sample=self.sample,
+            prompt_len=len(self.prompt_ids) // TOKEN_BYTES,
+            temperature=0.0 if params.is_greedy else params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            min_tokens=params.min_tokens,
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            stop_ids=self.stop_ids if params.min_tokens else [],
+            bias_ids=[*map(int, params.logit_bias), *self.forbidden_ids],
+            bias_values=[*params.logit_bias.values(), *[FORBIDDEN] * len(self.forbidden_ids)],
+            allowed_ids=params.allowed_token_ids or [],
+            bad_words=[list(word) for word in self.bad_words],
         )
 
     def samples(self) -> list[Request]:

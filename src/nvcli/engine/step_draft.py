@@ -24,7 +24,6 @@ from nvcli.engine.chunk_groups import Arrangement, Chunk
 from nvcli.engine.draft_policy import Drafting
 from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.shared_segments import SegmentChanges
-from nvcli.engine.slot_sampling import slot_sampling
 from nvcli.engine.state import RequestState
 
 
@@ -135,7 +134,7 @@ class StepDraft:
             NewSlot(
                 slot=state.slot,
                 num_cached_tokens=state.num_computed,
-                sampling=slot_sampling(state.request, num_prompt=state.num_prompt),
+                sampling=state.request.slot_sampling(),
                 constraint=self._place_of(state.request.constraint),
                 adapter_place=state.adapter_place,
                 images=state.request.images,

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import CacheSpec
 from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import sum_in_order
 from nvcli.models.layer_config import SHORTCUT, LayerConfig
 from nvcli.models.layer_inputs import LayerInput
 from nvcli.models.layers import Angles, FeedForward, InputNorm, ResultNorm, TokenMixer
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, TensorShard
-from nvcli.models.rows_of_ranks import RowsOfRanks
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 class DecoderLayer(nn.Module):
@@ -147,6 +148,29 @@ class DecoderLayer(nn.Module):
         if result.dim() == 3:
             return sum_in_order(result) if self.batch_invariant else result.sum(dim=0)
         return result.clone() if self.group.size > 1 else result
+
+
+class RowsOfRanks(FeedForward):
+    """A block that ranks share, between blocks that each rank computes of its own rows alone: [T, H] of this rank →
+    `delta` [T, H], complete.
+
+    With attention by rows (`ModelConfig.attention_dp`; SGLang's and TensorRT-LLM's "attention DP") the residual stream
+    of a token is on one rank, which also has the whole weights of norms and token mixers. The other block of a layer
+    stays cut over the ranks: the normed rows of all ranks are gathered, each rank computes its part for all of them,
+    and the parts are summed on the rank that each row came from. All ranks have equally many rows, some of which are
+    padding.
+    """
+
+    def __init__(self, group: TensorParallelGroup, block: FeedForward) -> None:
+        """`block`: cut over the ranks; it does not read the residual stream."""
+        super().__init__()
+        assert not block.is_summed, "ModelConfig refuses it"
+        self.group, self.block = group, block
+
+    def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
+        assert isinstance(x, Tensor), "nothing is quantised before it is gathered"
+        part = self.block(self.group.gather_rows(x), None, adapters)
+        return self.group.scatter_sum(part)
 
 
 class Scalar(TensorShard):

@@ -219,7 +219,7 @@ class BuildContext:
     has_adapters: bool = False
     """Whether rows may have LoRA adapters."""
     attention_dp: bool = False
-    """Whether each rank computes the attention of its own rows (`rows_of_ranks.py`)."""
+    """Whether each rank computes the attention of its own rows (`RowsOfRanks`)."""
 
     @property
     def has_own_rows(self) -> bool:

@@ -32,7 +32,7 @@ def build_model(
     batch_invariant: bool = False,
     has_adapters: bool = False,
 ) -> CausalLM:
-    """Build this rank's part of the model on the meta device; `loader.begin_loading` gives it memory and weights.
+    """Build this rank's part of the model on the meta device; `RankWeights` gives it memory and weights.
 
     `max_positions` is the length of the longest sequence that will run (None: what the config says), `linear_method`
     chooses how each linear layer is stored (None: as the model's tensors say), `stage` is the pipeline stage,

@@ -11,6 +11,8 @@ from nvcli.core.weight_changes import WeightsChange
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
 
 if TYPE_CHECKING:
+    from nvcli.attention.forward_batch import ForwardBatch
+    from nvcli.kernels.step_tensors import StepRows
     from nvcli.worker.distributed.process_group import World
 
 
@@ -64,3 +66,19 @@ class RankContext:
     """The ranks of the replica, where this process has met the others already."""
     compilers: CompileProcesses | None = None
     """The processes that compile kernels, where they were started with the rank."""
+
+
+class Carried(Protocol):
+    """One kind of what requests bring besides tokens, such as LoRA adapters or images, for all slots."""
+
+    def plan(self, step: StepInput) -> bool:
+        """Take in a step on the host, before its batch is made. Return whether it must run outside of graphs."""
+
+    def apply(self, step: StepInput) -> None:
+        """Bring the device's side up to date, before the rows are loaded."""
+
+    def prepare(self, rows: StepRows, batch: ForwardBatch) -> ForwardBatch:
+        """Return the batch with what its tokens have. Can run in a CUDA graph, unless `plan` says otherwise."""
+
+    def take_note(self) -> str:
+        """Return the next `StepOutput.note`; empty if there is none."""

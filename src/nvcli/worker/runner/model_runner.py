@@ -23,7 +23,7 @@ from nvcli.core.weight_changes import WeightsChange
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
 from nvcli.models.registry import build_model
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
-from nvcli.sizing.memory import shared_sum_rows
+from nvcli.sizing.memory import shared_sum_rows, with_affordable_drafts
 from nvcli.sizing.memory_plan import by_item
 from nvcli.worker.distributed.peer_memory import share_memory
 from nvcli.worker.distributed.process_group import divide_ranks, join_process_group
@@ -32,7 +32,6 @@ from nvcli.worker.distributed.stage_link import StageLink
 from nvcli.worker.masks.mask_workers import MaskWorkers
 from nvcli.worker.runner.constraints import Constraints, start_workers
 from nvcli.worker.runner.device import has_fp8_units, import_on_thread, kept_weights_note, open_device
-from nvcli.worker.runner.draft_limits import why_no_drafts, with_limited_drafts
 from nvcli.worker.runner.first_start import compile_kernels, due_program, note_compiled
 from nvcli.worker.runner.graph_shapes import GraphShapes
 from nvcli.worker.runner.home_buffers import HomeBuffers
@@ -41,6 +40,7 @@ from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.memory import (
     check_positions_fit,
     check_weights_fit,
+    device_bytes,
     free_bytes,
     oom_as_limits_error,
     other_bytes,
@@ -172,7 +172,7 @@ class ModelRunner:
                 end_ids,
                 self.device,
                 max_answers=config.max_num_seqs,
-                finds_runs=config.max_draft_tokens > 0 and config.takes_forced_tokens,
+                finds_runs=config.finds_runs,
             )
 
     def _begin_weights(self) -> None:
@@ -186,8 +186,15 @@ class ModelRunner:
             self.weights.begin(self._notes.append)
 
     def _limit_drafts(self) -> None:
-        weight_bytes = sum(self.model.weight_bytes().values())
-        self.config = with_limited_drafts(self.config, self.model_config, weight_bytes, self.device, self._groups.world)
+        """Limit the tokens of steps with drafts by the memory that the weights leave, alike on all ranks."""
+        config = self.config
+        if config.max_draft_tokens and self.device.type == "cuda":
+            left = int(device_bytes(self.device) * config.gpu_memory_utilization)
+            left -= sum(self.model.weight_bytes().values())
+            tokens = self._groups.world.min(
+                with_affordable_drafts(config, self.model_config, left).max_draft_step_tokens
+            )
+            self.config = msgspec.structs.replace(config, draft_step_tokens=tokens)
 
     def _finish_weights(self) -> None:
         with self._phase("load weights"):
@@ -202,7 +209,7 @@ class ModelRunner:
         self._notes += self._attention.notes
 
     def _choose_graphs(self) -> None:
-        reason = why_no_drafts(self.config, self.backend, has_states=self._attention.has_states)
+        reason = self._attention.why_no_drafts(self.config)
         self._draft_widths = () if reason else self.config.draft_widths
         self._may_draft = bool(self._draft_widths)
         if self.config.max_draft_tokens and reason:
@@ -243,7 +250,7 @@ class ModelRunner:
             follows=follows,
             may_hold=self._may_hold_rows(),
             token_ids=self.slots.state.token_ids,
-            finds_runs=config.max_draft_tokens > 0 and config.takes_forced_tokens,
+            finds_runs=config.finds_runs,
             awaits_runs=config.overlap_steps and config.pipeline_parallel_size == 1,
             workers=self._mask_workers,
         )

@@ -76,3 +76,14 @@ class RankAttention:
     def has_states(self) -> bool:
         """Whether some layers keep recurrent states."""
         return any(group.is_state for group in self.kv_groups)
+
+    def why_no_drafts(self, config: EngineConfig) -> str:
+        """Return why steps cannot check drafts, or cannot make them; empty: they can."""
+        backend = self.backend
+        if backend.needs_exact_lens:
+            return f"the attention backend {backend.name} needs the exact length of each request"
+        if config.draft_head is not None and not backend.plans_on_device:
+            return f"the attention backend {backend.name} cannot run a head several times in a step; use triton"
+        if config.pipeline_parallel_size > 1 and self.has_states:
+            return "with pipeline stages (--pp) recurrent states do not learn in time which drafts are right"
+        return ""

@@ -22,11 +22,11 @@ from nvcli.core.messages import StepInput
 from nvcli.models.causal_lm import CausalLM
 from nvcli.worker.distributed.stage_link import StageLink
 from nvcli.worker.distributed.tensor_parallel import StageState
-from nvcli.worker.runner.carried import Carried
 from nvcli.worker.runner.constraints import Constraints
 from nvcli.worker.runner.drafter import Drafter
 from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch
+from nvcli.worker.runner.interface import Carried
 from nvcli.worker.runner.late_states import LateStates
 from nvcli.worker.runner.masked_choice import MaskedChoice
 from nvcli.worker.runner.model_drafter import ModelDrafter
@@ -35,9 +35,7 @@ from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable, partly_filled_blocks
 from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_results import PendingStep, StageOutput, StepLogits
-
-_STEPS_POSTED = 2
-"""Steps, besides those in flight, whose ids the thread that posts outputs may still be reading."""
+from nvcli.worker.runner.uploader import PinnedRing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +85,8 @@ class StepRunner:
         self._graph_batches: dict[BatchShape, StepBatch] = {}
         self._on_gpu = device.type == "cuda"
         most_sampled = config.max_step_logits + 4 * config.max_padded_rows
-        count = steps_in_flight + _STEPS_POSTED
-        self._pinned = [torch.empty(most_sampled, dtype=torch.int32, pin_memory=self._on_gpu) for _ in range(count)]
+        # The thread that posts outputs may still read those of two steps besides.
+        self._pinned = PinnedRing(most_sampled, device, steps_in_flight=steps_in_flight)
         """Pinned buffers for what a step returns: its tokens, and four numbers for each row with drafts."""
 
     def make_graphs(self, shapes: Sequence[BatchShape]) -> GraphRunner[StepLogits | StageOutput]:
@@ -244,5 +242,4 @@ class StepRunner:
         """Start copying ids [N] to the host; the copy is complete when the step is."""
         if not self._on_gpu:
             return ids
-        self._pinned = self._pinned[1:] + self._pinned[:1]
-        return self._pinned[0][: len(ids)].copy_(ids, non_blocking=True)
+        return self._pinned.next()[: len(ids)].copy_(ids, non_blocking=True)
