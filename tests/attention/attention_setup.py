@@ -109,6 +109,7 @@ class Bench:
             max_num_batched_tokens=16_384,
             max_decode_width=max_decode_width,
             max_draft_step_tokens=512,
+            block_bytes=cache_spec.block_bytes,
             max_shared_rows=max_shared_rows,
         )
         self.backend = backend(self.case)

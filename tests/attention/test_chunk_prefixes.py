@@ -59,6 +59,7 @@ CASES: list[Any] = [
     (5, 80, 16, (None,), {"value_dim": 64}),
     full((4, 64, 64, (None,), {}), in_parts=True),  # on a Hopper GPU by a kernel of its own
     (5, 128, 128, (None,), {"soft_cap": 0.7, "has_sinks": True}),
+    full((8, 256, 64, (None,), {}), in_parts=True),
 ]
 
 

@@ -209,8 +209,7 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
     assert kinds == [PrefillKind.HOPPER, PrefillKind.USUAL]
     others = (
         replace(case, specs=(windowed,)),
-        replace(case, specs=(wide, replace(windowed, head_dim=64))),
-        replace(case, has_states=True),
+        replace(case, has_states=True, block_bytes=1 << 7),
         replace(case, batch_invariant=True),
     )
     assert [TritonBackend(other).notes for other in others] == [()] * len(others)

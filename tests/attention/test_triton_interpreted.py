@@ -111,7 +111,12 @@ def test_chunks_behind_a_long_prefix(block_size: int, windows: tuple[int | None,
 
 @pytest.mark.parametrize(
     ("num_kv_heads", "ratio", "head_dim", "block_size", "options"),
-    [(2, 4, 128, 64, {}), (4, 1, 64, 256, {"soft_cap": 0.7, "has_sinks": True}), (1, 5, 128, 128, {})],
+    [
+        (2, 4, 128, 64, {}),
+        (4, 1, 64, 256, {"soft_cap": 0.7, "has_sinks": True}),
+        (1, 5, 128, 128, {}),
+        (1, 8, 256, 192, {"windows": (None, None), "head_dims": (256, 128)}),  # blocks that lie apart
+    ],
     ids=str,
 )
 def test_the_kernel_for_hopper(

@@ -142,7 +142,9 @@ HOPPER, COPIES = PrefillKind.HOPPER, ScratchPrefillAttention
         ({}, HOPPER, True),
         ({"head_dim": 64, "block_size": 256, "dtype": torch.float16, "kv_dtype": torch.float16}, HOPPER, True),
         ({"num_heads": 258}, HOPPER, False),  # a tile of 128 has no room for one row's heads
-        ({"head_dim": 256}, None, False),
+        ({"head_dim": 256}, HOPPER, False),
+        ({"head_dim": 256, "kv_dtype": FP8}, None, False),
+        ({"head_dim": 512}, None, False),
         ({"block_size": 32}, None, False),
         ({"kv_dtype": FP8}, COPIES, False),
         ({"kv_dtype": FP8, "head_dim": 64, "block_size": 192}, COPIES, False),
@@ -151,12 +153,14 @@ HOPPER, COPIES = PrefillKind.HOPPER, ScratchPrefillAttention
         ({"kv_dtype": FP8, "has_window": True}, None, False),
         ({"has_window": True}, None, False),
         ({"batch_invariant": True}, None, False),
-        ({"has_plain_blocks": False}, None, False),
+        ({"has_plain_blocks": False}, HOPPER, True),
+        ({"has_plain_blocks": False, "kv_dtype": FP8}, None, False),
+        ({"has_whole_rows": False}, None, False),
     ],
 )
 def test_choice(change: dict[str, Any], wanted: PrefillKind | type | None, reads_segments: bool) -> None:
     changes = change.copy()
-    options = {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
+    options = {"has_window": False, "batch_invariant": False, "has_plain_blocks": True, "has_whole_rows": True}
     options |= {name: changes.pop(name) for name in options if name in changes}
     fallback = PrefillKind.INVARIANT if options["batch_invariant"] else PrefillKind.USUAL
     shape = attention_shape(**{"head_dim": 128, **changes})

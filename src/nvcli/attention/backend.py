@@ -63,6 +63,9 @@ class AttentionCase:
     """Whether a token's result must have the same bits in every batch, decoded or in any chunk."""
     has_states: bool = False
     """Whether some layers of this rank keep recurrent states in the pool's blocks."""
+    block_bytes: int = 0
+    """The bytes of a block, all layers of a KV group together: where layers have keys of several shapes, or states, as
+    far lie a layer's blocks apart. 0: they lie one behind the other."""
     max_shared_rows: int = 0
     """The maximum decode rows, padding included, of a step whose batch has shared segments; 0: no shared segments,
     and no shared chunk prefixes either."""

@@ -46,14 +46,15 @@ class ChunkedPrefill:
         """(geometry, has a window) → kernels."""
         notes: list[str] = []
         geometries = dict.fromkeys(spec.geometry for spec in case.specs)
-        has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in geometries}) == 1
+        self._has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in geometries}) == 1
         for kind in dict.fromkeys((spec.geometry, spec.window is not None) for spec in case.specs):
             geometry, has_window = kind
             self.kernels[kind], notes_of_kernel = prefill_choice.prefill_kernel(
                 attention_shape(case, geometry),
                 has_window=has_window,
                 batch_invariant=case.batch_invariant,
-                has_plain_blocks=has_plain_blocks,
+                has_plain_blocks=self._has_plain_blocks,
+                has_whole_rows=_has_whole_rows(case, geometry),
                 scratch_tokens=scratch_tokens(case.max_model_len, case.max_num_seqs),
             )
             notes += notes_of_kernel
@@ -103,7 +104,15 @@ class ChunkedPrefill:
 
     def segment_kinds(self) -> set[tuple[Geometry, bool]]:
         """Return the kinds whose decode rows a kernel for Hopper GPUs may serve where they share segments."""
+        if not self._has_plain_blocks:
+            return set()
         return {kind for kind, kernel in self.kernels.items() if attends_segments(kernel)}
+
+
+def _has_whole_rows(case: AttentionCase, geometry: Geometry) -> bool:
+    """Tell whether it is a whole number of tokens' keys from one block of a layer to the next."""
+    _, num_kv_heads, head_dim, _ = geometry
+    return case.block_bytes % (num_kv_heads * head_dim * case.cache_dtype.itemsize) == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,14 @@ class RankAttention:
         """Select the backend, alike on all ranks of `world`. `config`: the engine's, of one home
         (`EngineConfig.of_home`)."""
         kv_dtype = torch_kv_dtype(config.kv_dtype)
+        groups = kv_groups(model.config, model.stage)
+        kv_spec = KVCacheSpec.of_layers(
+            model.cache_layers,
+            tuple(group.layers for group in groups),
+            block_size=config.block_size,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+        )
         case = AttentionCase(
             device=device,
             dtype=dtype,
@@ -51,10 +59,10 @@ class RankAttention:
             max_model_len=config.max_row_tokens,
             batch_invariant=config.batch_invariant,
             has_states=any(layer.is_state for layer in model.cache_layers),
+            block_bytes=kv_spec.block_bytes,
             max_shared_rows=config.max_shared_rows,
         )
         backend, notes = select_backend(config.attention_backend, case)
-        groups = kv_groups(model.config, model.stage)
         # Stages pad a step to one shape, and a stage whose layers all have windows cannot plan one with prefixes.
         tile_tokens = backend.prefix_tile_tokens if config.max_shared_rows else 0
         return cls(
@@ -63,13 +71,7 @@ class RankAttention:
             max_shared_rows=config.max_shared_rows if backend.reads_segments else 0,
             prefix_tile_tokens=world.min(tile_tokens),
             kv_groups=groups,
-            kv_spec=KVCacheSpec.of_layers(
-                model.cache_layers,
-                tuple(group.layers for group in groups),
-                block_size=config.block_size,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-            ),
+            kv_spec=kv_spec,
         )
 
     @property

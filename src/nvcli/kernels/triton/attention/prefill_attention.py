@@ -280,7 +280,7 @@ class PrefillAttention:
 
     def __init__(self, shape: AttentionShape, kind: PrefillKind = PrefillKind.USUAL) -> None:
         assert kind is not PrefillKind.INVARIANT or shape.kv_dtype == shape.dtype
-        self._shape, self.kind = shape, kind
+        self.shape, self.kind = shape, kind
         self._kernel: Any = prefill_attention_kernel
         self._tile, part = None, None
         if kind is PrefillKind.HOPPER:
@@ -303,9 +303,9 @@ class PrefillAttention:
         is_prefix, is_rest = tiles.part is TilePart.PREFIX, tiles.part is TilePart.REST
         assert out.is_contiguous()
         memory = out, tiles.items, tiles.num_items, log_sums if is_prefix or is_rest else None
-        programs = self._shape.num_kv_heads * tiles.capacity
+        programs = self.shape.num_kv_heads * tiles.capacity
         if self.kind is PrefillKind.HOPPER:
-            programs = min(programs, num_multiprocessors(self._shape.device))
+            programs = min(programs, num_multiprocessors(self.shape.device))
             self._launch(self._kernel, (programs,), layer, memory, None, is_prefix)
         elif self.kind is PrefillKind.INVARIANT:
             self._launch(invariant_attention_kernel, (programs,), layer, (*memory, *[None] * 5), self._tile, False)

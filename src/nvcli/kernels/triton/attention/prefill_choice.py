@@ -1,8 +1,9 @@
 """The choice of the prefill kernel for a kind of attention: the batch-invariant one where a run asks for it, else
 Hopper's own where it serves (over 16-bit copies of an FP8 cache), else the one for all GPUs.
 
-Hopper's own serves head sizes 64 and 128 in 16 bits, without windows, in blocks of a multiple of 64 tokens. Where it
-reads the cache itself, its sibling for shared segments serves decode rows."""
+Hopper's own serves head sizes 64, 128 and 256 (copies: 64 and 128) in 16 bits, without windows, in blocks of a multiple
+of 64 tokens. Where it reads a cache with heads of up to 128 itself, its sibling for shared segments serves decode
+rows."""
 
 from __future__ import annotations
 
@@ -32,27 +33,35 @@ def attends_prefixes(kernel: PrefillKernel) -> TypeGuard[PrefillAttention]:
 
 def attends_segments(kernel: PrefillKernel) -> bool:
     """Tell whether Hopper's kernel for segments serves the kind of attention that this prefill kernel serves."""
-    is_hopper = isinstance(kernel, PrefillAttention) and kernel.kind is PrefillKind.HOPPER
-    return is_hopper and kernel.tile_key.group <= kernel.tile_key.rows
+    if not isinstance(kernel, PrefillAttention) or kernel.kind is not PrefillKind.HOPPER:
+        return False
+    return kernel.shape.head_dim <= 128 and kernel.tile_key.group <= kernel.tile_key.rows
 
 
 def prefill_kernel(
-    shape: AttentionShape, *, has_window: bool, batch_invariant: bool, has_plain_blocks: bool, scratch_tokens: int
+    shape: AttentionShape,
+    *,
+    has_window: bool,
+    batch_invariant: bool,
+    has_plain_blocks: bool,
+    has_whole_rows: bool,
+    scratch_tokens: int,
 ) -> tuple[PrefillKernel, list[str]]:
     """Make the kernel for one geometry, with windows or without; return it, and notes for the log.
 
     `has_plain_blocks`: a layer's blocks lie one behind the other, with nothing but scales between their keys.
+    `has_whole_rows`: from one block to the next it is a whole number of tokens' keys.
     `scratch_tokens`: keys that copies of an FP8 cache have room for, a multiple of 64.
     """
+    copies = shape.is_fp8 and shape.dtype == torch.bfloat16 and has_plain_blocks and shape.head_dim in (64, 128)
+    reads = shape.kv_dtype == shape.dtype and has_whole_rows and shape.head_dim in (64, 128, 256)
     is_for_hopper = (
         not has_window
         and not batch_invariant
-        and has_plain_blocks
-        and shape.head_dim in (64, 128)
+        and (copies or reads)
         and shape.tail_dim == 0
         and shape.block_size % 64 == 0
         and shape.dtype.itemsize == 2
-        and (shape.kv_dtype == shape.dtype or (shape.is_fp8 and shape.dtype == torch.bfloat16))
         and torch.cuda.get_device_capability(shape.device) == (9, 0)
     )
     slower = why_slower() if is_for_hopper else None
