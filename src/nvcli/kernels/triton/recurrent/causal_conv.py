@@ -191,14 +191,18 @@ def _chunk_kernel(
             place = source * pool_stride + (TAPS - 1 + at - start) * NUM_CHANNELS
             value += tl.load(pool_ptr + place + channel, mask=inside & is_kept, other=0.0).to(tl.float32)
             inputs += (value,)  # type: ignore[assignment]
+        # All loads are on their way before the first store, which the compiler moves none ahead of.
+        own = ()
         for index in tl.static_range(TOKENS):
             mask = inside & (begin + index < part_end)
-            value = tl.load(part_ptr + index * x_stride, mask=mask, other=0.0).to(tl.float32)
-            inputs += (value,)  # type: ignore[assignment]
+            own += (tl.load(part_ptr + index * x_stride, mask=mask, other=0.0),)  # type: ignore[assignment]
+        for index in tl.static_range(TOKENS):
+            inputs += (own[index].to(tl.float32),)  # type: ignore[assignment]
             total = bias
             for tap in tl.static_range(TAPS):
                 total += inputs[tap] * weights[tap]
             out = _silu(total) if ACTIVATES else total
+            mask = inside & (begin + index < part_end)
             tl.store(part_out_ptr + index * NUM_CHANNELS, out.to(out_ptr.dtype.element_ty), mask=mask)
             inputs = inputs[1:]
         begin = tl.maximum(begin, row_end)
