@@ -90,9 +90,9 @@ class FakeCuda:
         self.accessible |= inside.keys()
         return 0
 
-    def cuCtxSynchronize(self) -> int:
+    def synchronize(self, device: int) -> None:
+        assert device == 3
         self.num_syncs += 1
-        return 0
 
     def cuMemUnmap(self, address: Any, size: Any) -> int:
         assert self.num_syncs, "the GPU may still use it"
@@ -110,6 +110,7 @@ class FakeCuda:
 def test_a_gpus_memory_is_mapped_in_pieces_and_given_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_regions, "_CHUNK_BYTES", 4 * MIB)
     cuda = FakeCuda(64 * MIB)
+    monkeypatch.setattr(torch.cuda, "synchronize", cuda.synchronize)
     addresses = memory_regions._AddressRange(9 * MIB, 3, CudaDriver(cuda))
     interface = addresses.__cuda_array_interface__
     assert interface["shape"] == (9 * MIB,)
@@ -134,6 +135,7 @@ def test_a_gpus_memory_is_mapped_in_pieces_and_given_back_whole(monkeypatch: pyt
 def test_what_was_taken_is_given_back_when_a_gpu_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_regions, "_CHUNK_BYTES", 4 * MIB)
     cuda = FakeCuda(9 * MIB)
+    monkeypatch.setattr(torch.cuda, "synchronize", cuda.synchronize)
     addresses = memory_regions._AddressRange(12 * MIB, 3, CudaDriver(cuda))
     with pytest.raises(RuntimeError, match="cuMemCreate: out of memory"):
         addresses.map()

@@ -158,7 +158,8 @@ class _AddressRange:
     def unmap(self) -> None:
         """Take the memory away. Idempotent."""
         if self._num_mapped:
-            self._driver.synchronize()
+            # By torch, as the thread that collects this may have no context of its own.
+            torch.cuda.synchronize(self._properties.location.id)
         for start, size in self._chunks[: self._num_mapped]:
             self._driver.unmap(self._address + start, size)
         self._num_mapped = 0
@@ -205,7 +206,7 @@ class _AccessDescription(ctypes.Structure):
 
 
 class CudaDriver:
-    """The functions of libcuda that regions need, for the context that is current on the calling thread. Addresses and
+    """The functions of libcuda that regions need; no context has to be current on the calling thread. Addresses and
     sizes are in bytes, and multiples of `granularity`. Each raises RuntimeError if the driver refuses."""
 
     def __init__(self, library: Any = None) -> None:
@@ -251,10 +252,6 @@ class CudaDriver:
         description = _AccessDescription(location=location, flags=_READ_WRITE)
         count = ctypes.c_size_t(1)
         self._call("cuMemSetAccess", ctypes.c_uint64(address), ctypes.c_size_t(size), ctypes.byref(description), count)
-
-    def synchronize(self) -> None:
-        """Wait until the GPU has done all its work."""
-        self._call("cuCtxSynchronize")
 
     def unmap(self, address: int, size: int) -> None:
         """Undo one `map`."""
