@@ -201,7 +201,10 @@ def halve_a_block(path: Path) -> None:
         ),
         (configure(num_local_experts=5), ["experts.down_proj_bias", "[6, 64]", "5 experts"]),
         (halve_a_block, [f"{GATE_UP}_blocks", "[192, 64]", "160 rows"]),
-        (configure(quantization_config={"quant_method": "fp8"}), ["`quantization_config`", '"fp8"', "not supported"]),
+        (
+            configure(quantization_config={"quant_method": "fp8"}),
+            ["`quantization_config`", '"fp8"', "not supported", "or one quantised with mxfp4"],
+        ),
         (configure(architectures=["Qwen3ForCausalLM"]), ["`quantization_config`", '"mxfp4"', "not supported"]),
         (configure(swiglu_limit=0), ["`swiglu_limit`", "above zero"]),
         (configure(hidden_act="gelu_new"), ["`hidden_act`", "only silu"]),

@@ -204,6 +204,11 @@ REFUSED = {
         edit(lambda t: t.pop(f"{Q}.weight.nested_absmax")),
         [f"{Q}.weight has no weight.nested_absmax"],
     ),
+    "scales of scales in another type": (
+        "bitsandbytes, nf4",
+        edit(lambda t: t.update({f"{Q}.weight.nested_absmax": t[f"{Q}.weight.nested_absmax"].int()})),
+        [f"{Q}.weight.nested_absmax is stored as I32; supported here: F32"],
+    ),
     "fewer bytes": (
         "bitsandbytes, fp4",
         edit(lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:8].clone()})),

@@ -63,15 +63,15 @@ def read_quantisation(
     reader = readers.get(method) if isinstance(method, str) and isinstance(found, dict) else None
     if reader is None:
         if isinstance(found, dict) and method is None:
-            raise file.error(f"{key}.quant_method", f"missing{_instead(None)}")
-        raise file.error(key, f"quantised weights ({show(method)}) are not supported{_instead(method)}")
+            raise file.error(f"{key}.quant_method", f"missing{_instead(None, methods)}")
+        raise file.error(key, f"quantised weights ({show(method)}) are not supported{_instead(method, methods)}")
     return reader(QuantisationFile(file.path, found, f"{file.section}{key}.", file.changed))
 
 
-def _instead(method: object) -> str:
+def _instead(method: object, methods: tuple[str, ...]) -> str:
     """Return the end of a message: what to use in place of an unsupported method."""
     known = _OTHERS.get(method) if isinstance(method, str) else None
     return (
         f"{'' if known is None else f': {known}'}; use the model's bfloat16 or float16 checkpoint, with `quantization: "
-        f"fp8` for half the memory, or one quantised with {_SUPPORTED}"
+        f"fp8` for half the memory, or one quantised with {' or '.join(methods) or _SUPPORTED}"
     )

@@ -127,6 +127,7 @@ def _join_flat(
     is_nested = scales.dtype == "U8"
     if is_nested and None in nested:
         raise _missing(codes, parts.nested_table if nested[0] is None else parts.nested_scales)
+    nested_table, nested_scales = (None if one is None or not is_nested else _of_type(one, ("F32",)) for one in nested)
     if len(codes.shape) != 2 or codes.shape[1] != 1 or not codes.shape[0]:
         raise _mismatch(codes, "[bytes, 1]")
     num_codes = 2 * codes.shape[0]
@@ -135,8 +136,8 @@ def _join_flat(
         table=_of_type(table, ("F32",)),
         scales=_of_type(scales, ("F32", "U8")),
         state=_of_type(state, ("U8",)),
-        nested_table=nested[0] if is_nested else None,
-        nested_scales=nested[1] if is_nested else None,
+        nested_table=nested_table,
+        nested_scales=nested_scales,
     )
     return replace(codes, shape=(num_codes,), dtype="F32", flat=flat)
 
