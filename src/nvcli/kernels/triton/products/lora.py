@@ -22,11 +22,11 @@ from torch import Tensor
 
 from nvcli.core.lora_config import PAGE_RANKS
 from nvcli.kernels.activation import Activation
-from nvcli.kernels.lora_types import BLOCK_FIELDS, RANKS_AT_ONCE, AdaptedLayer, AdapterBank, AdapterRows
+from nvcli.kernels.lora_types import RANKS_AT_ONCE, AdaptedLayer, AdapterBank, AdapterRows
 from nvcli.kernels.triton.launch.dependent_launch import dependent
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.products.lora_gated_kernel import expand_gated_kernel
-from nvcli.kernels.triton.products.lora_kernels import expand_kernel, shrink_kernel
+from nvcli.kernels.triton.products.lora_kernels import LowRankKind, expand_kernel, shrink_kernel
 from nvcli.kernels.whole_numbers import ceil_div
 
 _FEW_ROWS = 1024
@@ -61,7 +61,7 @@ def add_low_rank(out: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, l
     launch = _choose_low_rank_launch(rows)
     assert rows.tiles is not None
     assert out.is_contiguous()
-    parts = _shrink(x, rows, bank, layer, launch)
+    parts, kind = _shrink(x, rows, bank, layer, launch)
     num_blocks = len(layer.blocks)
     expand_kernel[_grid(len(rows.tiles.counts) * num_blocks, launch.expand_programs, x.device)](
         parts,
@@ -76,15 +76,9 @@ def add_low_rank(out: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, l
         layer.first_projection,
         OUT_FEATURES=layer.out_features,
         NUM_BLOCKS=num_blocks,
-        NUM_PROJECTIONS=layer.num_projections,
-        NUM_PARTS=len(parts),
-        MAX_RANK=bank.max_rank,
-        ROW_TILE=rows.row_tile,
-        RANK_TILE=min(RANKS_AT_ONCE, bank.max_rank),
         OUT_TILE=layer.block_features,
         FEATURE_ALIGN=layer.feature_align,
-        PAGE_RANKS=PAGE_RANKS,
-        BLOCK_FIELDS=BLOCK_FIELDS,
+        KIND=kind,
         num_warps=launch.expand_warps,
         **dependent(x.device),
     )
@@ -104,7 +98,7 @@ def activate_with_low_rank(
     assert gate_up.is_contiguous()
     assert layer.num_projections == 2
     size = layer.out_features // 2
-    parts = _shrink(x, rows, bank, layer, launch)
+    parts, kind = _shrink(x, rows, bank, layer, launch)
     out = torch.empty(len(x), size, dtype=gate_up.dtype, device=gate_up.device)
     num_blocks = ceil_div(size, launch.gated_tile)
     expand_gated_kernel[_grid(len(rows.tiles.counts) * num_blocks, launch.expand_programs, x.device)](
@@ -120,33 +114,37 @@ def activate_with_low_rank(
         layer.first_projection,
         SIZE=size,
         NUM_BLOCKS=num_blocks,
-        NUM_PARTS=len(parts),
-        MAX_RANK=bank.max_rank,
-        ROW_TILE=rows.row_tile,
-        RANK_TILE=min(RANKS_AT_ONCE, bank.max_rank),
         OUT_TILE=launch.gated_tile,
         STAGES=launch.expand_stages if bank.max_rank <= PAGE_RANKS else 1,
         GELU=activation == "gelu_tanh",
-        PAGE_RANKS=PAGE_RANKS,
+        KIND=kind,
         num_warps=launch.gated_warps,
         **dependent(x.device),
     )
     return out
 
 
-def _shrink(x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer, launch: LowRankLaunch) -> Tensor:
-    """Multiply rows by A: [P, S, J, R] float32 parts. The parts of rows without adapters are undefined."""
+def _shrink(
+    x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer, launch: LowRankLaunch
+) -> tuple[Tensor, LowRankKind]:
+    """Multiply rows by A: [P, S, J, R] float32 parts, and the constants of the layer's products. The parts of rows
+    without adapters are undefined."""
     assert rows.tiles is not None
     assert bank.pages.is_contiguous()
     assert x.stride(1) == 1
     num_slots, in_features = rows.tiles.order.numel(), layer.in_features
     part_features = max(launch.part_features or in_features, ceil_div(in_features, launch.most_parts))
     part_features = launch.in_tile * ceil_div(part_features, launch.in_tile)
-    num_parts, rank_tile = ceil_div(in_features, part_features), min(RANKS_AT_ONCE, bank.max_rank)
-    parts = torch.empty(
-        num_parts, num_slots, layer.num_projections, bank.max_rank, dtype=torch.float32, device=x.device
+    kind = LowRankKind(
+        num_projections=layer.num_projections,
+        num_parts=ceil_div(in_features, part_features),
+        max_rank=bank.max_rank,
+        row_tile=rows.row_tile,
+        rank_tile=min(RANKS_AT_ONCE, bank.max_rank),
     )
-    units = len(rows.tiles.counts) * layer.num_projections * (bank.max_rank // rank_tile) * num_parts
+    shape = kind.num_parts, num_slots, kind.num_projections, kind.max_rank
+    parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+    units = len(rows.tiles.counts) * kind.num_projections * kind.rank_blocks * kind.num_parts
     shrink_kernel[_grid(units, launch.shrink_programs, x.device)](
         x,
         rows.tiles,
@@ -159,19 +157,14 @@ def _shrink(x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer
         bank.ranks.shape[1],
         layer.first_projection,
         IN_FEATURES=in_features,
-        NUM_PROJECTIONS=layer.num_projections,
-        NUM_PARTS=num_parts,
         PART_FEATURES=part_features,
-        MAX_RANK=bank.max_rank,
-        ROW_TILE=rows.row_tile,
-        RANK_TILE=rank_tile,
         IN_TILE=launch.in_tile,
-        PAGE_RANKS=PAGE_RANKS,
+        KIND=kind,
         num_warps=launch.shrink_warps,
         num_stages=launch.shrink_stages,
         **dependent(x.device),
     )
-    return parts
+    return parts, kind
 
 
 def _grid(units: int, programs: int, device: torch.device) -> tuple[int]:
