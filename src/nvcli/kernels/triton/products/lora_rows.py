@@ -23,7 +23,8 @@ from nvcli.kernels.whole_numbers import next_power_of_2
 _FEW_ROWS = 1024
 """Maximum rows of a step in which an adapter has few: those that decode."""
 _SMALL_TILE, _FEW_ROWS_TILE, _ROW_TILE = 8, 16, 64
-_TOKENS_AT_ONCE = 256
+_TOKENS_AT_ONCE = tl.constexpr(256)
+_NO_ADAPTER = tl.constexpr(NO_ADAPTER)
 _ROWS_AT_ONCE = 1024
 _PROJECTIONS_AT_ONCE = 256
 
@@ -34,24 +35,23 @@ def _spread_kernel(
     slots_ptr,  # [R] int32
     starts_ptr,  # [R + 1] int32
     out_ptr,  # [T] int32, written
-    TOKENS: tl.constexpr,
 ):
     """Program (row)."""
     row = tl.program_id(0)
     start = tl.load(starts_ptr + row)
     end = tl.load(starts_ptr + row + 1)
     adapter = tl.load(adapters_of_slots_ptr + tl.load(slots_ptr + row))
-    for first in range(start, end, TOKENS):
-        tokens = first + tl.arange(0, TOKENS)
-        tl.store(out_ptr + tokens, tl.zeros([TOKENS], tl.int32) + adapter, mask=tokens < end)
+    for first in range(start, end, _TOKENS_AT_ONCE):
+        tokens = first + tl.arange(0, _TOKENS_AT_ONCE)
+        tl.store(out_ptr + tokens, tl.zeros([_TOKENS_AT_ONCE], tl.int32) + adapter, mask=tokens < end)
 
 
 @triton.jit
-def _load_places(adapters_ptr, rows, num_rows, NUM_PLACES: tl.constexpr, NO_ADAPTER: tl.constexpr):
+def _load_places(adapters_ptr, rows, num_rows, NUM_PLACES: tl.constexpr):
     """Load the place of each row's adapter, counted from 0; NUM_PLACES: it has none; NUM_PLACES + 1: there is no such
     row."""
-    adapters = tl.load(adapters_ptr + rows, mask=rows < num_rows, other=NO_ADAPTER)
-    places = tl.where(adapters == NO_ADAPTER, NUM_PLACES, adapters - 1)
+    adapters = tl.load(adapters_ptr + rows, mask=rows < num_rows, other=_NO_ADAPTER)
+    places = tl.where(adapters == _NO_ADAPTER, NUM_PLACES, adapters - 1)
     return tl.where(rows < num_rows, places, NUM_PLACES + 1)
 
 
@@ -71,14 +71,13 @@ def _group_kernel(
     ROW_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     PROJECTIONS: tl.constexpr,  # at a time
-    NO_ADAPTER: tl.constexpr,
 ):
     """Program (place); the last one is for the rows without an adapter."""
     place = tl.program_id(0)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, num_rows, ROWS):
         rows = start + tl.arange(0, ROWS)
-        counts += tl.histogram(_load_places(adapters_ptr, rows, num_rows, NUM_PLACES, NO_ADAPTER), BINS)
+        counts += tl.histogram(_load_places(adapters_ptr, rows, num_rows, NUM_PLACES), BINS)
     bins = tl.arange(0, BINS)
     num_tiles = (counts + ROW_TILE - 1) // ROW_TILE
     first_tile = tl.sum(tl.where(bins < place, num_tiles, 0), 0)
@@ -91,7 +90,7 @@ def _group_kernel(
         target = first_tile * ROW_TILE
         for start in range(0, num_rows, ROWS):
             rows = start + tl.arange(0, ROWS)
-            is_mine = (_load_places(adapters_ptr, rows, num_rows, NUM_PLACES, NO_ADAPTER) == place).to(tl.int32)
+            is_mine = (_load_places(adapters_ptr, rows, num_rows, NUM_PLACES) == place).to(tl.int32)
             tl.store(tiles.order + target + tl.cumsum(is_mine, 0) - is_mine, rows, mask=is_mine > 0)
             target += tl.sum(is_mine, 0)
         has_adapter = place < NUM_PLACES
@@ -113,14 +112,7 @@ def _group_kernel(
 
 def spread_adapters(adapters_of_slots: Tensor, slots: Tensor, query_start_loc: Tensor, out: Tensor) -> None:
     """See `nvcli.kernels.lora.spread_adapters`."""
-    _spread_kernel[(len(slots),)](
-        adapters_of_slots,
-        slots,
-        query_start_loc,
-        out,
-        TOKENS=_TOKENS_AT_ONCE,
-        num_warps=1,
-    )
+    _spread_kernel[(len(slots),)](adapters_of_slots, slots, query_start_loc, out, num_warps=1)
 
 
 def group_rows(adapters: Tensor, bank: AdapterBank, *, batch_invariant: bool = False) -> AdapterRows:
@@ -156,7 +148,6 @@ def group_rows(adapters: Tensor, bank: AdapterBank, *, batch_invariant: bool = F
         ROW_TILE=row_tile,
         ROWS=min(_ROWS_AT_ONCE, next_power_of_2(num_rows)),
         PROJECTIONS=min(_PROJECTIONS_AT_ONCE, next_power_of_2(num_projections)),
-        NO_ADAPTER=NO_ADAPTER,
         num_warps=4,
     )
     return AdapterRows(adapters, tiles, row_tile, batch_invariant)
