@@ -71,20 +71,11 @@ def route(
     return Routes(experts.int(), weights if factors is None else weights * factors[experts])
 
 
-def route_row_by_row(
-    logits: Tensor,
-    routing: Routing,
-    *,
-    bias: Tensor | None = None,
-    correction: Tensor | None = None,
-    factors: Tensor | None = None,
-) -> Routes:
-    """Do what `route` does, on a CPU for each token alone (see `row_by_row`)."""
+def route_row_by_row(logits: Tensor, routing: Routing, **terms: Tensor | None) -> Routes:
+    """Do what `route` does with the same arguments, on a CPU for each token alone (see `row_by_row`)."""
     if logits.is_cuda or logits.shape[1] < 2:
-        return route(logits, routing, bias=bias, correction=correction, factors=factors)
-    routes = [
-        route(row, routing, bias=bias, correction=correction, factors=factors) for row in torch.split(logits, 1, dim=1)
-    ]
+        return route(logits, routing, **terms)
+    routes = [route(row, routing, **terms) for row in torch.split(logits, 1, dim=1)]
     return Routes(*(torch.cat(columns) for columns in zip(*routes, strict=True)))
 
 
