@@ -176,8 +176,7 @@ def test_decode_rows_straight_to_registers(kind: Callable[..., AnyBench], many_r
         fp8_decode_attention,
         "fp8_decode_attention_kernel",
         {
-            "_numbers_of_keys": numbers,
-            "_numbers_of_values": numbers,
+            "numbers_of_bytes": lambda words, pack: numbers(words),
             "ITEM_FIELDS": ITEM_FIELDS.value,
             "_log2": torch.log2,
             "_transposed": lambda x: block(x.unflatten(0, (-1, 8)).transpose(1, 2).flatten(0, 1)),

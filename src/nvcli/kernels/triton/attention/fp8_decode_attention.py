@@ -36,7 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
-from nvcli.kernels.triton.attention.fp8_kv import NUMBERS_OF_A_WORD, NUMBERS_OF_TWO_KEYS
+from nvcli.kernels.triton.attention.gluon_fp8 import numbers_of_bytes
 from nvcli.kernels.triton.launch.triton_version import barrier
 
 
@@ -69,33 +69,6 @@ def _value_pairs(tile, num_words):
     keys = [[0, 0, key] for key in _powers(1, (tile // 8).bit_length() - 1)]
     lanes = [[1, 0, 0], [2, 0, 0], [0, piece, 0], [0, 2 * piece, 0], [0, 4 * piece, 0]]
     return gl.DistributedLinearLayout([[0, 0, tile // 8], *words, *keys], lanes, [], [], [4, num_words, tile // 4])
-
-
-@gluon.jit
-def _numbers_of_keys(words):
-    """Return the numbers of bytes 0, 1, 2 and 3 of words, each of the words' shape, in float16; those of bytes 0 and 1,
-    and of 2 and 3, stand in one register."""
-    return gl.inline_asm_elementwise(
-        NUMBERS_OF_A_WORD,
-        "=h,=h,=h,=h,r",
-        [words],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _numbers_of_values(words):
-    """Return the same, with the numbers of two keys in one register."""
-    return gl.inline_asm_elementwise(
-        NUMBERS_OF_TWO_KEYS,
-        "=r,=r,=r,=r,r,r",
-        [words],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
 
 
 @gluon.jit
@@ -304,7 +277,7 @@ def fp8_decode_attention_kernel(
         offset = following % KIND.block_size
         is_next = following < end
 
-        byte0, byte1, byte2, byte3 = _numbers_of_keys(keys)
+        byte0, byte1, byte2, byte3 = numbers_of_bytes(keys, 1)
         numbers = gl.join(gl.join(byte0, byte2), gl.join(byte1, byte3))
         numbers = numbers.reshape([8, 4, 4, PER_ROW, HEAD_DIM // 64, 2, 2]).permute([3, 0, 4, 2, 5, 1, 6])
         scores = mma_v2(gl.convert_layout(numbers.reshape([KEYS, HEAD_DIM]), left), query, no_scores)
@@ -358,7 +331,7 @@ def fp8_decode_attention_kernel(
         weight_sum += gl.sum(weights.reshape([PER_ROW, 8, QUERIES]), 0)
         scaled = _transposed(scaled.to(gl.float16)).reshape([PER_ROW, 8, QUERIES // 8, 8]).permute([0, 3, 2, 1])
         scaled = gl.convert_layout(scaled.reshape([KEYS, QUERIES]), right)
-        byte0, byte1, byte2, byte3 = _numbers_of_values(gl.convert_layout(values, value_pairs))
+        byte0, byte1, byte2, byte3 = numbers_of_bytes(gl.convert_layout(values, value_pairs), 2)
         acc0 = mma_v2(_left_operand(byte0, KEYS, left), scaled, acc0)
         acc1 = mma_v2(_left_operand(byte1, KEYS, left), scaled, acc1)
         acc2 = mma_v2(_left_operand(byte2, KEYS, left), scaled, acc2)

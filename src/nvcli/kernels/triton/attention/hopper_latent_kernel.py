@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
-from nvcli.kernels.triton.attention.fp8_kv import NUMBERS_OF_A_WORD
+from nvcli.kernels.triton.attention.gluon_fp8 import numbers_of_bytes
 from nvcli.kernels.triton.attention.hopper_prefill_kernel import stage_of
 from nvcli.kernels.triton.launch.triton_version import barrier, reinterpret, tma_load
 
@@ -80,14 +80,7 @@ def _load_numbers(cache, block, start, end, KIND: gl.constexpr, PER_WORD: gl.con
 @gluon.jit
 def _numbers_of_words(words, WIDTH: gl.constexpr):
     """Return the numbers of words of four: [KEYS, WIDTH] float16."""
-    byte0, byte1, byte2, byte3 = gl.inline_asm_elementwise(
-        NUMBERS_OF_A_WORD,
-        "=h,=h,=h,=h,r",
-        [words],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True,
-        pack=1,
-    )
+    byte0, byte1, byte2, byte3 = numbers_of_bytes(words, 1)
     return gl.join(gl.join(byte0, byte2), gl.join(byte1, byte3)).reshape([KEYS, WIDTH])
 
 
