@@ -213,7 +213,7 @@ def mutate_body(folder: Path, rng: random.Random) -> str:
     elif kind == "extended":
         data += bytes(rng.randrange(1, 1000))
     elif kind == "header length":
-        length = rng.choice([0, 1, 2**64 - 1, 2**63, len(data) - 8, len(data), 100_000_001, 7])
+        length = rng.choice([0, 1, 2**64 - 1, 2**63, max(len(data) - 8, 0), len(data), 100_000_001, 7])
         data[:8] = struct.pack("<Q", length)
     elif kind in ("noise", "not finite") and len(data) > 40_000:
         at = rng.randrange(20_000, len(data) - 4000) & ~1
