@@ -151,7 +151,8 @@ def report(events: Sequence[tuple[float, float, str]], num_steps: int) -> None:
     print(f"  {'between kernels of a step':<60} {within / num_steps:9.1f}  {100 * within / span:5.1f} %")
     between.sort()
     print(f"  {'idle between steps':<60} {sum(between) / num_steps:9.1f}  {100 * sum(between) / span:5.1f} %")
-    print(f"idle between steps: median {between[len(between) // 2]:.1f} µs, most {between[-1]:.1f} µs")
+    if between:
+        print(f"idle between steps: median {between[len(between) // 2]:.1f} µs, most {between[-1]:.1f} µs")
 
 
 def report_kernels(events: Sequence[tuple[float, float, str]], num_steps: int, num_kernels: int) -> None:
