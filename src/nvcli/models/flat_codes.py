@@ -64,15 +64,17 @@ def _read_scales(files: ReadsTensors, flat: FlatCodes, blocks: _Blocks, part: sl
     """Read the scales of some blocks, in float32."""
     scales = files.read_stored(flat.scales, (part,)).to(device)
     if flat.nested_table is None or flat.nested_scales is None:
-        files.scales.add([flat.scales], scales.float())
-        return scales.float()
+        scales = scales.float()
+        files.scales.add([flat.scales], scales)
+        return scales
     table = files.read_stored(flat.nested_table, (slice(0, 256),)).to(device).float()
     first = part.start // blocks.nested_size
-    outer = files.read_stored(flat.nested_scales, (slice(first, ceil_div(part.stop, blocks.nested_size)),)).to(device)
+    outer_part = slice(first, ceil_div(part.stop, blocks.nested_size))
+    outer = files.read_stored(flat.nested_scales, (outer_part,)).to(device).float()
     files.scales.add([flat.nested_table], table, is_signed=True)
-    files.scales.add([flat.nested_scales], outer.float())
+    files.scales.add([flat.nested_scales], outer)
     outer_of = torch.arange(part.start, part.stop, device=device).floor_divide_(blocks.nested_size).sub_(first)
-    return table[scales.int()] * outer.float()[outer_of] + blocks.offset
+    return table[scales.int()] * outer[outer_of] + blocks.offset
 
 
 def _read_blocks(files: ReadsTensors, info: TensorInfo, flat: FlatCodes) -> _Blocks:
