@@ -63,13 +63,14 @@ WeightKind = FP8Scaling | W4Kind | Literal["plain"]
 """The format of a weight: plain numbers, FP8 with scales of rows or blocks, or 4 bits."""
 
 
-def weight_kind(scales: Tensor | None, format: W4Format | None) -> WeightKind:
-    """Return the format of a weight [out, in] with such scales."""
+def weight_kind(scale_dims: int | None, format: W4Format | None) -> WeightKind:
+    """Return the format of a weight [out, in], whose scales have one dimension, for its rows, or two; None: it has
+    none."""
     if format is not None:
         return format.kind
-    if scales is None:
+    if scale_dims is None:
         return "plain"
-    return "channel" if scales.dim() == 1 else "block"
+    return "channel" if scale_dims == 1 else "block"
 
 
 class ExpertMatrix(NamedTuple):
@@ -86,7 +87,7 @@ class ExpertMatrix(NamedTuple):
     @property
     def kind(self) -> WeightKind:
         """The kind of the matrix of all experts."""
-        return weight_kind(None if self.scales is None else self.scales[0], self.format)
+        return weight_kind(None if self.scales is None else self.scales.dim() - 1, self.format)
 
     @property
     def group(self) -> int:

@@ -175,7 +175,7 @@ def _tile_kind(
     x: Activations, scales: Tensor | None, format: W4Format | None, launch: ProductLaunch, gate: Activation | None
 ) -> TileKind:
     """Return the constants of a product. Rows always come first where results must not depend on their number."""
-    weight = weight_kind(scales, format)
+    weight = weight_kind(None if scales is None else scales.dim(), format)
     x_by_tma, weight_by_tma = format is None and launch.x_by_tma, format is None and launch.weight_by_tma
     return TileKind(
         weight=weight,
