@@ -13,7 +13,9 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import MemoryUse
 from nvcli.core.system.host_memory import available_ram, peak_resident_bytes, resident_bytes, total_ram
 from nvcli.errors import CapacityError, LimitsTooHigh
+from nvcli.models.config import ModelConfig
 from nvcli.sizing.adapters import choose_places
+from nvcli.sizing.memory import with_affordable_drafts
 from nvcli.sizing.memory_plan import MemoryPlan
 
 _CPU_SHARE = 0.25
@@ -54,8 +56,7 @@ def plan_memory(
         kv_cache = int(available_ram() * _CPU_SHARE) // config.num_ranks_here
     else:
         fix = "raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens"
-        total = torch.cuda.mem_get_info(device)[1]
-        budget = int(total * config.gpu_memory_utilization)
+        budget = int(device_bytes(device) * config.gpu_memory_utilization)
         other = other_bytes(device, weights + adapters) - outside
         kv_cache = budget - weights - adapters - buffers - activations - graphs - other
     if config.kv_cache_memory is not None:
@@ -103,6 +104,12 @@ def report_memory(
 def device_bytes(device: torch.device) -> int:
     """Return the size of a device's memory."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else total_ram()
+
+
+def affordable_draft_tokens(config: EngineConfig, model: ModelConfig, weight_bytes: int, device: torch.device) -> int:
+    """Return the most tokens of a step with drafts, by the memory that the weights leave on a GPU."""
+    left = int(device_bytes(device) * config.gpu_memory_utilization) - weight_bytes
+    return with_affordable_drafts(config, model, left).max_draft_step_tokens
 
 
 def check_positions_fit(config: EngineConfig, angles_per_position: int, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from nvcli.core.weight_changes import WeightsChange
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
 from nvcli.models.registry import build_model
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
-from nvcli.sizing.memory import shared_sum_rows, with_affordable_drafts
+from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import by_item
 from nvcli.worker.distributed.peer_memory import share_memory
 from nvcli.worker.distributed.process_group import divide_ranks, join_process_group
@@ -38,9 +38,9 @@ from nvcli.worker.runner.home_buffers import HomeBuffers
 from nvcli.worker.runner.input_buffers import InputBuffers
 from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.memory import (
+    affordable_draft_tokens,
     check_positions_fit,
     check_weights_fit,
-    device_bytes,
     free_bytes,
     oom_as_limits_error,
     other_bytes,
@@ -187,14 +187,10 @@ class ModelRunner:
 
     def _limit_drafts(self) -> None:
         """Limit the tokens of steps with drafts by the memory that the weights leave, alike on all ranks."""
-        config = self.config
-        if config.max_draft_tokens and self.device.type == "cuda":
-            left = int(device_bytes(self.device) * config.gpu_memory_utilization)
-            left -= sum(self.model.weight_bytes().values())
-            tokens = self._groups.world.min(
-                with_affordable_drafts(config, self.model_config, left).max_draft_step_tokens
-            )
-            self.config = msgspec.structs.replace(config, draft_step_tokens=tokens)
+        if self.config.max_draft_tokens and self.device.type == "cuda":
+            weight_bytes = sum(self.model.weight_bytes().values())
+            tokens = affordable_draft_tokens(self.config, self.model_config, weight_bytes, self.device)
+            self.config = msgspec.structs.replace(self.config, draft_step_tokens=self._groups.world.min(tokens))
 
     def _finish_weights(self) -> None:
         with self._phase("load weights"):
