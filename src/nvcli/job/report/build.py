@@ -37,13 +37,12 @@ from nvcli.job.report.data import (
 from nvcli.job.run.counts import Example
 from nvcli.job.run.plan import RunPlan
 from nvcli.job.run.resolve import ResolvedJob
-from nvcli.job.run.settings import SetterOf, config_settings, sampling_settings
+from nvcli.job.run.settings import config_settings, sampling_settings
 
 
 def build_report(
     job: ResolvedJob,
     summary: Summary,
-    setter_of: SetterOf,
     *,
     error: BaseException | None = None,
     plan: RunPlan | None = None,
@@ -61,7 +60,7 @@ def build_report(
     now = datetime.datetime.now(datetime.UTC)
 
     def text_setter(path: KeyPath) -> str | None:
-        setter = setter_of(path)
+        setter = job.setter_of(path)
         return None if setter is None else _as_text(setter)
 
     return Report(

@@ -16,7 +16,7 @@ from nvcli.core.job_config import PROMPT_KEY
 from nvcli.errors import ConfigError
 from nvcli.job.output.manifest import CHAT_FACT
 from nvcli.job.rows.prompt_rules import PromptKind, TextKinds
-from nvcli.job.run.settings import SetterOf, unknown_setter
+from nvcli.job.run.settings import SetterOf
 
 _ALWAYS = frozenset((PromptKind.PROMPT, PromptKind.OTHER_TEXT, PromptKind.INSTRUCTION))
 _FACTS = {
@@ -27,9 +27,7 @@ _FACTS = {
 """Choices by their facts. Earlier versions have none, as they sent prompts as they are."""
 
 
-def choose_chat(
-    run: RunConfig, *, is_task: bool, has_chat_template: bool, setter_of: SetterOf = unknown_setter
-) -> TextKinds:
+def choose_chat(run: RunConfig, *, is_task: bool, has_chat_template: bool, setter_of: SetterOf) -> TextKinds:
     """Return which texts become messages. Raises ConfigError if all should and the model has no chat template.
 
     `is_task` says that something else is made of rows than answers: what is scored or embedded is the text itself.

@@ -34,7 +34,7 @@ from nvcli.job.run.engines import EngineEvents, EngineSet, StartEngine, start_en
 from nvcli.job.run.loop import JobLoop
 from nvcli.job.run.plan import RunPlan, plan_replicas, plan_run
 from nvcli.job.run.resolve import ResolvedJob, resolve_job
-from nvcli.job.run.settings import SetterOf, sampling_settings, unknown_setter
+from nvcli.job.run.settings import SetterOf, unknown_setter
 from nvcli.job.shard import WHOLE, Shard
 from nvcli.job.text.tokenizer import Tokenizer
 
@@ -98,7 +98,7 @@ def generate(
         if opened.finished is not None:
             summary = summary_of_complete_job(job.output, opened.finished, time.monotonic() - started_at)
             if report is not None:
-                report.write(build_report(job, summary, setter_of), progress.warn)
+                report.write(build_report(job, summary), progress.warn)
             return summary
         for note in job.describe_kinds(job.first_kinds):
             progress.note(note)
@@ -112,7 +112,7 @@ def generate(
             if engines is None:
                 engines = EngineSet(start)
                 processes.callback(engines.close)
-            current = _JobRun(job, plan, opened, progress, setter_of, engines, started_at=started_at)
+            current = _JobRun(job, plan, opened, progress, engines, started_at=started_at)
             with current.reported(report), contextlib.closing(progress), _rare_collections(), _stdout_aside():
                 current.run(interrupts.check)
     return current.summary()
@@ -127,7 +127,6 @@ class _JobRun:
         plan: RunPlan,
         opened: JobOutput,
         progress: Progress,
-        setter_of: SetterOf,
         engines: EngineSet,
         *,
         started_at: float,
@@ -137,7 +136,6 @@ class _JobRun:
         self._plan = plan
         self._opened = opened
         self._progress = progress
-        self._setter_of = setter_of
         self._engines = engines
         self._started_at = started_at
         self._generated_at: float | None = None
@@ -212,9 +210,7 @@ class _JobRun:
             rows=self._num_rows,
             errors=dict(self._opened.answered.errors + counts.errors),
             counts=counts,
-            sampling=sampling_settings(self._job.run, self._job.model.generation_defaults, self._setter_of)
-            if self._job.task is None
-            else (),
+            sampling=self._job.sampling,
             num_gpus=self._plan.num_gpus,
             limit=None if self._reader.all_read else self._job.limit,
             row_warnings=self._reader.warnings.totals(),
@@ -244,7 +240,6 @@ class _JobRun:
                 built = build_report(
                     self._job,
                     self.summary(),
-                    self._setter_of,
                     error=error,
                     plan=self._plan,
                     ready=self._events.ready,

@@ -246,15 +246,15 @@ def resolve_job(
     output = choose_output(names, output, shard)
     check_output(names, output)
     names = fetch_inputs(names)
-    settings = _find_model(run, weights=weights, found_device=found_device, gpus=gpus, setter_of=setter_of)
+    settings = _find_model(run, setter_of, weights=weights, found_device=found_device, gpus=gpus)
     pdfs = _pdf_files(settings, names)
     can_continue = is_repeatable(names)
     begun = None if overwrite or not can_continue else _facts_of(output)
-    chat = _chat_choice(settings, partial(RowReader, names, pdfs=pdfs), begun, setter_of)
+    chat = _chat_choice(settings, partial(RowReader, names, pdfs=pdfs), begun)
     needs = RowNeeds()
     if can_continue and run.job.check_columns:
         needs = needs_of_rows(settings, chat.kinds, names, limit=limit, pdfs=pdfs)
-    resolved = _with_engines(settings, needs, found_device=found_device, gpus=gpus, setter_of=setter_of)
+    resolved = _with_engines(settings, needs, found_device=found_device, gpus=gpus)
     merged_adapters = choose_ways(
         run,
         resolved.config,
@@ -324,7 +324,6 @@ def _chat_choice(
     settings: RowSettings,
     make_reader: Callable[[RowParser], RowReader],
     begun: Mapping[str, Any] | None,
-    setter_of: SetterOf,
 ) -> ChatChoice:
     """Return which texts of the inputs become messages. Raises ConfigError. `begun` holds the output's facts, and
     `make_reader` makes a reader of the inputs."""
@@ -336,7 +335,7 @@ def _chat_choice(
     is_task = settings.task is not None
     return keep_choice(
         settings.run.job,
-        settings.choose_chat(is_task=is_task, setter_of=setter_of),
+        settings.choose_chat(is_task=is_task),
         begun,
         makes_messages=settings.has_chat_template and not is_task,
         has_rows=has_rows,
@@ -349,27 +348,27 @@ def resolve_settings(run: RunConfig, *, setter_of: SetterOf = unknown_setter) ->
     Reads the checkpoint's small files, and downloads a checkpoint that is not there. `setter_of` is as in
     `resolve_job`.
     """
-    return _with_engines(_find_model(run, weights=True, setter_of=setter_of), RowNeeds(), setter_of=setter_of)
+    return _with_engines(_find_model(run, setter_of, weights=True), RowNeeds())
 
 
 def _find_model(
     run: RunConfig,
+    setter_of: SetterOf,
     *,
     weights: bool,
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
-    setter_of: SetterOf,
 ) -> RowSettings:
-    """Find the model, and what the run says of rows. All but `run` is as in `resolve_job`."""
+    """Find the model, and what the run says of rows. The arguments are those of `resolve_job`."""
     if run.enable_attention_dp:
         run = without_useless_auto(run, device=device_of(run, found_device), gpus=gpus)
     weights = weights and run.load_format == "auto"
     path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
-    settings = read_row_settings(run, path, load_checkpoint(run, path))
+    settings = read_row_settings(run, path, load_checkpoint(run, path), setter_of)
     check_tokenizer_files(path)
     if weights:
         check_weight_files(path)
-    settings.choose_chat(is_task=settings.task is not None, setter_of=setter_of)  # which may be an error
+    settings.choose_chat(is_task=settings.task is not None)  # which may be an error
     return settings
 
 
@@ -379,7 +378,6 @@ def _with_engines(
     *,
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
-    setter_of: SetterOf,
 ) -> ResolvedModel:
     """Choose the settings of the engines for rows with these needs. The rest is as in `resolve_job`."""
     run, path = settings.run, settings.model_path
@@ -392,7 +390,7 @@ def _with_engines(
     resolved = model_of_rows(replace(settings, model=model), config, adapter=adapter, row_adapters=row_adapters)
     if resolved.task is not None:
         return resolved
-    tokenizer = check_default_sampling(run.sampling, resolved.model_limits, resolved.load_tokenizer, setter_of)
+    tokenizer = check_default_sampling(run.sampling, resolved.model_limits, resolved.load_tokenizer, settings.setter_of)
     return replace(resolved, tokenizer=tokenizer)
 
 

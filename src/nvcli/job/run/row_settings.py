@@ -29,7 +29,7 @@ from nvcli.job.rows.prompt_rules import PromptRules, TextKinds
 from nvcli.job.rows.raw_values import as_json
 from nvcli.job.rows.task_rows import EmbedRows, ScoreRows, TaskRows
 from nvcli.job.run.chat_choice import choose_chat
-from nvcli.job.run.settings import SetterOf, unknown_setter
+from nvcli.job.run.settings import SetterOf, Setting, sampling_settings, unknown_setter
 from nvcli.job.text.tokenizer import has_chat_template
 from nvcli.models.config import ModelConfig
 from nvcli.models.embedding_files import read_embedding_files
@@ -53,10 +53,21 @@ class RowSettings:
     """Whether conversations can be answered, judging by the checkpoint's files and that template."""
     task: TaskRows | None
     """The task computed instead of answers; None: answers."""
+    setter_of: SetterOf
+    """Names what set a key of `run`."""
 
-    def choose_chat(self, *, is_task: bool, setter_of: SetterOf = unknown_setter) -> TextKinds:
+    def choose_chat(self, *, is_task: bool) -> TextKinds:
         """Return which texts of rows become messages. Raises ConfigError. `is_task` is as in `choose_chat`."""
-        return choose_chat(self.run, is_task=is_task, has_chat_template=self.has_chat_template, setter_of=setter_of)
+        return choose_chat(
+            self.run, is_task=is_task, has_chat_template=self.has_chat_template, setter_of=self.setter_of
+        )
+
+    @property
+    def sampling(self) -> list[Setting]:
+        """The sampling of a row without its own, parameter by parameter; empty if the run generates nothing."""
+        return (
+            [] if self.task is not None else sampling_settings(self.run, self.model.generation_defaults, self.setter_of)
+        )
 
     def make_parser(
         self,
@@ -94,7 +105,9 @@ class RowSettings:
         return tuple(adapter_choice(self.run.lora).named)
 
 
-def read_row_settings(run: RunConfig, model_path: Path, model: ModelConfig) -> RowSettings:
+def read_row_settings(
+    run: RunConfig, model_path: Path, model: ModelConfig, setter_of: SetterOf = unknown_setter
+) -> RowSettings:
     """Read what rows need of a checkpoint's small files. Raises ConfigError and LoadError."""
     task = _task_rows(run, model, model_path)
     job = run.job
@@ -107,6 +120,7 @@ def read_row_settings(run: RunConfig, model_path: Path, model: ModelConfig) -> R
         chat_template=template,
         has_chat_template=has_chat_template(model_path) if template is None else bool(template),
         task=task,
+        setter_of=setter_of,
     )
 
 

@@ -31,7 +31,7 @@ from nvcli.job.run.adapter_ways import describe_ways
 from nvcli.job.run.counts import LeadingErrors
 from nvcli.job.run.early_end import Interrupts
 from nvcli.job.run.resolve import ResolvedJob, resolve_job
-from nvcli.job.run.settings import Setting, is_worth_showing, sampling_settings
+from nvcli.job.run.settings import Setting, is_worth_showing
 from nvcli.job.shard import Shard
 from nvcli.job.text.prepare import PreparedRow
 from nvcli.tools.check.image_counts import ImageReport
@@ -155,7 +155,7 @@ def check_job(
     reading = _Reading(job)
     reading.estimate(options)  # an impossible layout is an error before anything is read
     ended_by = reading.read(options.num_prompts, progress)
-    return Check(reading.report(source, options, is_complete=ended_by is None), ended_by)
+    return Check(reading.report(options, is_complete=ended_by is None), ended_by)
 
 
 class _Reading:
@@ -217,7 +217,7 @@ class _Reading:
             num_bytes=self._reader.bytes_total,
         )
 
-    def report(self, source: ConfigSource, options: CheckOptions, *, is_complete: bool) -> CheckReport:
+    def report(self, options: CheckOptions, *, is_complete: bool) -> CheckReport:
         """Report on the rows that were read."""
         job, tally, warnings = self._job, self._tally, self._reader.warnings
         machine, forecasts = self.estimate(options)
@@ -228,7 +228,6 @@ class _Reading:
                 f"the first {job.run.job.max_leading_errors:,} rows all fail with {leading.first.type}: a run would "
                 "stop there, unless `job.max_leading_errors` is 0"
             )
-        settings = sampling_settings(job.run, job.model.generation_defaults, source.setter) if job.task is None else []
         return CheckReport(
             inputs=list(job.inputs),
             model=job.run.model,
@@ -250,7 +249,7 @@ class _Reading:
             cached_tokens_are_exact=tally.blocks is None or tally.blocks.is_exact,
             notes=[*job.notes, *job.describe_kinds(self._reader.kinds), *describe_ways(job.run, job.config)],
             warnings=[line.removeprefix("warning: ") for line in warnings.take_new()] + warnings.totals() + hopeless,
-            sampling=list(filter(is_worth_showing, settings)),
+            sampling=list(filter(is_worth_showing, job.sampling)),
             rows_with_own_sampling=tally.rows_with_own_sampling,
             answers=sum(tally.answers.values()),
             adapters=[
