@@ -31,6 +31,6 @@ class RankExecutor:
         return None
 
     def change_weights(self, change: WeightsChange) -> WeightsChanged:
-        from nvcli.worker.executor.rank_messages import change_weights
+        from nvcli.worker.executor.worker import change_weights
 
         return change_weights(self._runner, change)

@@ -15,7 +15,6 @@ from nvcli.engine.core import EngineCore, StepExecutor
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
-from nvcli.engine.weight_changes import change_weights
 
 
 class InstantExecutor:
@@ -50,8 +49,8 @@ class SchedulerEngine:
         )
         blocks = BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(scheduler_limits(config, self._ready), blocks)
-        self._executor: Any = executor or InstantExecutor()
-        self._core = EngineCore(self.scheduler, self._executor, max_in_flight=config.max_steps_in_flight)
+        steps: Any = executor or InstantExecutor()
+        self._core = EngineCore(self.scheduler, steps, max_in_flight=config.max_steps_in_flight)
         self._outputs: list[RequestOutput] = []
         self._changed: WeightsChanged | None = None
         self._event = os.eventfd(1)
@@ -73,7 +72,7 @@ class SchedulerEngine:
         return outputs + (self._core.step() if self._core.has_work else [])
 
     def change_weights(self, change: WeightsChange) -> None:
-        self._outputs, self._changed = change_weights(self._core, self._executor, change)
+        self._outputs, self._changed = self._core.change_weights(change)
 
     def take_changed(self) -> WeightsChanged | None:
         changed, self._changed = self._changed, None

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from nvcli.core.messages import StepInput, StepOutput
+from nvcli.core.weight_changes import WeightsChange, WeightsChanged
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.step_draft import ScheduledStep
@@ -37,6 +38,9 @@ class StepExecutor(Protocol):
         Returns the number of KV blocks if their contents are lost, or None if nothing was lost. Raises LimitsTooHigh if
         lower limits may be tried.
         """
+
+    def change_weights(self, change: WeightsChange) -> WeightsChanged:
+        """Change the weights on all ranks, and wait for it; no step may be in flight."""
 
 
 class EngineCore:
@@ -71,6 +75,17 @@ class EngineCore:
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
         self._scheduler.forget_prefixes()
+
+    def change_weights(self, change: WeightsChange) -> tuple[list[RequestOutput], WeightsChanged]:
+        """Finish all requests, change the weights of all ranks, or their memory, and forget what was computed with
+        them. Returns the outputs of these requests and the answer to the change."""
+        outputs: list[RequestOutput] = []
+        while self.has_work:
+            outputs += self.step()
+        changed = self._executor.change_weights(change)
+        if not changed.error_kind:
+            self.forget_prefixes()
+        return outputs, changed
 
     @property
     def has_work(self) -> bool:

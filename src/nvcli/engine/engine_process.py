@@ -39,11 +39,10 @@ from nvcli.engine.protocol import (
 )
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.segment_forest import SegmentCosts
-from nvcli.engine.weight_changes import change_weights
 from nvcli.errors import NvcliError, WorkerError, first_line
 from nvcli.worker.executor.child_process import end_at_sigterm, end_children
+from nvcli.worker.executor.executor import Executor
 from nvcli.worker.executor.ranks import RankAhead
-from nvcli.worker.executor.weight_executor import WeightExecutor
 
 if TYPE_CHECKING:
     from nvcli.engine.step_recorder import StepRecorder
@@ -65,9 +64,9 @@ def main(start: EngineStart, control: Connection, ahead: RankAhead | None = None
     def send(message: FromEngine) -> None:
         control.send_bytes(encoder.encode(message))
 
-    executor: WeightExecutor | None = None
+    executor: Executor | None = None
     try:
-        executor = WeightExecutor(start.config, start.runner, ahead)
+        executor = Executor(start.config, start.runner, ahead)
         _serve(start.config, executor, _start_receiver(control), send)
     except NvcliError as error:
         details = error.traceback if isinstance(error, WorkerError) else ""
@@ -126,7 +125,7 @@ def drafting_of(config: EngineConfig, ready: EngineReady) -> Drafting | None:
 
 def _serve(
     config: EngineConfig,
-    executor: WeightExecutor,
+    executor: Executor,
     inbox: queue.SimpleQueue[ToEngine | None],
     send: Callable[[FromEngine], None],
 ) -> None:
@@ -186,7 +185,7 @@ def _take_messages(
     inbox: queue.SimpleQueue[ToEngine | None],
     late: deque[AddRequests],
     core: EngineCore,
-    executor: WeightExecutor,
+    executor: Executor,
     send: Callable[[FromEngine], None],
 ) -> bool:
     """Hand waiting messages to the core, or wait for one if there is nothing to do. Returns False to end the engine.
@@ -213,7 +212,7 @@ def _take_messages(
             core.forget_prefixes()
         elif isinstance(message, WeightsChange):
             _add_requests(late, core)
-            outputs, changed = change_weights(core, executor, message)
+            outputs, changed = core.change_weights(message)
             send(OutputBatch(outputs, core.stats))
             send(changed)
         else:

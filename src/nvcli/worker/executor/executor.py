@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
+from nvcli import errors
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import (
     MAX_KV_GROUPS,
@@ -21,6 +22,7 @@ from nvcli.core.messages import (
     max_step_input_bytes,
     max_step_output_bytes,
 )
+from nvcli.core.weight_changes import LoadWeights, WeightsChange, WeightsChanged
 from nvcli.worker.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
 from nvcli.worker.executor.rank_processes import RankProcesses
 from nvcli.worker.executor.ranks import MODEL_RUNNER, RankAhead, Wiring
@@ -40,6 +42,8 @@ class Executor:
         """`ahead` is a rank started in advance: it is used, or ended if there are several ranks."""
         self._config = config
         self._runner = runner
+        self._loaded: LoadWeights | None = None
+        """The weights that took the place of the configuration's."""
         self._spawn(config, runner, ahead)
 
     def _spawn(self, config: EngineConfig, runner: str, ahead: RankAhead | None = None) -> None:
@@ -139,7 +143,7 @@ class Executor:
 
         A lone rank carries on, and the result is None. Several ranks are restarted, and the result is the number of
         their KV blocks, which are empty. That takes as long as the start and raises the errors of `wait_ready`; it may
-        be called again after LimitsTooHigh.
+        be called again after LimitsTooHigh. New ranks load the weights that the others had.
         """
         assert not self._submitted
         if len(self._ranks) == 1:
@@ -152,7 +156,25 @@ class Executor:
             kv_blocks_before=self._num_blocks,
         )
         self._spawn(self._config, self._runner)
-        return self.wait_ready().num_blocks
+        num_blocks = self.wait_ready().num_blocks
+        if self._loaded is not None:
+            changed = self.change_weights(self._loaded)
+            if changed.error_kind:
+                raise errors.named(changed.error_kind, changed.message)
+        return num_blocks
+
+    def change_weights(self, change: WeightsChange) -> WeightsChanged:
+        """Send a change of the weights to all ranks, and wait for it, which may take any time. No step may be in
+        flight. Raises the error of a rank that failed or died."""
+        assert not self._submitted
+        try:
+            self._steps.send(self._encoder.encode(change))
+        except ChannelClosed:
+            self._ranks.raise_failure()
+        changed = self._ranks.wait_changed()
+        if isinstance(change, LoadWeights) and not changed.error_kind:
+            self._loaded = change
+        return changed
 
     # ------------------------------------------------------------------ ends
 

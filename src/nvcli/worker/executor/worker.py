@@ -26,14 +26,14 @@ from textwrap import shorten
 
 import msgspec
 
-from nvcli.core.messages import StepOutput
+from nvcli.core.messages import StepInput, StepOutput
 from nvcli.core.system.kernel_cache import kernel_cache_error
-from nvcli.errors import NvcliError, first_line
+from nvcli.core.weight_changes import WeightsChange, WeightsChanged
+from nvcli.errors import CapacityError, ConfigError, LoadError, NvcliError, first_line
 from nvcli.kernels.triton.launch.compile_processes import hash_triton
 from nvcli.worker.distributed.rendezvous import store_path
 from nvcli.worker.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
 from nvcli.worker.executor.child_process import end_children
-from nvcli.worker.executor.rank_messages import RankMessages
 from nvcli.worker.executor.ranks import MODEL_RUNNER, RankStart
 from nvcli.worker.executor.status_board import StatusBoard
 from nvcli.worker.runner.compiled_programs import start_compilers
@@ -128,12 +128,17 @@ def _run(start: RankStart, control: Connection) -> None:
     gc.freeze()  # so do the objects made at the start
     control.send(runner.ready)
 
-    messages = RankMessages(ChannelReader(start.wiring.steps, rank), runner, control, context.report_phase)
+    messages = ChannelReader(start.wiring.steps, rank)
+    decoder: msgspec.msgpack.Decoder[StepInput | WeightsChange] = msgspec.msgpack.Decoder(StepInput | WeightsChange)
     not_run = ""  # why nothing runs until a step restarts
     try:
         while True:
             status.report(rank, "waiting for a step")
-            step = messages.next_step()
+            step = decoder.decode(messages.receive())
+            if not isinstance(step, StepInput):  # a change of the weights, which comes between steps
+                status.report(rank, "changing the weights")
+                control.send(change_weights(runner, step))
+                continue
             status.report(rank, "step", step.step_id)
             pending: PendingOutput | None
             if not_run and not step.restarts:
@@ -153,6 +158,15 @@ def _run(start: RankStart, control: Connection) -> None:
         if start.config.record_steps:
             with contextlib.suppress(OSError):  # the engine is gone: no one asks
                 control.send(RankClosed(runner.peak_bytes()))
+
+
+def change_weights(runner: Runner, change: WeightsChange) -> WeightsChanged:
+    """Let a runner change its weights; return the error for which nothing was changed, if there is one."""
+    try:
+        runner.change_weights(change)
+    except (LoadError, ConfigError, CapacityError) as error:
+        return WeightsChanged(type(error).__name__, str(error))
+    return WeightsChanged()
 
 
 def _import_ahead() -> None:
