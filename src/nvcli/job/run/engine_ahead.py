@@ -8,7 +8,7 @@ from nvcli.worker.executor.child_process import ChildProcess
 
 if TYPE_CHECKING:  # it is to be started before much is imported
     from nvcli.core.engine_config import EngineConfig
-    from nvcli.job.run.engines import Engine
+    from nvcli.engine.client import EngineClient
 
 
 class EngineAhead:
@@ -19,7 +19,7 @@ class EngineAhead:
         """Start the process, without waiting for it. It is killed when the calling thread ends."""
         self._process: ChildProcess | None = ChildProcess("nvcli.engine.engine_ahead:main", None, name="engine")
 
-    def start_engine(self, config: EngineConfig) -> Engine:
+    def start_engine(self, config: EngineConfig) -> EngineClient:
         """Start an engine."""
         from nvcli.engine.client import EngineClient
         from nvcli.job.run.engines import start_engine

@@ -4,45 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
-from nvcli.core.weight_changes import WeightsChange, WeightsChanged
-from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.engine.client import EngineClient
 from nvcli.errors import NvcliError
 from nvcli.job.job import JobResult
 from nvcli.job.run.early_end import RowTracebacks, keep_traceback
 
-
-class Engine(Protocol):
-    """A replica's engine as the loop sees it; `engine.client.EngineClient` is the real one."""
-
-    def wait_ready(self, timeout: float | None = None) -> EngineReady | None: ...
-    def add(self, requests: list[Request]) -> None: ...
-    def abort(self, request_ids: Sequence[int]) -> None: ...
-    def poll(self, timeout: float) -> list[RequestOutput]: ...
-    def change_weights(self, change: WeightsChange) -> None: ...
-    def take_changed(self) -> WeightsChanged | None: ...
-    def take_notes(self) -> list[str]: ...
-    def fileno(self) -> int: ...
-    def close(self) -> None: ...
-    @property
-    def stats(self) -> EngineStats: ...
+StartEngine = Callable[[EngineConfig], EngineClient]
+"""Starts the engine of a replica; tests start others that have the same methods."""
 
 
-StartEngine = Callable[[EngineConfig], Engine]
-
-
-def start_engine(config: EngineConfig) -> Engine:
-    """Start the real thing: an engine process and its ranks.
+def start_engine(config: EngineConfig) -> EngineClient:
+    """Start an engine process, which starts its ranks.
 
     They are killed when the thread that calls this ends, as when the process does.
     """
-    from nvcli.engine.client import EngineClient
-
     return EngineClient.start(config, name="engine" if config.replica == 0 else f"engine {config.replica}")
 
 
@@ -52,7 +32,7 @@ class EngineSet:
     def __init__(self, start: StartEngine = start_engine) -> None:
         """`start` starts the engine of one replica."""
         self._start = start
-        self._engines: list[Engine] = []
+        self._engines: list[EngineClient] = []
         self._configs: list[EngineConfig] = []
         self.are_sound = True
         """Whether all of them are alive; a job that loses one sets it."""
@@ -61,7 +41,7 @@ class EngineSet:
         self.next_request_id = 0
         """The lowest unused request id. Ids are not reused, because answers to aborted requests may come late."""
 
-    def take(self, configs: Sequence[EngineConfig]) -> list[Engine]:
+    def take(self, configs: Sequence[EngineConfig]) -> list[EngineClient]:
         """Return engines with these configurations: the running ones if they fit, or new ones in their place."""
         # Whether grammars are loaded beside the weights is a matter of time alone.
         wanted = [msgspec.structs.replace(config, prepare_grammars=False) for config in configs]

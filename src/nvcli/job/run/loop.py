@@ -23,11 +23,12 @@ import msgspec
 from nvcli.core.config import RunConfig
 from nvcli.core.messages import EngineReady
 from nvcli.core.weight_changes import WeightsChange, WeightsChanged
+from nvcli.engine.client import EngineClient
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError, reworded, unexpected
 from nvcli.job.job import JobResult, failed
 from nvcli.job.run.counts import Counts
-from nvcli.job.run.engines import Engine, EngineEvents
+from nvcli.job.run.engines import EngineEvents
 from nvcli.job.run.feeder import Feeder
 from nvcli.job.run.open_rows import OpenRow, results_of
 from nvcli.job.run.plan import RunPlan, make_duplicates, make_planner
@@ -58,7 +59,7 @@ _DEATHS = (WorkerError, CapacityError)
 class _Replica:
     """An engine and its rows."""
 
-    def __init__(self, number: int, engine: Engine, capacity: int) -> None:
+    def __init__(self, number: int, engine: EngineClient, capacity: int) -> None:
         self.number = number
         self.engine = engine
         self._stats_before = engine.stats
@@ -126,7 +127,7 @@ class JobLoop:
         self,
         run: RunConfig,
         plan: RunPlan,
-        engines: Sequence[Engine],
+        engines: Sequence[EngineClient],
         feeder: Feeder,
         writer: Results,
         counts: Counts,
