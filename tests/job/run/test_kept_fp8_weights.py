@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints import write_tiny_model
 from nvcli.core.config import RunConfig
-from nvcli.core.system.nvidia_smi import SmiReport, parse_gpus
+from nvcli.core.system.nvidia_smi import SmiGpu, parse_gpus
 from nvcli.errors import ConfigError
 from nvcli.job.run.engine_settings import load_model, resolve_engine_config
 from nvcli.job.run.kept_weights import explain_choice, keep_weights
@@ -36,9 +36,9 @@ def models(paths: dict[str, Path]) -> dict[str, ModelConfig]:
     return {name: load_model_config(path) for name, path in paths.items()}
 
 
-def report(*capabilities: str) -> SmiReport:
+def gpus_of(*capabilities: str) -> list[SmiGpu]:
     lines = [f"{i}, GPU-{i}, NVIDIA X, 580.1, 80000, 0, Disabled{one}\n" for i, one in enumerate(capabilities)]
-    return SmiReport(gpus=parse_gpus("".join(lines)), processes=(), links={})
+    return list(parse_gpus("".join(lines)).values())
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def test_auto(
     name: str, capabilities: list[str], keys: dict[str, Any], kept: str, models: dict[str, ModelConfig]
 ) -> None:
     run = RunConfig(model="m", **keys)
-    assert keep_weights(run, models[name], "cuda", report=report(*capabilities)).quantization == kept
+    assert keep_weights(run, models[name], "cuda", gpus=gpus_of(*capabilities)).quantization == kept
 
 
 def test_nothing_is_kept_on_a_cpu_or_where_layers_cannot_be_told(models: dict[str, ModelConfig]) -> None:
     run, model = RunConfig(model="m"), models["blocks"]
-    assert keep_weights(run, model, "cpu", report=report(", 9.0")).quantization == "none"
+    assert keep_weights(run, model, "cpu", gpus=gpus_of(", 9.0")).quantization == "none"
     assert model.quantisation is not None
     unclear = dataclasses.replace(model, quantisation=dataclasses.replace(model.quantisation, left_alone=("re:(",)))
-    assert keep_weights(run, unclear, "cuda", report=report(", 9.0")).quantization == "none"
+    assert keep_weights(run, unclear, "cuda", gpus=gpus_of(", 9.0")).quantization == "none"
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("h200", "fp8"), ("l40s", "fp8"), ("a100", "none")])
@@ -113,7 +113,7 @@ def test_fast_accumulation(
     models: dict[str, ModelConfig],
 ) -> None:
     run = RunConfig(model="m", fp8_accumulation="fast", **keys)
-    model = keep_weights(run, models[name], device, report=report(", 9.0"))
+    model = keep_weights(run, models[name], device, gpus=gpus_of(", 9.0"))
     if said is None:
         config = resolve_engine_config(run, paths[name], model, found_device=device)
         assert config.fp8_accumulation == "fast"
@@ -139,7 +139,7 @@ def test_what_auto_chose_is_said(
     name: str, capability: str, keys: dict[str, Any], said: str, models: dict[str, ModelConfig]
 ) -> None:
     run = RunConfig(model="m", **{"device": "cuda", **keys})
-    model = keep_weights(run, models[name], run.device, report=report(f", {capability}"))  # type: ignore[arg-type]
+    model = keep_weights(run, models[name], run.device, gpus=gpus_of(f", {capability}"))  # type: ignore[arg-type]
     config = resolve_engine_config(run, Path("/m"), model)
     found = explain_choice(run, model, config)
     assert said in found

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import edit_json
 from nvcli.core.config import RunConfig
 from nvcli.core.speculation_config import SpeculationConfig
-from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport
+from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.errors import ConfigError
 from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
 from nvcli.job.run.kept_weights import explain_choice, keep_weights
@@ -23,6 +23,11 @@ from nvcli.tools.bench.shapes import write_shape
 from nvcli.tools.profile.advice import advise
 
 GIB = 2**30
+
+
+def gpus_of(num_bytes: int) -> list[SmiGpu]:
+    """A GPU of which only the memory is known."""
+    return [SmiGpu(index=0, uuid="", name="", total_bytes=num_bytes)]
 
 
 def shape(name: str, folder: Path, quantization: Any = "w4a16") -> ModelConfig:
@@ -52,7 +57,7 @@ def shape(name: str, folder: Path, quantization: Any = "w4a16") -> ModelConfig:
 )
 def test_auto_goes_by_memory(name: str, gib: int, keys: dict[str, Any], kept: str, tmp_path: Path) -> None:
     run = RunConfig(model="m", **keys)
-    assert keep_weights(run, shape(name, tmp_path), "cuda", gpu_bytes=gib * GIB).quantization == kept
+    assert keep_weights(run, shape(name, tmp_path), "cuda", gpus=gpus_of(gib * GIB)).quantization == kept
 
 
 def test_experts_in_mxfp4_become_fp8_only_where_gpus_multiply_in_fp8(tmp_path: Path) -> None:
@@ -71,22 +76,21 @@ def test_experts_in_mxfp4_become_fp8_only_where_gpus_multiply_in_fp8(tmp_path: P
 def test_auto_leaves_the_rest_alone(tmp_path: Path) -> None:
     """Nobody is asked for GPUs on a CPU and for checkpoints that are not in 4 bits; unknown GPUs change nothing."""
     run, four_bits = RunConfig(model="m"), shape("qwen3-32b", tmp_path)
-    assert keep_weights(run, four_bits, "cpu", gpu_bytes=GIB).quantization == "none"
-    assert keep_weights(run, shape("qwen3-32b", tmp_path, "none"), "cuda", gpu_bytes=GIB).quantization == "none"
-    nobody = SmiReport(gpus={}, processes=(), links={})
-    assert keep_weights(run, four_bits, "cuda", report=nobody).quantization == "none"
+    assert keep_weights(run, four_bits, "cpu", gpus=gpus_of(GIB)).quantization == "none"
+    assert keep_weights(run, shape("qwen3-32b", tmp_path, "none"), "cuda", gpus=gpus_of(GIB)).quantization == "none"
+    assert keep_weights(run, four_bits, "cuda", gpus=()).quantization == "none"
     untold = SmiGpu(index=0, uuid="a", name="a slice", driver="580", total_bytes=0, used_bytes=0, mig=True)
     assert keep_weights(run, four_bits, "cuda", gpus=[untold]).quantization == "none"
     assert four_bits.quantisation is not None
     small = dataclasses.replace(four_bits, quantisation=dataclasses.replace(four_bits.quantisation, group_size=16))
-    assert keep_weights(run, small, "cuda", gpu_bytes=GIB).quantization == "none"
+    assert keep_weights(run, small, "cuda", gpus=gpus_of(GIB)).quantization == "none"
 
 
 def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
     write_shape("qwen3-32b", tmp_path, quantization="w4a16")
     run = RunConfig(model="m")
     checkpoint = load_checkpoint(run, tmp_path)
-    model, _, _ = load_with_adapters(run, tmp_path, checkpoint, found_device="cuda", gpu_bytes=48 * GIB)
+    model, _, _ = load_with_adapters(run, tmp_path, checkpoint, found_device="cuda", gpus=gpus_of(48 * GIB))
     config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
     assert model.quantization == config.quantization == "w4a16"
     assert config.weights_type == "bfloat16, linear layers in 4 bits"
@@ -117,7 +121,7 @@ def test_the_choice_is_said(
     name: str, gib: int, device: Literal["cpu", "cuda"], keys: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     run = RunConfig(model="m", **keys)
-    model = keep_weights(run, shape(name, tmp_path), device, gpu_bytes=gib * GIB)
+    model = keep_weights(run, shape(name, tmp_path), device, gpus=gpus_of(gib * GIB))
     config = resolve_engine_config(run, tmp_path, model, found_device=device)
     assert re.search(line, explain_choice(run, model, config))
 
@@ -137,7 +141,7 @@ def test_how_nvfp4_is_kept(gib: int, keys: dict[str, Any], kept: str, line: str,
     write_shape("qwen3-8b", tmp_path)
     edit_json(tmp_path / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
     run, shape = RunConfig(model="m", **keys), load_model_config(tmp_path)
-    model = keep_weights(run, shape, "cuda", gpu_bytes=gib * GIB)
+    model = keep_weights(run, shape, "cuda", gpus=gpus_of(gib * GIB))
     config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
     assert model.quantization == kept
     assert re.search(line, explain_choice(run, model, config))

@@ -26,11 +26,11 @@ class SmiGpu:
     uuid: str
     """The uuid without the `GPU-` in front."""
     name: str
-    driver: str
+    driver: str = ""
     total_bytes: int
     """Memory of the GPU; 0: not reported, as for one that shares the machine's memory or is cut into slices."""
-    used_bytes: int
-    mig: bool
+    used_bytes: int = 0
+    mig: bool = False
     capability: tuple[int, int] | None = None
     """Compute capability; None: not reported."""
 

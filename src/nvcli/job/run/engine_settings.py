@@ -68,14 +68,13 @@ def load_with_adapters(
     *,
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
-    gpu_bytes: int | None = None,
     reads_images: bool = True,
 ) -> tuple[ModelConfig, Adapter | None, dict[str, Adapter]]:
     """Return the model of a checkpoint (`load_checkpoint`) with weights in the format that a run's ranks keep, the LoRA
     adapter for all rows (None: the run has none) and those that rows choose, by name.
 
-    `found_device` is the device that `device: auto` stands for (None: look for a GPU). `gpus` are the run's GPUs;
-    `gpu_bytes` is the memory of one about which nothing else is known. If both are None, this machine's GPUs count.
+    `found_device` is the device that `device: auto` stands for (None: look for a GPU). `gpus` are the run's GPUs (None:
+    those of this machine).
     `reads_images` false: with `images: auto` the vision tower is left out. Raises LoadError and ConfigError, also if an
     adapter does not fit the model.
     """
@@ -86,14 +85,15 @@ def load_with_adapters(
     named = {name: read_adapter(find_adapter(path), base) for name, path in choice.named.items()}
     for name, each in named.items():
         check_of_text(name, each)
-    for number in find_ways(choice, list(named.values()), base).merged:
-        model = list(named.values())[number - 1].adapt(model)
+    adapters = list(named.values())
+    for number in find_ways(choice, adapters, base).merged:
+        model = adapters[number - 1].adapt(model)
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
     device = device_of(run, found_device)
     model = with_run_head(run, model_path, model, device)
-    return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter, named
+    return keep_weights(run, model, device, gpus=gpus, adapter=adapter), adapter, named
 
 
 def with_run_head(run: RunConfig, model_path: Path, model: ModelConfig, device: Literal["cpu", "cuda"]) -> ModelConfig:

@@ -18,7 +18,7 @@ from typing import Literal
 from nvcli.core.config import RunConfig
 from nvcli.core.config_types import KeptWeights
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport, ask_for_gpus, visible_gpus
+from nvcli.core.system.nvidia_smi import SmiGpu, ask_for_gpus, visible_gpus
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
 from nvcli.models.adapters.adapter import Adapter
@@ -35,15 +35,12 @@ def keep_weights(
     device: Literal["cpu", "cuda"],
     *,
     gpus: Sequence[SmiGpu] | None = None,
-    gpu_bytes: int | None = None,
-    report: SmiReport | None = None,
     adapter: Adapter | None = None,
 ) -> ModelConfig:
     """Return the model with its weights in the format that a run's ranks keep. Raises ConfigError, also if an `adapter`
     changes weights that would stay in 4 bits.
 
-    `gpus` are the run's GPUs; `gpu_bytes` is the memory of one about which nothing else is known. If both are None, the
-    GPUs in `report` count, which is the output of nvidia-smi (None: run it).
+    `gpus` are the run's GPUs, as far as known; None: those that nvidia-smi shows.
     """
     if run.quantization != "auto":
         kept = model.with_quantization(run.quantization)
@@ -53,16 +50,15 @@ def keep_weights(
     format_kept = _format_kept(run, model, adapter)
     if device == "cpu" or format_kept is None or _obstacle(run, model, format_kept):
         return model.with_quantization("none")
-    if gpus is None and gpu_bytes is None:
-        found = visible_gpus(ask_for_gpus() if report is None else report)
+    if gpus is None:
+        found = visible_gpus(ask_for_gpus())
         gpus = () if isinstance(found, str) else found
-    gpus = gpus or ()
     assert model.quantisation is not None
     known = [gpu.capability for gpu in gpus if gpu.capability is not None]
     has_fp8_units = all(capability >= FP8_CAPABILITY for capability in known)
     if model.quantisation.numbers == "fp8":
         return model.with_quantization("fp8" if has_fp8_units else "none")
-    smallest = gpu_bytes or min((gpu.total_bytes for gpu in gpus if gpu.total_bytes), default=None)
+    smallest = min((gpu.total_bytes for gpu in gpus if gpu.total_bytes), default=None)
     if smallest is None:
         return model.with_quantization("none")
     plain, numbers = model.with_quantization("none"), model.quantisation.numbers

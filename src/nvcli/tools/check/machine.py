@@ -70,16 +70,7 @@ def named_gpus(kind: str | None, count: int | None) -> list[SmiGpu] | None:
         raise ConfigError(f"--gpu {kind} is unknown; known: {', '.join(GPUS)}")
     name, total_bytes, capability = known
     return [
-        SmiGpu(
-            index=index,
-            uuid=f"{kind}-{index}",
-            name=name,
-            driver="",
-            total_bytes=total_bytes,
-            used_bytes=0,
-            mig=False,
-            capability=capability,
-        )
+        SmiGpu(index=index, uuid=f"{kind}-{index}", name=name, total_bytes=total_bytes, capability=capability)
         for index in range(count or 1)
     ]
 

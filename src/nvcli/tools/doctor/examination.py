@@ -14,7 +14,7 @@ from nvcli.attention.spec import AttentionSpec, attention_kinds
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.host_memory import available_ram
-from nvcli.core.system.nvidia_smi import SmiReport, ask_nvidia_smi
+from nvcli.core.system.nvidia_smi import SmiReport, ask_nvidia_smi, visible_gpus
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.layout import Layout, layout_as_given, resolve_layout
 from nvcli.job.run.device import device_of
@@ -119,7 +119,8 @@ def _layout(
         run = msgspec.structs.replace(run, lora=None)
     try:
         model = with_run_head(run, files.path, files.config, device)
-        model = keep_weights(run, model, device, report=smi, adapter=files.adapter)
+        gpus = visible_gpus(smi)
+        model = keep_weights(run, model, device, gpus=() if isinstance(gpus, str) else gpus, adapter=files.adapter)
         config = resolve_engine_config(run, files.path, model, found_device=device)
         layout = resolve_layout(run, config, model, report=smi)
         sampling_defaults(run, files.config)

@@ -11,6 +11,7 @@ import msgspec
 from nvcli.core.byte_sizes import parse_size
 from nvcli.core.config import RunConfig
 from nvcli.core.system.host_memory import available_ram
+from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.layout import resolve_layout
 from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
@@ -45,8 +46,9 @@ def run_profile(
         raise ConfigError("--input needs a tokenizer, which --shape does not have; name a model with --model")
     with model_folder(run.model, shape, revision=run.revision, quantization=run.quantization) as path:
         device: Literal["cuda"] | None = "cuda" if dry_run else None
+        gpus = None if total is None else [SmiGpu(index=0, uuid="", name="", total_bytes=total)]
         checkpoint = load_checkpoint(run, path)
-        model, _, row_adapters = load_with_adapters(run, path, checkpoint, found_device=device, gpu_bytes=total)
+        model, _, row_adapters = load_with_adapters(run, path, checkpoint, found_device=device, gpus=gpus)
         config = resolve_engine_config(run, path, model, found_device=device, row_adapters=row_adapters)
         if shape is not None:
             config = msgspec.structs.replace(config, load_format="dummy")
