@@ -19,7 +19,8 @@ from fake_runners import (
     rows_of,
     spans_of,
 )
-from nvcli.core.messages import StepInput, StepOutput, max_step_input_bytes, pack, unpack
+from nvcli.core.message_sizes import max_step_input_bytes
+from nvcli.core.messages import StepInput, StepOutput, pack, unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits

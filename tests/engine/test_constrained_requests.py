@@ -5,14 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from nvcli.core.messages import (
-    CONSTRAINT_FAILED,
-    MAX_STEP_GRAMMAR_BYTES,
-    StepOutput,
-    max_step_input_bytes,
-    pack,
-    unpack,
-)
+from nvcli.core.message_sizes import max_step_input_bytes
+from nvcli.core.messages import CONSTRAINT_FAILED, MAX_STEP_GRAMMAR_BYTES, StepOutput, pack, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import MAX_GRAMMAR_BYTES, Constraint
 from nvcli.engine.block_manager import BlockManager

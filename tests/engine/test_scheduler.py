@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from fake_runners import BLOCK_SIZE, CountingRunner, engine_config, rows_of, spans_of
-from nvcli.core.messages import ForwardMode, StepInput, StepOutput, max_step_input_bytes, unpack
+from nvcli.core.message_sizes import max_step_input_bytes
+from nvcli.core.messages import ForwardMode, StepInput, StepOutput, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore

@@ -19,7 +19,7 @@ from nvcli.tools.quality.passage_reader import CHUNK_TOKENS, PassageReader
 from nvcli.tools.quality.ranks import CompareTask, PassageSums, PassageTask
 from nvcli.tools.quality.statistics import TokenSums
 from nvcli.worker.distributed.rendezvous import store_path
-from nvcli.worker.executor.worker import RankFailed
+from nvcli.worker.executor.rank_messages import RankFailed
 from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.memory import oom_as_limits_error
 

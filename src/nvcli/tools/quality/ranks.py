@@ -13,8 +13,8 @@ from nvcli.tools.quality.statistics import TokenSums
 from nvcli.worker.distributed.rendezvous import create_store
 from nvcli.worker.executor.child_process import ChildProcess
 from nvcli.worker.executor.children import ChildDied, NoAnswer, collect_answers
+from nvcli.worker.executor.rank_messages import RankFailed
 from nvcli.worker.executor.ranks import RANK_ENVIRONMENT
-from nvcli.worker.executor.worker import RankFailed
 
 _TARGET = "nvcli.tools.quality.rank:main"
 

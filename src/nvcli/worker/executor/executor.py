@@ -14,14 +14,8 @@ import msgspec
 
 from nvcli import errors
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.messages import (
-    MAX_KV_GROUPS,
-    EngineReady,
-    StepInput,
-    StepOutput,
-    max_step_input_bytes,
-    max_step_output_bytes,
-)
+from nvcli.core.message_sizes import max_step_input_bytes, max_step_output_bytes
+from nvcli.core.messages import MAX_KV_GROUPS, EngineReady, StepInput, StepOutput
 from nvcli.core.weight_changes import LoadWeights, WeightsChange, WeightsChanged
 from nvcli.worker.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
 from nvcli.worker.executor.rank_processes import RankProcesses

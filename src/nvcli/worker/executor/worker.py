@@ -19,64 +19,23 @@ import queue
 import signal
 import threading
 import time
-import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from textwrap import shorten
 
 import msgspec
 
-from nvcli.core.messages import StepInput, StepOutput
+from nvcli.core.messages import StepInput
 from nvcli.core.system.kernel_cache import kernel_cache_error
 from nvcli.core.weight_changes import WeightsChange, WeightsChanged
-from nvcli.errors import CapacityError, ConfigError, LoadError, NvcliError, first_line
+from nvcli.errors import CapacityError, ConfigError, LoadError
 from nvcli.kernels.triton.launch.compile_processes import hash_triton
 from nvcli.worker.distributed.rendezvous import store_path
 from nvcli.worker.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
 from nvcli.worker.executor.child_process import end_children
+from nvcli.worker.executor.rank_messages import RankClosed, RankFailed, StepNotRun
 from nvcli.worker.executor.ranks import MODEL_RUNNER, RankStart
 from nvcli.worker.executor.status_board import StatusBoard
 from nvcli.worker.runner.compiled_programs import start_compilers
 from nvcli.worker.runner.interface import PendingOutput, RankContext, Runner
-
-_MAX_REASON = 200
-"""Maximum length, in characters, of a reason that fits the message."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankFailed:
-    """A failed rank's last message: the error's class name (in `nvcli.errors`), its message and its traceback."""
-
-    kind: str
-    message: str
-    traceback: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> RankFailed:
-        """Describe the exception that is being handled."""
-        if isinstance(error, NvcliError):
-            return cls(type(error).__name__, str(error), "")
-        return cls("WorkerError", first_line(error), traceback.format_exc())
-
-
-@dataclass(frozen=True, slots=True)
-class RankClosed:
-    """The last message of a rank that was told to end, sent if `record_steps` is on."""
-
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepNotRun:
-    """The output of a step that did not run because memory ran out, in it or before it. With several ranks it is also a
-    message: the rank runs no further step."""
-
-    step_id: int
-    reason: str
-
-    def result(self) -> StepOutput:
-        reason = shorten(self.reason, _MAX_REASON, placeholder=" …")
-        return StepOutput(step_id=self.step_id, token_ids=b"", out_of_memory=reason)
 
 
 def main(start: RankStart | None, control: Connection) -> None:
