@@ -65,7 +65,7 @@ class AttentionCase:
     """Whether some layers of this rank keep recurrent states in the pool's blocks."""
     block_bytes: int = 0
     """The bytes of a block, all layers of a KV group together: where layers have keys of several shapes, or states, as
-    far lie a layer's blocks apart. 0: they lie one behind the other."""
+    far lie a layer's blocks apart. 0: they lie one after the other."""
     max_shared_rows: int = 0
     """The maximum decode rows, padding included, of a step whose batch has shared segments; 0: no shared segments,
     and no shared chunk prefixes either."""
@@ -88,7 +88,7 @@ class AttentionBackend(ABC):
     """The attention of one run. Between steps it keeps only its plans; it is used on one stream.
 
     A backend may read keys that no token of the batch sees if it masks them. Those of the null block are finite. Those
-    behind a row's last key, in its last block, may be NaN that a broken request has left there, unless the backend says
+    after a row's last key, in its last block, may be NaN that a broken request has left there, unless the backend says
     that it reads them.
     """
 
@@ -97,7 +97,7 @@ class AttentionBackend(ABC):
     """Whether the backend reads the keys of the step's tokens from `k`. If not, `k` is None and keys come from the
     cache."""
     reads_behind_rows: bool = False
-    """Whether keys and values behind a row's last key must be finite, because they are multiplied by 0. Blocks are then
+    """Whether keys and values after a row's last key must be finite, because they are multiplied by 0. Blocks are then
     cleared before a row decodes into them."""
 
     plans_on_device: bool = False
@@ -156,7 +156,7 @@ class AttentionBackend(ABC):
             self.plan_prefill(batch)
 
     def plan_on_device(self, batch: ForwardBatch) -> None:
-        """Prepare for a step on the device, behind `plan` and before the first layer; may be captured."""
+        """Prepare for a step on the device, after `plan` and before the first layer; may be captured."""
         if batch.num_decoded_rows:
             self.plan_decode_on_device(batch)
         if batch.shape.num_rows > batch.num_decoded_rows:

@@ -27,7 +27,7 @@ _BLOCK_MULTIPLE = 256
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The prefill chunks of a step, and behind them one row without keys for the tokens that belong to no chunk."""
+    """The prefill chunks of a step, and after them one row without keys for the tokens that belong to no chunk."""
 
     query_starts: Tensor
     """[chunks + 2] int32, first token of each; the last entry is the number of tokens."""

@@ -149,7 +149,7 @@ class _CapturedDecodes:
 
 @dataclass(frozen=True, slots=True)
 class _BlockIds:
-    """The block ids of some rows, one row behind the other, on the device."""
+    """The block ids of some rows, one row after the other, on the device."""
 
     starts: Tensor
     """[rows + 1] int32: where each row's ids begin."""

@@ -8,7 +8,7 @@ layer, so a chunk may attend to blocks which another chunk of the same batch fil
 
 A batch may be padded to the shape of a captured graph. Padding decode rows belong to the padding slot, whose blocks are
 all the null block, and their tokens are all that it holds. Padding prefill rows come last and have no tokens and a
-length of 0. Tokens behind the last row's belong to nobody: they are stored to the null block. What attention gives for
+length of 0. Tokens after the last row's belong to nobody: they are stored to the null block. What attention gives for
 padding is finite, so that the null block stays so, and is read by nobody.
 """
 

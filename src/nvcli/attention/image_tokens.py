@@ -17,7 +17,7 @@ class ImageGroup:
     block_ids: Tensor
     """[n × L / block size] int64, the blocks of their keys."""
     is_behind: Tensor
-    """[n, L] bool, the keys behind the image's last, which may be anything."""
+    """[n, L] bool, the keys after the image's last, which may be anything."""
     mask: Tensor
     """[n, 1, t, L], 0 or -inf, added to the scores."""
 
@@ -29,10 +29,10 @@ class ImageTokens:
     rows: Tensor
     """[N] int64, their rows in the batch."""
     embeddings: Tensor | None
-    """[N, H], what the decoder reads in place of their own embeddings; None in pipeline stages behind the first, which
+    """[N, H], what the decoder reads in place of their own embeddings; None in pipeline stages after the first, which
     get the residual stream."""
     deep: tuple[Tensor, ...] = ()
-    """[N, H] for each of the decoder's first layers: what is added to the residual stream behind it."""
+    """[N, H] for each of the decoder's first layers: what is added to the residual stream after it."""
     whole: Mapping[tuple[int | None, int], Sequence[ImageGroup]] = field(default_factory=dict)
     """The images whose tokens attend to all of the image's, each of which ends in this batch, by the window and the KV
     group of the layers in which they do (`whole_images.plan_both_ways`)."""

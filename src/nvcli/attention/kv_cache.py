@@ -1,12 +1,12 @@
 """KVCache: the paged keys and values, or recurrent states, of all layers, and the layout that every backend reads.
 
 A KV group is a list of layers that keep the same blocks. All groups share one pool of equally large blocks: block b of
-a group holds, for each layer of that group, the keys and values of `block_size` tokens, or the recurrent state behind
+a group holds, for each layer of that group, the keys and values of `block_size` tokens, or the recurrent state after
 the last of them that is computed. Block 0 is the null block: padding writes there, and table entries that stand for no
 block point to it. The engine never hands it out.
 
 Keys and values may be kept in another type than the model's. In FP8 each layer's part of a block is its e4m3 numbers
-[block_size, num_kv_heads, head_dim], and behind them their scales [num_kv_heads, block_size] in bfloat16
+[block_size, num_kv_heads, head_dim], and after them their scales [num_kv_heads, block_size] in bfloat16
 (`kernels/fp8_kv.py`).
 """
 
@@ -157,7 +157,7 @@ class KVCache:
     """The keys and values of each layer, as two tensors [num_blocks, block_size, num_kv_heads, head_dim]; values that
     are a part of the keys are a view of them.
 
-    Where all layers have keys of one shape, a layer's blocks lie one behind the other. Else a block's layers do,
+    Where all layers have keys of one shape, a layer's blocks lie one after the other. Else a block's layers do,
     because a block of one shape must lie where a block of another would.
     """
 
@@ -224,7 +224,7 @@ class KVCache:
         self._scales[layer] = KVScales(*(self._scales_of(part, shape) for part in (k, v)))
 
     def _scales_of(self, part: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-        """Return the scales behind the numbers [num_blocks, block_size, num_kv_heads, head_dim] of a part."""
+        """Return the scales after the numbers [num_blocks, block_size, num_kv_heads, head_dim] of a part."""
         size, num_scales = math.prod(shape[1:]), shape[1] * shape[2]
         return part[:, size : size + 2 * num_scales].view(torch.bfloat16).view(self.num_blocks, shape[2], -1)
 

@@ -57,7 +57,7 @@ class ProjectedLatents:
         )
 
     def pays(self, num_tokens: np.ndarray, seq_lens: np.ndarray) -> bool:
-        """Whether chunks of so many tokens, of requests with so many keys, [chunks] each, take less time with projected
+        """Whether chunks with these numbers of tokens and keys, [chunks] each, take less time with projected
         latents, and find room for them."""
         spec, sizes = self._spec, self._sizes
         num_units = int((-(-seq_lens // SCRATCH_UNIT)).sum())

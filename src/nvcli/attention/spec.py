@@ -58,7 +58,7 @@ class AttentionSpec:
     """The first `value_dim` numbers of a key are its value, which is not kept apart; None: values have `head_dim`
     numbers of their own."""
     projected: HeadSizes | None = None
-    """The keys and values that a key is projected to, if it is a latent vector with rotated numbers behind it, so that
+    """The keys and values that a key is projected to, if it is a latent vector with rotated numbers after it, so that
     prompts may be attended as they are projected. None: it is not."""
 
     @property

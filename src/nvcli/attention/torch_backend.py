@@ -9,7 +9,7 @@ stand in the query-length dimension, so that keys and values are never repeated.
 each window and KV group, from lengths read off the device.
 
 Chunks that share prefixes are attended together where a batch says so, as the reference for other backends. This
-backend does not ask for it: on two cores, 64 chunks of 8 tokens behind 2,048 take 98 ms instead of 70, because partial
+backend does not ask for it: on two cores, 64 chunks of 8 tokens after 2,048 take 98 ms instead of 70, because partial
 softmaxes are written out.
 
 Shapes: T tokens, D head_dim, KV heads of this rank, G = num_heads / KV query heads for each, L most keys of a group.
@@ -74,7 +74,7 @@ class _Decodes:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A prefill chunk: tokens [start, end) of those in chunks, behind `prefix` tokens that were in the cache before."""
+    """A prefill chunk: tokens [start, end) of those in chunks, after `prefix` tokens that were in the cache before."""
 
     start: int
     end: int
@@ -314,7 +314,7 @@ class TorchBackend(AttentionBackend):
             self._reserve_mask(window, longest, batch.seq_lens.device)
 
     def _reserve_mask(self, window: int | None, longest: int, device: torch.device) -> None:
-        """Keep a mask [_QUERY_CHUNK, W + _QUERY_CHUNK], W at least the keys that are seen behind `longest` of them:
+        """Keep a mask [_QUERY_CHUNK, W + _QUERY_CHUNK], W at least the keys that are seen after `longest` of them:
         row i sees the columns up to W + i, and with a window the last of those. The mask of any queries is a part of
         it, so that none is built in the layers."""
         width = longest if window is None else min(longest, window + _QUERY_CHUNK)

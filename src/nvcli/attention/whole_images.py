@@ -2,7 +2,7 @@
 
 Backends attend causally. Where the tokens of an image attend to all of it, their results are computed here in plain
 torch, from the cache, and take the place of the backend's. A chunk does not end inside such an image, so all its keys
-are in the cache; it may begin inside, behind a prefix that was found there. Images with equally many tokens are
+are in the cache; it may begin inside, after a prefix that was found there. Images with equally many tokens are
 attended together. All of this is laid out once a step for each window and KV group.
 
 Shapes: n images, t tokens of each, L keys, D head_dim.
@@ -31,7 +31,7 @@ Kind = tuple[int | None, int]
 
 @dataclass(frozen=True, slots=True)
 class WholeImage:
-    """Tokens of an image in a batch that attend to all of the image's, those behind them included."""
+    """Tokens of an image in a batch that attend to all of the image's, those after them included."""
 
     first_row: int
     """The first of their rows in the batch's tokens, which follow each other."""
@@ -43,7 +43,7 @@ class WholeImage:
 
     @property
     def end(self) -> int:
-        """The position behind the image's last token."""
+        """The position after the image's last token."""
         return self.position + self.num_tokens
 
 

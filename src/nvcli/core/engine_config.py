@@ -268,7 +268,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_request_tokens(self) -> int:
         """Maximum tokens of a prompt and its answer. A prompt that is embedded may fill `max_model_len`: the token
-        that ends its request comes behind it, and is never computed."""
+        that ends its request comes after it, and is never computed."""
         return self.max_model_len + (self.embedding_size > 0)
 
     @property

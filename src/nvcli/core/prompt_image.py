@@ -19,18 +19,18 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     columns: int
     """Tokens that lie beside each other in the image, whose tokens follow each other row by row."""
     gap: int = 0
-    """Tokens of text behind each row."""
+    """Tokens of text after each row."""
     key: bytes
     """A digest of its pixels, 16 bytes."""
     file: str
-    """The path of the parent's memory that holds its pixels, [height, width, 3] bytes, with a name behind `#` that no
+    """The path of the parent's memory that holds its pixels, [height, width, 3] bytes, with a name after `#` that no
     other memory has."""
     offset: int
     """The place of its first pixel there."""
 
     @property
     def end(self) -> int:
-        """The position behind its last token, and what follows its last row."""
+        """The position after its last token, and what follows its last row."""
         return self.first + self.rows * (self.columns + self.gap)
 
     def num_before(self, position: int) -> int:

@@ -189,7 +189,7 @@ class BlockTables:
         return num_tokens
 
     def has_room(self, wanted: Iterable[tuple[RequestState, int]]) -> bool:
-        """Whether there are free blocks for the next tokens of these requests, so many of each, apart from those that
+        """Whether there are free blocks for this number of further tokens of each request, apart from those that
         windows will free."""
         columns = [(state, -(-(state.num_computed + num_tokens) // self.block_size)) for state, num_tokens in wanted]
         return sum(self._num_missing(*pair) for pair in columns) <= self.block_manager.num_free

@@ -84,7 +84,7 @@ class EngineClient:
         return cls(process, step_timeout=config.step_timeout)
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady | None:
-        """Wait for the engine's report; None if it is not ready within `timeout` seconds (None: wait for ever).
+        """Wait for the engine's report; None if it is not ready within `timeout` seconds (None: wait forever).
 
         Raises the LoadError, CapacityError or ConfigError that a rank failed with, or WorkerError.
         """
@@ -216,7 +216,7 @@ class EngineClient:
         return message
 
     def _has_message(self, timeout: float | None) -> bool:
-        """Wait up to `timeout` seconds (None: for ever); return whether there is a message."""
+        """Wait up to `timeout` seconds (None: forever); return whether there is a message."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             wait = min(_STOPPED_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))

@@ -64,7 +64,7 @@ class DecodeQueue:
             self._slots = self._lens = None
 
     def advance(self, rows: Sequence[RequestState], widths: Sequence[int]) -> tuple[bytes, bytes, list[RequestState]]:
-        """Schedule so many tokens for each of `rows`, which are the first ready requests.
+        """Schedule the next tokens of each of `rows`, which are the first ready requests.
 
         Returns their packed slots, their packed lengths after the step, and the requests that are parked by it.
         """

@@ -75,7 +75,7 @@ class Homes:
             home.free_slots = list(range(home.number, num_slots, len(self._homes)))[::-1]
 
     def start_anew(self, limits: SchedulerLimits, num_blocks: int) -> None:
-        """Begin again with empty blocks, so many in each home. No request may be running."""
+        """Begin again with `num_blocks` empty blocks in each home. No request may be running."""
         for home in self._homes:
             home.tables = limits.empty_tables(home.tables.block_manager.empty(num_blocks))
 

@@ -60,7 +60,7 @@ class RowRates:
         self._mean += weight * (rate - self._mean)
 
     def learn(self, rows: Sequence[RequestState], widths: Sequence[int], counts: Sequence[int]) -> list[float]:
-        """Learn from a step with drafts that gave each row so many tokens; return the rows' rates."""
+        """Learn from a step with drafts that gave the rows these numbers of tokens; return the rows' rates."""
         for state, width, count in zip(rows, widths, counts, strict=True):
             if width > 1 and count:
                 self._count(state, count - 1, width - 1)

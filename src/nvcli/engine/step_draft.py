@@ -89,7 +89,7 @@ class StepDraft:
 
     def __init__(self, drafting: Drafting | None = None) -> None:
         """`drafting`: with it the ranks need the tokens of all cached prefixes, to look drafts up in them, and for a
-        head the token behind each chunk, from which it makes its keys."""
+        head the token after each chunk, from which it makes its keys."""
         self._brings_prefixes = drafting is not None
         self._looks_ahead = drafting is not None and drafting.has_head
         self.num_prefix_ids = 0

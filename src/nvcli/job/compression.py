@@ -69,7 +69,7 @@ class Unpacker:
         while data or may_hold_more:
             if self._member is None:
                 if self._padding and not (data := data.lstrip(self._padding)):
-                    break  # which gzip allows behind a member
+                    break  # which gzip allows after a member
                 self._member = self._new_member()
             try:
                 plain = self._member.decompress(data, PIECE_BYTES)

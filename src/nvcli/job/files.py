@@ -268,7 +268,7 @@ def _check_writable(path: Path, trouble: str, *, way_out: str = "name another wi
 
 
 def _check_kinds(path: Path) -> None:
-    """Raise ConfigError where the output, or a file that belongs beside it, is of a kind that may wait for ever.
+    """Raise ConfigError where the output, or a file that belongs beside it, is of a kind that may wait forever.
 
     Devices, and pipes that the shell has opened (/dev/fd/63), may be outputs, and an output may be a link to a file.
     Files beside it may not be links: their names follow from the output's, so that anybody could have set them up.

@@ -63,7 +63,7 @@ class LineSplitter:
         ended: list[Line] = []
         at = 0
         for run in _BLANK_RUN.finditer(chunk):
-            start = chunk.find(b"\n", *run.span()) + 1  # behind the line that ends here
+            start = chunk.find(b"\n", *run.span()) + 1  # after the line that ends here
             end = chunk.rfind(b"\n", *run.span()) + 1
             if 0 < start < end:
                 ended += self._feed(chunk[at:start])

@@ -29,9 +29,9 @@ class Routing:
     scale: float = 1.0
     """A factor of all weights."""
     num_groups: int = 1
-    """Experts are in so many groups of equal size, one group after the other."""
+    """The number of equally large groups of neighbouring experts."""
     groups_per_token: int = 1
-    """A token's experts are chosen among those of so many groups: the groups with the largest sums of their two best
+    """A token's experts are chosen from this number of groups: those with the largest sums of their two best
     experts (DeepSeek-V3, 2024), or with the best experts."""
     sums_two_best: bool = True
     """Whether a group counts by the sum of its two best experts' scores, or by its best expert's (DeepSeek-V2)."""

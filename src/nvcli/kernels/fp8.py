@@ -168,7 +168,7 @@ def fp8_weight_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | 
 def fp8_linear_for_sum(
     x: QuantisedRows, weight: Tensor, scales: Tensor, *, accumulation: FP8Accumulation = "exact"
 ) -> Tensor:
-    """x Wᵀ as `fp8_linear` computes it, for the residual sum behind it: [T, out], or float32 parts [P, T, out] that add
+    """x Wᵀ as `fp8_linear` computes it, for the residual sum after it: [T, out], or float32 parts [P, T, out] that add
     up to it, as `norm_and_quantise` and `add_rms_norm` take them."""
     if not weight.is_cuda or scales.dim() == 2:
         return fp8_linear(x, weight, scales, None, None)

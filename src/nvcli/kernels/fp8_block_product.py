@@ -16,7 +16,7 @@ from nvcli.kernels.weight_formats import FP8_BLOCK
 
 _CAPABILITY = (9, 0)
 _SCALES_TOGETHER = 4
-"""Scales of a row of blocks are a multiple of so many, as cuBLAS reads them."""
+"""The number of scales of a row of blocks is a multiple of this, as cuBLAS reads them."""
 _TOLERANCE = 0.01
 
 

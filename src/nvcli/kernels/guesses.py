@@ -89,7 +89,7 @@ def next_pass(
 ) -> Pass:
     """Write `guesses` [R] int32, the latest, as drafts, and return pass `number`, from 1.
 
-    ahead: 1 if a pass takes the token behind its position, as heads do, else 0, and the first pass has no guesses
+    ahead: 1 if a pass takes the token after its position, as heads do, else 0, and the first pass has no guesses
     before it. max_positions: the positions that the drafter knows.
     """
     if guesses is not None:

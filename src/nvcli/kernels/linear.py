@@ -17,9 +17,9 @@ _SMALL_WEIGHT = 8 << 20
 """Elements. Qwen3-0.6B's largest layer has 6.3 M, and gains; Qwen3-8B's smallest has 16.8 M, and does not."""
 _FEW_ROWS = 128
 _MANY_ROWS = 2048
-"""From so many rows on, the activation is fused with the products on Hopper. Measured on an H200 under sustained load,
-in microseconds, fused against two steps: Qwen3-0.6B's layer 29.6 against 26.6 for 1,024 rows, 47.8 against 52.0 for
-2,048 and 188 against 204 for 8,192; Qwen3-8B's 653 against 663 for 2,048 and 2,565 against 2,625 for 8,192."""
+"""From this number of rows on, the activation is fused with the products on Hopper. Measured on an H200 under sustained
+load, in microseconds, fused against two steps: Qwen3-0.6B's layer 29.6 against 26.6 for 1,024 rows, 47.8 against 52.0
+for 2,048 and 188 against 204 for 8,192; Qwen3-8B's 653 against 663 for 2,048 and 2,565 against 2,625 for 8,192."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = 
 
 
 def linear_for_sum(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor | None:
-    """x Wᵀ, for the residual sum behind it. residual: [T, out], contiguous; None: the product must not be added yet.
+    """x Wᵀ, for the residual sum after it. residual: [T, out], contiguous; None: the product must not be added yet.
 
     The result is what is still to be added to `residual`: [T, out], or float32 parts [P, T, out] that add up to it, as
     `add_rms_norm` takes them. None means that the product has been added already: of many rows, where its way through

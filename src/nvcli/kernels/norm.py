@@ -2,7 +2,7 @@
 reference; CUDA tensors take the Triton kernels that are held to it.
 
 It is computed in float32 whatever the storage type, weight included, and rounded once at the end. LayerNorm is the
-same norm of a row from which its mean has been taken (`is_centered`), with a bias behind it.
+same norm of a row from which its mean has been taken (`is_centered`), with a bias after it.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def make_segments(runs: Runs, heads: tuple[int, int], dtype: torch.dtype, device
 
 @with_kernel("elementwise.rotary")
 def rotate_patches(qkv: Tensor, cos_sin: Tensor, norms: HeadNorms | None = None) -> None:
-    """Rotate queries and keys in place, behind `norms`. qkv: [P, 3, H, D], contiguous; cos_sin: [P, D] float32, cosines
+    """Rotate queries and keys in place, after `norms`. qkv: [P, 3, H, D], contiguous; cos_sin: [P, D] float32, cosines
     then sines of the D/2 angles, which turn number i of a head with number i + D/2."""
     if norms is not None:
         for number, weight in enumerate((norms.queries, norms.keys, None)[: 2 + norms.of_values]):

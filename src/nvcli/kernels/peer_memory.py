@@ -68,7 +68,7 @@ class PeerLayout:
 
     @property
     def out_offset(self) -> int:
-        """The offset of the results of two-shot sums, [max_rows, hidden_size], behind the parts."""
+        """The offset of the results of two-shot sums, [max_rows, hidden_size], after the parts."""
         return _PARTS * self.part_bytes
 
     @property

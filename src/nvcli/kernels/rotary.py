@@ -52,7 +52,7 @@ def qk_norm_rope_store(
     → q [T, num_heads, D], contiguous; k and v [T, num_kv_heads, D], which may be views of qkv. Without `keep_keys` k is
     None: rotated keys are in the cache alone, which saves the GPU a write to memory.
 
-    A cache in FP8 comes with its `scales`, which lie behind its keys and values in the pool. `static_scales` holds the
+    A cache in FP8 comes with its `scales`, which lie after its keys and values in the pool. `static_scales` holds the
     scale of all the layer's keys and that of all its values, [2] float32; None: each token and head gets its own.
     """
     head_dim = k_cache.shape[-1]

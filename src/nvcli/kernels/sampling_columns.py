@@ -68,5 +68,5 @@ class LogitChanges(NamedTuple):
     entry_ids: Tensor
     """[S, E] int32, tokens; the same token may stand there twice."""
     entry_values: Tensor
-    """[S, E] float32, what is added to the logits of those tokens: -inf for stop ids, 0 behind the last; +inf has
+    """[S, E] float32, what is added to the logits of those tokens: -inf for stop ids, 0 after the last; +inf has
     another meaning, and is not added."""

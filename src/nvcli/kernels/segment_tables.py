@@ -1,8 +1,8 @@
 """The tables of shared segments on the device.
 
 A segment is a run of KV blocks, from one column of the block tables to another, that several running requests have in
-common. The segments of a KV group are a forest: a request's segments follow each other without a gap, each behind its
-parent, and what is behind the last of them is the request's own.
+common. The segments of a KV group are a forest: a request's segments follow each other without a gap, each after its
+parent, and what is after the last of them is the request's own.
 
 Shapes: G KV groups; N segments of each; S slots.
 """

@@ -35,7 +35,7 @@ def fill_columns(words: Tensor, longs: Tensor, slots: Tensor, values: Tensor) ->
 @with_kernel("elementwise.slot_filling")
 def fill_entries(ids: Tensor, values: Tensor, slots: Tensor, entries: Tensor) -> None:
     """Write what slots [n] int32 have in two tables, ids [S, E] int32 and values [S, E] float32. `entries` [n, 2, e]
-    int32 has the ids of each slot, and then the bits of their values. Values behind these become 0."""
+    int32 has the ids of each slot, and then the bits of their values. Values after these become 0."""
     index, count = slots.long(), entries.shape[2]
     ids[index, :count] = entries[:, 0]
     values[index, :count] = entries[:, 1].contiguous().view(torch.float32)

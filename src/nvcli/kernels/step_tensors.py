@@ -71,7 +71,7 @@ class KeptGuesses(NamedTuple):
     """Tables of what is kept of each slot from one step to the next. The last row is the padding slot's."""
 
     tokens: Tensor
-    """[S] int32, a guess at the token behind the last one."""
+    """[S] int32, a guess at the token after the last one."""
     positions: Tensor
     """[S] int32, its position; 0: there is none."""
     states: Tensor
@@ -88,7 +88,7 @@ class LastTokens(NamedTuple):
     slots: Tensor
     """int64, the row's slot, or the padding slot for a row of which no token counts."""
     following: Tensor
-    """int32, the position of the token behind the next one, which a head guesses."""
+    """int32, the position of the token after the next one, which a head guesses."""
 
 
 class PassRows(NamedTuple):
@@ -148,7 +148,7 @@ class StepInputs(NamedTuple):
     slots: Tensor
     """[R + 1] int64, the slot of each row."""
     seq_lens: Tensor
-    """[R + 1] int32, the length of each row's request behind this step; for padding, the number of the row's tokens."""
+    """[R + 1] int32, the length of each row's request after this step; for padding, the number of the row's tokens."""
     logits_rows: Tensor
     """[N] int64, the token that each logits row belongs to; 0 for one that is kept and not used."""
     sample_slots: Tensor

@@ -18,7 +18,7 @@ def apply_token_mask(logits: Tensor, masks: Tensor, mask_of: Tensor, *, start: i
 
     logits: [N, M] of the tokens `start` to `start + M`, rows may lie apart; masks: [R, W] int32, where bit t % 32 of
     word t // 32 says whether token t may be chosen, rows may lie apart; mask_of: [N] int32, the mask of each row, or a
-    negative number: any token may be chosen. Tokens behind a mask's last word may not. Nothing waits for the device, so
+    negative number: any token may be chosen. Tokens after a mask's last word may not. Nothing waits for the device, so
     that a graph can hold the call.
     """
     num_words = masks.shape[1]

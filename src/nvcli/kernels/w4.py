@@ -105,7 +105,7 @@ def w4_linear(
 def w4_linear_for_sum(
     x: Tensor, words: Tensor, scales: Tensor, format: W4Format, residual: Tensor | None
 ) -> Tensor | None:
-    """x Wᵀ, for the residual sum behind it, as `linear_for_sum` gives it."""
+    """x Wᵀ, for the residual sum after it, as `linear_for_sum` gives it."""
     if x.is_cuda and len(x):
         from nvcli.kernels.triton.products import w4_linear as kernels
 

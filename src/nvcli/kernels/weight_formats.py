@@ -59,7 +59,7 @@ class W4Format:
         return W4_PARTS * self.part
 
     def words_of_row(self, columns: int) -> int:
-        """Count the words of 16 bits of a row of so many columns."""
+        """Count the 16-bit words of a row of `columns`."""
         return -(-columns // self.tile) * self.part
 
     def scales_of_row(self, columns: int) -> int:

@@ -12,7 +12,7 @@ def ceil_div(number: int, divisor: int) -> int:
 
 
 def warps_of_row(columns: int) -> int:
-    """Choose the warps of a program that holds a row of so many columns, a power of two, in registers."""
+    """Choose the warps of a program that holds a row of this width, a power of two, in registers."""
     return min(max(columns // (_WARP_THREADS * _THREAD_ELEMENTS), 1), _MOST_WARPS)
 
 

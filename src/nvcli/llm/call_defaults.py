@@ -61,7 +61,7 @@ class CallDefaults:
         return self._defaults[index]
 
     def check_length(self, num_rows: int) -> None:
-        """Raise ConfigError unless there is an item for each of so many rows."""
+        """Raise ConfigError unless there is an item for each of `num_rows`."""
         if self._lengths and num_rows != len(self._defaults):
             raise self._wrong_length(f"{num_rows} rows")
 

@@ -198,7 +198,7 @@ class Session:
 
     def leave(self, call: Call) -> None:
         """End a call. Its requests are aborted soon. Idempotent."""
-        if os.getpid() == self._pid and call.leave():  # in a forked child, locks may be held for ever
+        if os.getpid() == self._pid and call.leave():  # in a forked child, locks may be held forever
             self._was_left = True
         self._calls.discard(call)
 

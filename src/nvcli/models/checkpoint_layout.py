@@ -39,7 +39,7 @@ class TowerNames:
     prefixes: tuple[tuple[str, str], ...]
     """Prefixes of their names: (in the file, with or without `model.` before it; in the model)."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Parts of names that differ behind the prefix: (in the file, in the model)."""
+    """Parts of names that differ after the prefix: (in the file, in the model)."""
     left: tuple[str, ...] = ()
     """Prefixes, in the model, of tensors that are left on disk."""
 
@@ -62,7 +62,7 @@ class CheckpointLayout:
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of names that differ: (in the file, in the decoder)."""
     parts_per_layer: int = 1
-    """The layers of the decoder that each layer of the files is: files number those behind the names of blocks and
+    """The layers of the decoder that each layer of the files is: files number those after the names of blocks and
     norms."""
     undivided: tuple[str, ...] = ()
     """The decoder's names of blocks that have no such number, and belong to the first of these layers."""

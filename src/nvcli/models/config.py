@@ -93,7 +93,7 @@ class ModelConfig:
 
     @property
     def mixers(self) -> tuple[tuple[Mixer, ...], ...]:
-        """The token mixers of each layer, and of the draft head's layers behind them: the layers of the KV cache."""
+        """The token mixers of each layer, and of the draft head's layers after them: the layers of the KV cache."""
         of_head = () if self.draft_head is None else self.draft_head.mixers
         return (*(layer.mixers for layer in self.layers), *((mixer,) for mixer in of_head))
 
@@ -266,7 +266,7 @@ def load_model_config(
 
 
 def _check_attention_dp(model: ModelConfig) -> None:
-    """Raise ConfigError if the blocks behind attention cannot be computed by other ranks than the attention."""
+    """Raise ConfigError if the blocks after attention cannot be computed by other ranks than the attention."""
     layers = model.decoder.layer_kinds
     problem = None
     if model.decoder.layer_inputs is not None:

@@ -70,7 +70,7 @@ class DecoderLayer(nn.Module):
         is_summed = self.mlp is not None and self.mlp.is_summed
         self.after_mlp = after(norms.after_mlp, is_summed=is_summed)
         self.gives_stream = self.after_mlp is None or is_summed
-        if not self.is_parallel:  # norms quantise for the projections behind them, where nothing else reads the result
+        if not self.is_parallel:  # norms quantise for the projections after them, where nothing else reads the result
             readers = (
                 (self.before_attention, self.mixer, self.beside),
                 (self.before_mlp, self.mlp, self.shortcut),

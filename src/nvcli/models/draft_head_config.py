@@ -1,7 +1,7 @@
 """DraftHeadConfig: a head that drafts tokens from the hidden states of a model, its target. Torch-free.
 
 A head's keys at position p are made from the token at p + 1 and the target's hidden state at p, so that they lie in the
-same KV blocks as the target's own. Its layers are numbered behind the target's in the KV cache.
+same KV blocks as the target's own. Its layers are numbered after the target's in the KV cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DraftHeadConfig(ABC):
     """The module that computes it, a `DraftHead`: `package.file:Class`, created with the arguments of `build`."""
 
     reads_states: ClassVar[bool] = True
-    """Whether it reads states of the target, and so the token behind each position. A model of its own reads the tokens
+    """Whether it reads states of the target, and so the token after each position. A model of its own reads the tokens
     at the positions themselves."""
 
     reads_images: ClassVar[bool] = False

@@ -37,7 +37,7 @@ class HostAdapters(Generic[T]):
         """Adapters to read ahead, in this order."""
 
     def read_ahead(self, num_threads: int) -> None:
-        """Begin to read adapters on so many threads, in the order of their numbers, while there is room."""
+        """Begin to read adapters on `num_threads` threads, in the order of their numbers, while there is room."""
         self._ahead.extend(sorted(self._sizes))
         for _ in range(min(num_threads, len(self._ahead))):
             threading.Thread(target=self._read_next, name="read-adapters", daemon=True).start()

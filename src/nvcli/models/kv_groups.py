@@ -132,7 +132,7 @@ def group_bytes(
 def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chunk: int) -> int:
     """Return the most blocks that a sequence of `num_tokens` holds at once, over all groups.
 
-    `chunk` is the most tokens that one step computes for it: blocks behind a window are freed between steps.
+    `chunk` is the most tokens that one step computes for it: blocks that a window has left are freed between steps.
     """
     return sum(group.most_blocks(num_tokens, block_size, chunk) for group in kv_groups(config))
 

@@ -55,7 +55,7 @@ class LayerConfig:
     mlp: FeedForward | None
     """The block that computes each token by itself; None: the layer has none."""
     shortcut: FeedForward | None = None
-    """Another such block, which reads the same normed input as `mlp`. Its result is added to the stream behind the next
+    """Another such block, which reads the same normed input as `mlp`. Its result is added to the stream after the next
     layer, so that it can be computed beside that (Shortcut-connected MoE, https://arxiv.org/abs/2404.05019)."""
     norms: LayerNorms = LayerNorms()
     has_scalar: bool = False
@@ -153,7 +153,7 @@ class DecoderConfig:
     @property
     def has_shortcuts(self) -> bool:
         """Whether layers pass a result on to the next ones beside the residual stream: every second one does, so that a
-        pipeline is cut behind pairs of layers."""
+        pipeline is cut after pairs of layers."""
         return any(layer.shortcut is not None for layer in self.layer_kinds)
 
     def stage_layers(self, stage: Stage) -> range:

@@ -75,7 +75,7 @@ class Mamba(TokenMixer):
 
 class ConvWeights(WeightModule):
     """The convolution's taps for this rank's channels, [channels, 1, taps], and its bias [channels] if it has one: the
-    parts of `names`, one behind the other."""
+    parts of `names`, one after the other."""
 
     bias: nn.Parameter | None
 
@@ -103,7 +103,7 @@ class GatedNorm(TensorShard):
         self.eps = config.norm_eps
         self.num_groups = config.num_groups
         self.group_size = config.inner_size // config.num_groups
-        self.gates_first = config.norm == "behind gate"
+        self.gates_first = config.norm == "after gate"
         self.own_groups = config.groups_per_rank(self.group.size)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:

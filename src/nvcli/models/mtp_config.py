@@ -24,7 +24,7 @@ Names = tuple[tuple[str, str], ...]
 
 
 def names_of_layer(layer: LayerConfig, stored: str, norm: str = "") -> Names:
-    """Return the names of a head that files have as a layer `stored`, as DeepSeek-V3's do. `norm` is behind the names
+    """Return the names of a head that files have as a layer `stored`, as DeepSeek-V3's do. `norm` follows the names
     of its norms of the embedding and the hidden state."""
     names = {
         f"enorm{norm}.": f"{NORM_OF_EMBEDDING}.",

@@ -73,7 +73,7 @@ class PinnedUpload:
         return self.read_parts([FileRange(file, offset, offset + num_bytes)])
 
     def read_parts(self, parts: Sequence[FileRange]) -> Tensor:
-        """Read equally long parts of files, one behind the other: → [parts × length] uint8 on the GPU, as `read` does.
+        """Read equally long parts of files, one after the other: → [parts × length] uint8 on the GPU, as `read` does.
         Small parts are copied together: the GPU is waited for once per filled buffer.
 
         Raises OSError, also if a file ends before.
@@ -161,7 +161,7 @@ def _joined(ranges: Iterable[FileRange]) -> list[FileRange]:
 
 
 def _gather(staged: Tensor, places: Sequence[int], num_bytes: int) -> Tensor:
-    """Return parts of what was staged, one behind the other, aligned for numbers of any type."""
+    """Return parts of what was staged, one after the other, aligned for numbers of any type."""
     step = places[1] - places[0] if len(places) > 1 else num_bytes
     if step >= num_bytes and all(later - earlier == step for earlier, later in pairwise(places)):
         found = staged.as_strided((len(places), num_bytes), (step, 1), places[0]).reshape(-1)

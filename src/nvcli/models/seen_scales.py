@@ -30,7 +30,7 @@ class SeenScales:
     def add(
         self, infos: Sequence[TensorInfo], values: Tensor, *, is_signed: bool = False, is_divisor: bool = False
     ) -> None:
-        """Note what was read of tensors, one behind the other and as much of each, in float32 or as exponents. Scales
+        """Note what was read of tensors, one after the other and as much of each, in float32 or as exponents. Scales
         that are not signed may be 0, which some formats store for blocks of nothing but zeros; a divisor may not."""
         if values.numel():
             parts = values.reshape(len(infos), -1)

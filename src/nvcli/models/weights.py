@@ -110,7 +110,7 @@ def empty_w4(shape: Sequence[int], kept: W4Format) -> tuple[nn.Parameter, nn.Par
 
 
 def stacked_rows(parameter: str, parts: Iterable[tuple[TensorSpec, tuple[slice, ...]]]) -> Iterator[WeightSource]:
-    """Yield the sources of a parameter that holds parts of tensors one behind the other, by rows. `parts`: (tensor,
+    """Yield the sources of a parameter that holds parts of tensors one after the other, by rows. `parts`: (tensor,
     what is read of it)."""
     start = 0
     for tensor, read in parts:

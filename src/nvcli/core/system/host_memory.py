@@ -37,7 +37,7 @@ def peak_resident_bytes() -> int:
 
 
 def limit_more_memory(num_bytes: int) -> None:
-    """Let this process allocate at most so many bytes more. Beyond that it gets a MemoryError."""
+    """Let this process allocate at most `num_bytes` more. Beyond that it gets a MemoryError."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     limit = read_meminfo(Path("/proc/self/status"))["VmData"] + num_bytes  # as RLIMIT_DATA counts it
     resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))

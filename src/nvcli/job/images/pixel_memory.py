@@ -46,14 +46,14 @@ class PixelMemory:
     def __init__(self) -> None:
         self._fd = os.memfd_create("nvcli-pixels", os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{secrets.token_hex(4)}"
-        """The path by which ranks open it, and behind `#` what tells it from an earlier memory with that path."""
+        """The path by which ranks open it, and after `#` what tells it from an earlier memory with that path."""
         self._end = 0
         self._lock = threading.Lock()
         self._fallocate = ctypes.CDLL(None, use_errno=True).fallocate
         self._fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
     def reserve(self, num_bytes: int) -> int:
-        """Return a place for pixels of at most so many bytes, which nobody else gets."""
+        """Reserve a place for pixels of up to `num_bytes`."""
         with self._lock:
             offset, self._end = self._end, self._end + -(-num_bytes // _PAGE) * _PAGE
         return offset

@@ -77,7 +77,7 @@ class ArraySplitter(LineSplitter):
 
     def __init__(self, *, max_bytes: int | None, begin: int | None = None) -> None:
         """An item of more than `max_bytes` is not kept. `begin` is the place of an array that is a part of the file;
-        None: the array is the whole file, and nothing may stand behind it."""
+        None: the array is the whole file, and nothing may stand after it."""
         super().__init__(max_bytes=max_bytes)
         self._is_whole = begin is None
         self._num_before = begin or 0
@@ -299,7 +299,7 @@ class JsonSource(LineSource):
             return None
         outline, is_blank = ObjectOutline(), True
         chunks = LineSource(self.name, self.known)._chunks()
-        with closing(chunks), suppress(CompressionError):  # it comes again, behind the rows before it
+        with closing(chunks), suppress(CompressionError):  # it comes again, after the rows before it
             for chunk in chunks:
                 assert chunk is not None, "a regular file does not wait"
                 if is_blank and (text := chunk.lstrip()):

@@ -36,7 +36,7 @@ class PdfFile:
 
     @property
     def description(self) -> str:
-        """The number of pages, as a manifest has it behind the size and digest: rows are numbered by it."""
+        """The number of pages, as a manifest has it after the size and digest: rows are numbered by it."""
         return "not readable" if self.problem else f"{self.num_pages:,} pages"
 
     def check_unchanged(self) -> None:

@@ -28,7 +28,7 @@ from nvcli.job.rows.output_row import WrittenRow
 from nvcli.job.shard import SHARD_FACT, Shard, read_shard
 
 _MOST_SHOWN = 5
-"""A message names so many shards."""
+"""Maximum number of shards that a message names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def _changed(changes: Mapping[str, Iterable[object]], model: ModelConfig, config
 def _change_seconds(
     num_bytes: float, model: ModelConfig, config: EngineConfig, speed: GpuSpeed, gpu_bytes: int | None
 ) -> float:
-    """Estimate the time that a change of so many bytes of weights takes."""
+    """Estimate the time that a change of `num_bytes` of weights takes."""
     if gpu_bytes is None:
         return _PASSES * num_bytes / speed.bytes_per_second
     weights = sum(tensor.kept_bytes(config.tensor_parallel_size) for tensor in model_tensors(model, config.dtype))

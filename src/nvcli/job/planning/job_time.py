@@ -97,7 +97,7 @@ def replica_seconds(
     num_tokens: float,
     lengths: Lengths,
 ) -> float:
-    """Estimate the seconds that a running replica takes for so many requests.
+    """Estimate the seconds that a running replica takes for `num_requests`.
 
     `num_tokens` is what its KV cache holds.
     """

@@ -335,7 +335,7 @@ class RunView:
 
 
 def _smoothed(left: Range[float], before: Range[float], seconds: float, elapsed: float) -> Range[float]:
-    """Return the seconds that are left, smoothed with the estimate of so many seconds before: the mean of about the
+    """Return the seconds that are left, smoothed with the estimate made `seconds` before: the mean of about the
     last twentieth of the time."""
     share = math.exp(-seconds / max(1e-9, min(_SMOOTHING_SHARE * elapsed, _SMOOTHING_SHARE_LEFT * left.middle)))
     return Range(*(share * max(0.0, old - seconds) + (1 - share) * new for old, new in zip(before, left, strict=True)))

@@ -68,7 +68,7 @@ class Speed:
         self._slots = 1
 
     def learn(self, work: Work, seconds: float, *, num_running: int) -> None:
-        """Learn that the work took so many seconds, with so many samples at a time."""
+        """Learn that the work took `seconds`, with `num_running` samples at a time."""
         self._slots = max(self._slots, num_running)
         if seconds <= 0:
             return

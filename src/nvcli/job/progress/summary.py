@@ -71,7 +71,7 @@ class Summary:
 
 
 def summary_of_complete_job(output: str, finished: Finished, seconds: float) -> Summary:
-    """Return the summary of a run that found its output complete, after so many seconds."""
+    """Return the summary of a run that found its output complete, after `seconds`."""
     return Summary(
         output=output,
         rows=finished.rows,

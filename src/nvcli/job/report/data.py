@@ -106,7 +106,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[str]
     """Name of each GPU that the run held; empty on a CPU, or if nvidia-smi does not tell."""
     why: str
-    """Why there are so many replicas on so many GPUs; empty if there was no choice."""
+    """Why the run has this many replicas on this many GPUs; empty if there was no choice."""
     attention_backend: str | None
     """This key and the next four are None or empty if no replica became ready."""
     kv_cache_tokens: int | None

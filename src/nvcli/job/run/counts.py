@@ -292,7 +292,7 @@ class LengthClass(NamedTuple):
 
 
 def length_class(max_tokens: int, num_prompt_tokens: int) -> LengthClass:
-    """Return the class of samples with this `max_tokens` and so many prompt tokens."""
+    """Return the class of samples with this `max_tokens` and this number of prompt tokens."""
     return LengthClass(max_tokens.bit_length(), num_prompt_tokens.bit_length())
 
 
@@ -367,7 +367,7 @@ class AnswerLengths:
         """The prompt tokens of all these samples that were computed."""
 
     def add(self, row: PreparedRow, length: int, *, is_cut: bool) -> None:
-        """Add an ended sample of a row with so many tokens. `is_cut`: it reached its limit."""
+        """Add an ended sample of a row, with its length in tokens. `is_cut`: it reached its limit."""
         self.drop(row, 1)
         ended = self.classes[length_class(row.max_tokens, row.num_prompt_tokens)]
         (ended.cut if is_cut else ended.stopped)[bin_of(length)] += 1
@@ -375,5 +375,5 @@ class AnswerLengths:
         self.prompt_tokens += row.num_prompt_tokens
 
     def drop(self, row: PreparedRow, samples: int) -> None:
-        """Record that so many samples of a row are not computed (any further)."""
+        """Record that this number of samples of a row are not computed (any further)."""
         self.classes[length_class(row.max_tokens, row.num_prompt_tokens)].samples += samples

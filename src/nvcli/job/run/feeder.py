@@ -84,7 +84,7 @@ class Feeder:
         self.read_seconds = 0.0
         """Time of reading and parsing, including waits for the input, but not for the loop."""
         self.tokenize_seconds = 0.0
-        # A daemon: a read of standard input can wait for ever, and must not keep an interrupted run from ending.
+        # A daemon: a read of standard input can wait forever, and must not keep an interrupted run from ending.
         self._thread = threading.Thread(target=self._run, name="nvcli-feeder", daemon=True)
 
     @property

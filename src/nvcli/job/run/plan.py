@@ -73,7 +73,7 @@ def plan_run(job: ResolvedJob, answered: AnsweredRows) -> RunPlan:
 
 
 def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPlan:
-    """Decide what to start for so many requests; None: many, or not known. Raises as `plan_run` does."""
+    """Decide what to start for `num_requests`; None: many, or not known. Raises as `plan_run` does."""
     run, config = resolved.run, resolved.config
     layout = resolve_layout(run, config, resolved.model, num_requests=num_requests)
     check_ram(config, resolved.model, num_replicas=layout.data_parallel_size, available=available_ram())
@@ -142,7 +142,7 @@ def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> 
 
 
 def make_planner(run: RunConfig, config: EngineConfig, num_replicas: int) -> Planner:
-    """Make the planner of a run with so many replicas of this configuration."""
+    """Make the planner of a run with `num_replicas` of this configuration."""
     rows = window_rows(run, num_replicas)
     # With `order: input`, answered rows wait for the row that is passed over, and a crash loses those that wait. So
     # rows pass others only to be with those that begin alike, and no more than a window of them.

@@ -1,7 +1,7 @@
 """Tokens of rows that are scored or embedded: continuations are separated from prompts as in lm-eval.
 
 The prompt is tokenized alone, and together with each continuation; the tokens of the continuation are those of the
-whole behind as many as the prompt has. Spaces at the end of the prompt count as the beginning of the continuation,
+whole after as many as the prompt has. Spaces at the end of the prompt count as the beginning of the continuation,
 because tokens of most models begin with their space (EleutherAI/lm-evaluation-harness, `TemplateLM._encode_pair`).
 """
 
@@ -70,7 +70,7 @@ def scored_continuations(
     """Return the tokens of the prompt and of the continuations of a row.
 
     wholes: the tokens of the prompt with each continuation. lead: what stands for a prompt without tokens. num_behind:
-    how many special tokens the tokenizer puts behind a text. Where a row does not fit `max_model_len`, the beginning of
+    how many special tokens the tokenizer puts after a text. Where a row does not fit `max_model_len`, the beginning of
     its prompt is cut off, unless `on_too_long` makes it an error. Raises RowError.
     """
     assert task.continuations is not None

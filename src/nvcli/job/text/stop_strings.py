@@ -86,7 +86,7 @@ class StopStringDetector:
         keeps_stop: bool = False,
     ) -> None:
         """`decode` gives the text of token ids. A stop string that is complete before `min_tokens` is just text.
-        `keeps_stop`: the answer ends behind the stop string, not before it."""
+        `keeps_stop`: the answer ends after the stop string, not before it."""
         self._decode = decode
         self._root = self._node = stop_strings.root
         self._num_chars = 0

@@ -1,7 +1,7 @@
 """Converts tokens given as text in a row's `sampling` to ids: biases and bad words.
 
 A text of `logit_bias` is one token. A bad word is a sequence of tokens: those of the word alone, and those of the word
-behind a space, which are others in most vocabularies. A word that the model spells with yet other tokens is not found,
+after a space, which are others in most vocabularies. A word that the model spells with yet other tokens is not found,
 as in vLLM and transformers.
 """
 

@@ -103,7 +103,7 @@ def _marks(text: str, *marks: re.Pattern[str]) -> Iterator[list[re.Match[str]]]:
         found = []
         for mark in marks:
             match = mark.search(text, at)
-            if match is None:  # and so there is none behind a later one before it
+            if match is None:  # and so there is none after a later one before it
                 return
             found.append(match)
             at = match.end()

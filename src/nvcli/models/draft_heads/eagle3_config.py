@@ -47,7 +47,7 @@ class Eagle3Config(DraftHeadConfig):
     norms_each_state: bool = False
     """Whether each of them is normed by itself before that."""
     feeds_normed: bool = False
-    """Whether the next pass takes the state behind the final norm rather than before it."""
+    """Whether the next pass takes the state after the final norm rather than before it."""
     has_embedding: bool = False
     """Whether it has an embedding of its own; otherwise it uses the target's."""
     is_tied: bool = False

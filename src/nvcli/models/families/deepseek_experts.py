@@ -58,7 +58,7 @@ def read_with_predictions(
     config: ModelFile, attention: Mixer, is_sparse: Iterable[bool] | None = None
 ) -> DecoderConfig:
     """Read a decoder, and the head that the first of its layers for multi-token prediction makes. `is_sparse`: which
-    layers have experts; None: those behind the first dense ones."""
+    layers have experts; None: those after the first dense ones."""
     experts = read_experts(config)
     if is_sparse is None:
         mlps = first_layers_dense(config, experts)

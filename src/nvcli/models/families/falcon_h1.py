@@ -46,7 +46,7 @@ def _mamba(config: ModelFile) -> MambaConfig:
     if not config.get("mamba_rms_norm", bool, False):
         return replace(mamba, norm=None)
     is_before = config.get("mamba_norm_before_gate", bool, True)
-    return replace(mamba, norm="before gate" if is_before else "behind gate")
+    return replace(mamba, norm="before gate" if is_before else "after gate")
 
 
 def _factors(config: ModelFile) -> Iterator[tuple[str, float]]:
@@ -65,7 +65,7 @@ def _factors(config: ModelFile) -> Iterator[tuple[str, float]]:
 
 
 def _multipliers(config: ModelFile, key: str, count: int) -> list[float]:
-    """Read a list of so many multipliers; if it is absent, all are 1."""
+    """Read a list of `count` multipliers; if it is absent, all are 1."""
     values = config.values.get(key)
     if values is None:
         return [1.0] * count

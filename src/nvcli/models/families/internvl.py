@@ -1,4 +1,4 @@
-"""InternVL 3 and 3.5 (https://arxiv.org/abs/2504.10479): the decoder of another family, behind a vision tower."""
+"""InternVL 3 and 3.5 (https://arxiv.org/abs/2504.10479): the decoder of another family, after a vision tower."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """LFM2 (https://arxiv.org/abs/2511.23404): gated short convolutions in most layers, attention in the others, each with
 a gated MLP or, in LFM2-MoE, with experts in all but the first layers. LFM3 has attention with windows too, gates for
-its heads, and norms behind the blocks."""
+its heads, and norms after the blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """LongCat-Flash (https://arxiv.org/abs/2509.01322): each layer of its files has latent attention and an MLP twice, and
-a mixture of experts that reads what the first MLP reads, and whose result is added behind the second. So it is two
+a mixture of experts that reads what the first MLP reads, and whose result is added after the second. So it is two
 layers of the decoder. Some of the experts return their input."""
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 experts without gates, in an order of their own.
 
 In the files each of these blocks is a layer, with a norm before it. Here a layer is a block that mixes tokens with the
-MLP or the experts right behind it, if they follow, so the decoder has fewer layers.
+MLP or the experts right after it, if they follow, so the decoder has fewer layers.
 """
 
 from __future__ import annotations

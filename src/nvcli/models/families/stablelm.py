@@ -9,7 +9,7 @@ from nvcli.models.mixers.mixer import NormConfig
 
 
 def read(config: ModelFile) -> DecoderConfig:
-    """Read attention and MLP one behind the other, or side by side."""
+    """Read attention and MLP one after the other, or side by side."""
     if config.get("qk_layernorm", bool, False):
         raise config.error("qk_layernorm", "true is not supported: each head would have a norm of its own")
     attention = config.attention(default_partial=0.25, qkv_bias=config.get("use_qkv_bias", bool, False))

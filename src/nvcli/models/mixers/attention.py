@@ -36,7 +36,7 @@ class OutputGate:
 
     function: GateFunction = "sigmoid"
     is_in_queries: bool = False
-    """Whether the query projection has the gates' rows, those of each head behind those of its query; otherwise they
+    """Whether the query projection has the gates' rows, those of each head after those of its query; otherwise they
     are a projection of their own, `g_proj`."""
     is_of_heads: bool = False
 

@@ -71,7 +71,7 @@ class ExpertsConfig(FeedForward):
 
     @property
     def num_parts(self) -> int:
-        """The parts of its result on a single rank: one for each expert of a token, or for all of them behind a
+        """The parts of its result on a single rank: one for each expert of a token, or for all of them after a
         projection from latents, one of the input and one of the shared expert."""
         experts = self.routing.experts_per_token if self.latent_size is None else 1
         return experts + (self.num_identities > 0) + (self.shared is not None)

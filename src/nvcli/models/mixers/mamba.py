@@ -22,7 +22,7 @@ from nvcli.models.tensor_spec import (
     with_bias,
 )
 
-ResultNorm = Literal["behind gate", "before gate"]
+ResultNorm = Literal["after gate", "before gate"]
 """The place of the result's norm."""
 
 
@@ -46,8 +46,8 @@ class MambaConfig(RecurrentMixer):
     """The number of tokens that the convolution reads: the token itself, and those right before it."""
     norm_eps: float
     """Added to mean squares in the norm of the result, which is over the heads of a group."""
-    norm: ResultNorm | None = "behind gate"
-    """Whether the result is normed behind or before its gate; None: it is gated alone."""
+    norm: ResultNorm | None = "after gate"
+    """Whether the result is normed after or before its gate; None: it is gated alone."""
     conv_bias: bool = True
     bias: bool = False
     """Whether the projections have biases."""

@@ -81,7 +81,7 @@ class EdgeRule:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of an image, with one behind each of their rows."""
+        """The most tokens of an image, with one after each of their rows."""
         most = -(-self.longest // self.side)
         return most * (most + 1)
 

@@ -96,7 +96,7 @@ class GatedMerger(nn.Module):
 
 
 def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Module:
-    """Make the merger behind the last layer."""
+    """Make the merger after the last layer."""
     kind = config.merger.kind
     if kind == "squares":
         return SquareMerger(build, path, config, norms_squares=config.merger.norms_squares)

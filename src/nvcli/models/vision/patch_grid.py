@@ -23,7 +23,7 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class PatchGrid:
-    """The patches of one image, or of several behind each other."""
+    """The patches of one image, or of several, one after the other."""
 
     places: Ints
     """[P, 2], each patch's row and column in its image, in the order in which patches are computed."""

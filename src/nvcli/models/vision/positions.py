@@ -1,7 +1,7 @@
 """The rotary positions of prompts with images (`get_rope_index` in transformers), without torch.
 
 Text has one position a token. The tokens of an image share the first position as their time, and count rows and columns
-from there; the text behind goes on as if the image were as long as its longer side.
+from there; the text after it goes on as if the image were as long as its longer side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ImageSpan(NamedTuple):
 
 
 def offset_behind(images: Sequence[ImageSpan], position: int) -> int:
-    """Return what is added to the place of a token of text, behind the images that end at `position` or before."""
+    """Return what is added to the place of a token of text, after the images that end at `position` or before."""
     return sum(max(image.rows, image.columns) - image.rows * image.columns for image in images if image.end <= position)
 
 

@@ -35,7 +35,7 @@ class ImageText:
     before: str = ""
     """The text before the image's tokens."""
     behind: str = ""
-    """The text behind them."""
+    """The text after them."""
     between: str = ""
     """The token between two rows of the image's tokens; `behind` is then a token, too. Empty: rows follow each
     other."""
@@ -105,7 +105,7 @@ class VisionConfig:
     has_patch_bias: bool
     qkv_bias: bool = True
     out_bias: bool = True
-    """Whether the projection behind attention has a bias."""
+    """Whether the projection after attention has a bias."""
     mlp_bias: bool = True
     has_fused_qkv: bool = True
     """Whether files hold the projections to queries, keys and values as one."""
@@ -124,9 +124,9 @@ class VisionConfig:
     has_first_norm: bool = False
     """Whether patches are normed before the first layer."""
     has_last_norm: bool = False
-    """Whether patches are normed behind the last layer."""
+    """Whether patches are normed after the last layer."""
     has_class_token: bool = False
-    """Whether a token of its own is attended to with the patches, and dropped behind the last layer."""
+    """Whether a token of its own is attended to with the patches, and dropped after the last layer."""
     rope: Literal["same", "halves", "staggered"] | None = None
     """Rotary positions of rows and columns: with the same frequencies (halves: files have columns in the first half of
     a head, and rows in the second), or taking turns in one list of them."""
@@ -149,9 +149,9 @@ class VisionConfig:
     """The layers whose results are merged, too, and added to the residual stream after the decoder's first layers."""
     axes: tuple[int, ...] = ()
     """For each of the decoder's rotary frequencies, which of a token's positions turns it: 0 (time), 1 (height) or 2
-    (width). Frequencies behind the last entry are turned by time. Empty: tokens have one position, images or not."""
+    (width). Frequencies after the last entry are turned by time. Empty: tokens have one position, images or not."""
     attends_both_ways: Literal["", "windows", "all"] = ""
-    """The decoder's layers in which the tokens of an image attend to all of it, also behind them: none, those with a
+    """The decoder's layers in which the tokens of an image attend to all of it, also after them: none, those with a
     window, or all."""
     image_token_id: int
     """The id that stands in the prompt for each token of an image."""
@@ -170,7 +170,7 @@ class VisionConfig:
 
     @property
     def row_gap(self) -> int:
-        """The tokens of text behind each row of an image's tokens."""
+        """The tokens of text after each row of an image's tokens."""
         return int(self.text is not None and self.text.between != "")
 
     @property

@@ -79,7 +79,7 @@ def layer_list(vision: JsonFile, key: str, default: tuple[int, ...]) -> tuple[in
 
 
 def read_axes(text: JsonFile, default: tuple[int, int, int], *, is_interleaved: bool) -> tuple[int, ...]:
-    """Read `mrope_section`, the numbers of frequencies for time, height and width: one behind the other, or those of
+    """Read `mrope_section`, the numbers of frequencies for time, height and width: one after the other, or those of
     height and width at every third place (`recomposition_frequencies` in transformers)."""
     rope = rope_section(text)
     sections = rope.values.get("mrope_section", list(default))

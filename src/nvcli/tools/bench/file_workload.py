@@ -50,7 +50,7 @@ def answerable_rows(
     model: ResolvedModel, input_file: str, *, limit: int | None, say: Callable[[str], None], way_out: str = ""
 ) -> list[PreparedRow]:
     """Return the rows of a file that can be answered, and report others to `say`. Raises as `prepared_rows` does, and
-    ConfigError if no row is left, with `way_out` behind it."""
+    ConfigError if no row is left, with `way_out` after it."""
     rows: list[PreparedRow] = []
     reasons: list[str] = []
     for row in prepared_rows(model, input_file, limit=limit):

@@ -78,7 +78,7 @@ def _run(start: RankStart, control: Connection) -> None:
     )
     module, function = start.runner.split(":")
     create_runner = getattr(importlib.import_module(module), function)
-    gc.freeze()  # imports live for ever: the collector need not scan them
+    gc.freeze()  # imports live forever: the collector need not scan them
     gc.enable()
     runner: Runner = create_runner(start.config, context)
     is_output_rank = rank == start.config.output_rank

@@ -27,7 +27,7 @@ _MOST_CONDEMNED = 4096
 
 
 def num_mask_rows(num_answers: int) -> int:
-    """Return the number of rows for so many answers: a few more, so that there is a choice even when all answers
+    """Return the number of rows for `num_answers`: a few more, so that there is a choice even when all answers
     run."""
     return num_answers + num_answers // 4
 

@@ -154,7 +154,7 @@ class GrammarAnswer:
     def find_run(self, mask: np.ndarray) -> list[int]:
         """Return the tokens that must come next, up to `MAX_FORCED_TOKENS`. `mask` is the one just written.
 
-        Behind the first token llguidance tells them without making masks: a mask allows the first of the tokens that it
+        After the first token llguidance tells them without making masks: a mask allows the first of the tokens that it
         forces, and no other (`TokenParser::compute_mask`). Some masks of a single token are not known this way; they
         end the run, which therefore costs no more than the masks of its tokens would.
         """
@@ -164,7 +164,7 @@ class GrammarAnswer:
         token = _only_token(mask)
         while token is not None and not self._matcher.is_stopped():
             if not self._matcher.consume_token(token):
-                # The answer fails, if it does, behind these tokens and not before.
+                # The answer fails, if it does, after these tokens and not before.
                 ahead.clear()
                 self._finds_runs = False
                 self._matcher = self._compile()

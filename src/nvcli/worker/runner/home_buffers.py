@@ -77,7 +77,7 @@ class HomeBuffers(InputBuffers):
         for home in range(num_homes):
             at = np.flatnonzero(homes == home)
             places[at] = home * len(own) + np.arange(len(at))
-        # A home's chunks come behind as many decode rows as any home has.
+        # A home's chunks come after as many decode rows as any home has.
         at_home = slots % num_homes == self._home
         is_chunk = np.arange(len(slots)) >= step.num_decodes
         starts = np.zeros(len(slots), dtype=np.int64)

@@ -60,7 +60,7 @@ class InputBuffers:
     """Buffers for the largest steps of a configuration, padded ones included."""
 
     def __init__(self, state: SlotState, config: EngineConfig, *, times: int = 1) -> None:
-        """`times`: they hold so many such steps."""
+        """`times`: the number of such steps that they hold."""
         device = state.lengths.device
         self._state = state
         self._max_logits = max_logits = times * config.max_step_logits

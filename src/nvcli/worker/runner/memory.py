@@ -181,7 +181,7 @@ def reserve_contiguous(num_bytes: int, device: torch.device) -> None:
 
 def other_bytes(device: torch.device, weights: int) -> int:
     """Return the bytes on the device that torch does not hold; on a CPU, this process's memory besides its weights and
-    adapters, of which there are so many bytes."""
+    adapters, which take `weights` bytes."""
     if device.type == "cpu":
         return max(0, resident_bytes() - weights)
     free, total = torch.cuda.mem_get_info(device)

@@ -53,8 +53,8 @@ class ModelDrafter:
         images: StepImages | None = None,
     ) -> None:
         """`max_positions`: the positions that the head knows; `reads_states`: see `DraftHeadConfig`; `has_uneven_rows`:
-        whether steps may give the rows different numbers of drafts; `images`: those that the head reads, or is rotated
-        behind."""
+        whether steps may give the rows different numbers of drafts; `images`: those that the head reads, or whose
+        positions shift those of its tokens."""
         self._images = images
         self._has_uneven_rows = has_uneven_rows
         self._reads_states = reads_states

@@ -2,7 +2,7 @@
 
 A request arrives with its images, and its slot keeps where they are. A step whose chunks begin before the end of their
 request's last image runs outside of graphs: the images in it are computed by the tower, unless they are kept from an
-earlier step, and take the place of their tokens' embeddings; a head that drafts reads the embedding of the token behind
+earlier step, and take the place of their tokens' embeddings; a head that drafts reads the embedding of the token after
 each, and gets them likewise. All other steps only shift the positions of requests that
 have images, on the device at fixed addresses, so that a graph holds it.
 
@@ -110,7 +110,7 @@ class StepImages:
         self._images: dict[int, Sequence[PromptImage]] = {}
         """The images of the slots that have any."""
         self._offsets = SlotNumbers(len(slots.state.lengths), max_tokens, slots.upload, device)
-        """Offsets of the positions of each slot's tokens behind its images."""
+        """Offsets of the positions of each slot's tokens after its images."""
 
     @classmethod
     def of(
@@ -216,7 +216,7 @@ class StepImages:
         return batch if self._ahead is None else replace(batch, images=self._ahead)
 
     def positions_behind(self, slots: Tensor, positions: Tensor) -> Tensor | None:
-        """Return the positions by which tokens of slots are rotated that are behind all images: [R] each; None: as they
+        """Return the positions by which tokens of slots are rotated that are after all images: [R] each; None: as they
         are."""
         return (positions + self._offsets.of_slots[slots]).clamp_(min=0) if self._vision.axes else None
 
