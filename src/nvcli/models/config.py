@@ -335,7 +335,7 @@ def _text_config(config: JsonFile, family: Family) -> JsonFile:
     """Return the settings of the text model: a section of their own if the checkpoint holds more than text."""
     found = config.values.get(_TEXT)
     if found is None:
-        return config.with_values({**family.defaults, **config.values})
+        return config.with_defaults(family.defaults)
     if not isinstance(found, dict):
         raise config.error(_TEXT, f"{show(found)} is not an object")
     return config.with_values({**family.defaults, **found}, f"{_TEXT}.")

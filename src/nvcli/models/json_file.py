@@ -80,6 +80,10 @@ class JsonFile:
         """Return another section of the file, or this one with other values (`section` None)."""
         return type(self)(self.path, values, self.section if section is None else section, self.changed)
 
+    def with_defaults(self, values: Mapping[str, Any]) -> Self:
+        """Return this section with values for keys that it does not have."""
+        return self.with_values({**values, **self.values})
+
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return the value of `key`, or `default` if it is absent or null. Without a default, that is an error."""
         value = self.values.get(key)

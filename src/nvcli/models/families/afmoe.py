@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
-from nvcli.models.families.deepseek_experts import SHARED_EXPERT, shared_experts
+from nvcli.models.families.deepseek_experts import SHARED_EXPERT, first_layers_dense, shared_experts
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
@@ -40,14 +40,12 @@ def read_afmoe(config: ModelFile) -> DecoderConfig:
     local = replace(full, window=config.bounded(config.window(1024)))
     attention = {SLIDING: local, FULL: replace(full, rope=None)}
     routing = config.routing(scoring="sigmoid", renormalise=True, scale=config.positive_number("route_scale", 1.0))
-    with_default = config.with_values({"num_shared_experts": 2, **config.values})
-    shared = shared_experts(with_default, "num_shared_experts")
+    shared = shared_experts(config.with_defaults({"num_shared_experts": 2}), "num_shared_experts")
     experts = config.experts(routing, has_correction=True, shared=shared)
-    dense, first = config.mlp(), config.get("num_dense_layers", int, 1)
+    mlps = first_layers_dense(config, experts, "num_dense_layers", 1)
     kinds = config.every_nth_full(4, "global_attn_every_n_layers")
     layers = (
-        LayerConfig(mixer=attention[kind], mlp=dense if number < first else experts, norms=_AFMOE_NORMS)
-        for number, kind in enumerate(kinds)
+        LayerConfig(mixer=attention[kind], mlp=mlp, norms=_AFMOE_NORMS) for kind, mlp in zip(kinds, mlps, strict=True)
     )
     scale = config.positive("hidden_size") ** 0.5 if config.get("mup_enabled", bool, False) else 1.0
     return config.decoder(layers, layout=_AFMOE_LAYOUT, embedding_scale=scale)

@@ -32,7 +32,7 @@ def read_moe(config: ModelFile) -> DecoderConfig:
     """Read experts in all layers but the first dense ones, which may have a pattern of windows of their own, and
     rotate if that pattern has no windows."""
     experts = _experts(config)
-    is_sparse = config.with_values({"first_k_dense_replace": 0, **config.values}).sparse_layers()
+    is_sparse = config.with_defaults({"first_k_dense_replace": 0}).sparse_layers()
     dense: MLPConfig | ExpertsConfig = experts
     if not all(is_sparse):
         dense = config.mlp(size_key="prefix_dense_intermediate_size")

@@ -74,8 +74,10 @@ def read_with_predictions(
     return config.decoder(layers, norm=norm, layout=layout_without_predictions(config), mtp=head)
 
 
-def first_layers_dense(config: ModelFile, experts: ExpertsConfig) -> list[MLPConfig | ExpertsConfig]:
-    """Return the MLP of each layer: the first `first_k_dense_replace` ones are dense."""
-    first, count = config.get("first_k_dense_replace", int, 0), config.num_layers()
+def first_layers_dense(
+    config: ModelFile, experts: ExpertsConfig, count_key: str = "first_k_dense_replace", default: int = 0
+) -> list[MLPConfig | ExpertsConfig]:
+    """Return the MLP of each layer: the first ones are dense, and `count_key` is their number."""
+    first, count = config.get(count_key, int, default), config.num_layers()
     dense = [config.mlp()] * min(first, count)
     return [*dense, *[experts] * (count - len(dense))]

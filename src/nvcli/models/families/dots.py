@@ -31,8 +31,7 @@ def read_dots1(config: ModelFile) -> DecoderConfig:
 def read_solar_open(config: ModelFile) -> DecoderConfig:
     """Read full attention and experts in all layers."""
     attention = config.attention(default_theta=1_000_000.0, qkv_bias=config.bias())
-    with_default = config.with_values({"n_shared_experts": 1, **config.values})
-    layer = LayerConfig(mixer=attention, mlp=read_experts(with_default))
+    layer = LayerConfig(mixer=attention, mlp=read_experts(config.with_defaults({"n_shared_experts": 1})))
     return config.decoder(layer, layout=layout_without_predictions(config))
 
 

@@ -85,7 +85,7 @@ def read_v3(config: ModelFile) -> DecoderConfig:
         renormalise=True,
         scale=config.positive_number("router_scaling_factor", 2.826),
     )
-    shared = shared_experts(config.with_values({"num_shared_experts": 1, **config.values}), "num_shared_experts")
+    shared = shared_experts(config.with_defaults({"num_shared_experts": 1}), "num_shared_experts")
     experts = config.experts(routing, has_correction=True, has_wide_router=True, shared=shared)
     dense = config.mlp()
     layers = (LayerConfig(mixer=attention, mlp=experts if is_sparse else dense) for is_sparse in config.sparse_layers())

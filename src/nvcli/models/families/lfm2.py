@@ -4,8 +4,11 @@ its heads, and norms after the blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.deepseek_experts import first_layers_dense
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
@@ -63,8 +66,7 @@ def read_lfm2_moe(config: ModelFile) -> DecoderConfig:
         scale=config.positive_number("routed_scaling_factor", 1.0),
     )
     experts = config.experts(routing, has_correction=config.get("use_expert_bias", bool, True))
-    first, dense = config.get("num_dense_layers", int, 2), config.mlp()
-    return _read(config, [dense if number < first else experts for number in range(config.num_layers())])
+    return _read(config, first_layers_dense(config, experts, "num_dense_layers", 2))
 
 
 def read_lfm3(config: ModelFile) -> DecoderConfig:
@@ -93,7 +95,7 @@ def _lfm3_attention(config: ModelFile, kind: str) -> AttentionConfig:
     )
 
 
-def _read(config: ModelFile, mlps: list[FeedForward]) -> DecoderConfig:
+def _read(config: ModelFile, mlps: Sequence[FeedForward]) -> DecoderConfig:
     attention, conv = config.attention(default_theta=1_000_000.0, qk_norm="head"), _conv(config)
     mixers: list[Mixer] = [attention if kind == FULL else conv for kind in _layer_types(config)]
     return _decoder(
