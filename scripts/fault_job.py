@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from nvcli.core.system.nvidia_smi import ask_for_gpus, visible_gpus
+from nvcli.core.system.nvidia_smi import visible_gpus
 
 RUNNING = "run"
 """The phase in which rows are being answered."""
@@ -166,7 +166,7 @@ class Resources:
 
 def _used_gpu_bytes() -> dict[int, int]:
     """Return the memory in use of each GPU that a run sees, by the driver's numbers; empty where there are none."""
-    gpus = visible_gpus(ask_for_gpus(), os.environ)
+    gpus = visible_gpus()
     return {} if isinstance(gpus, str) else {gpu.index: gpu.used_bytes for gpu in gpus}
 
 

@@ -258,7 +258,7 @@ def test_on_a_cpu_auto_is_one(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> N
     model, _ = shapes("qwen3-0.6b")
     run = RunConfig(model="m", device="cpu", tensor_parallel_size=2)
     config = resolve_engine_config(run, Path("/m"), model)
-    monkeypatch.setattr("nvcli.job.planning.layout.ask_for_gpus", lambda: pytest.fail("nvidia-smi was asked"))
+    monkeypatch.setattr("nvcli.core.system.nvidia_smi.ask_for_gpus", lambda: pytest.fail("nvidia-smi was asked"))
     assert resolve_layout(run, config, model) == Layout(tensor_parallel_size=2, data_parallel_size=1)
 
 

@@ -87,11 +87,13 @@ def ask_for_gpus() -> SmiReport:
     return SmiReport(gpus=gpus)
 
 
-def visible_gpus(report: SmiReport, environ: Mapping[str, str] = os.environ) -> list[SmiGpu] | str:
+def visible_gpus(report: SmiReport | None = None, environ: Mapping[str, str] = os.environ) -> list[SmiGpu] | str:
     """Return the GPUs that a CUDA process sees, in its order; or the reason why they cannot be told.
 
-    CUDA_VISIBLE_DEVICES is read as CUDA reads it: indices or prefixes of uuids, up to the first invalid one.
+    `report` None: nvidia-smi is asked. CUDA_VISIBLE_DEVICES is read as CUDA reads it: indices or prefixes of uuids, up
+    to the first invalid one.
     """
+    report = ask_for_gpus() if report is None else report
     in_order = sorted(report.gpus.values(), key=lambda gpu: gpu.index)
     if not in_order:
         return report.failure or "nvidia-smi lists no GPU"

@@ -23,7 +23,7 @@ from nvcli.core.byte_sizes import counted, format_bytes
 from nvcli.core.config import RunConfig
 from nvcli.core.config_types import ParallelSize
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport, ask_for_gpus, visible_gpus
+from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport, visible_gpus
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.job_time import Lengths, gpu_speed, replica_seconds
 from nvcli.models.config import ModelConfig
@@ -163,7 +163,7 @@ def resolve_layout(
     given = layout_as_given(run)
     if not chooses_layout(run, config):
         return given
-    gpus = visible_gpus(ask_for_gpus() if report is None else report)
+    gpus = visible_gpus(report)
     if isinstance(gpus, str):
         return replace(given, why=f"{given.flags}: could not choose a layout: {gpus}")
     return choose_layout(
@@ -184,7 +184,7 @@ def without_useless_auto(run: RunConfig, *, device: str, gpus: Sequence[SmiGpu] 
     """
     if run.tensor_parallel_size != "auto":
         return run
-    seen = visible_gpus(ask_for_gpus()) if gpus is None and device == "cuda" else gpus or []
+    seen = visible_gpus() if gpus is None and device == "cuda" else gpus or []
     least = 2 * run.pipeline_parallel_size * layout_as_given(run).data_parallel_size
     if device == "cuda" and not isinstance(seen, str) and len(seen) >= least:
         return run

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from nvcli.core.messages import EngineReady
-from nvcli.core.system.nvidia_smi import ask_for_gpus, visible_gpus
+from nvcli.core.system.nvidia_smi import visible_gpus
 from nvcli.core.system.terminal_text import without_secrets
 from nvcli.core.system.versions import installed_versions
 from nvcli.core.validation import Path as KeyPath
@@ -150,7 +150,7 @@ def _engine(plan: RunPlan, ready: Sequence[EngineReady], summary: Summary) -> En
 
 
 def _gpu_names(plan: RunPlan) -> list[str]:
-    gpus = visible_gpus(ask_for_gpus())
+    gpus = visible_gpus()
     if isinstance(gpus, str):
         return []
     indices = [config.gpu_index(rank) for config in plan.engine_configs for rank in range(config.num_ranks)]

@@ -18,7 +18,7 @@ from typing import Literal
 from nvcli.core.config import RunConfig
 from nvcli.core.config_types import KeptWeights
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.system.nvidia_smi import SmiGpu, ask_for_gpus, visible_gpus
+from nvcli.core.system.nvidia_smi import SmiGpu, visible_gpus
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
 from nvcli.models.adapters.adapter import Adapter
@@ -51,7 +51,7 @@ def keep_weights(
     if device == "cpu" or format_kept is None or _obstacle(run, model, format_kept):
         return model.with_quantization("none")
     if gpus is None:
-        found = visible_gpus(ask_for_gpus())
+        found = visible_gpus()
         gpus = () if isinstance(found, str) else found
     assert model.quantisation is not None
     known = [gpu.capability for gpu in gpus if gpu.capability is not None]

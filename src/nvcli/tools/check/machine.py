@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from nvcli.core.system.host_memory import available_ram
-from nvcli.core.system.nvidia_smi import SmiGpu, ask_for_gpus, visible_gpus
+from nvcli.core.system.nvidia_smi import SmiGpu, visible_gpus
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.job_time import Lengths, is_known_gpu
 from nvcli.job.planning.layout import Layout, choose_layout, estimate_layout, layout_as_given
@@ -87,7 +87,7 @@ def estimate_job(
         gpus or "no GPU is used here; estimate for other GPUs with --gpu, such as --gpu h200"
     )
     if gpus is None and job.config.device == "cuda":
-        found = visible_gpus(ask_for_gpus())
+        found = visible_gpus()
     if isinstance(found, str):
         return _machine_without_gpus(job, found), _forecasts(job, tally, answer_tokens, None, ())
     num_requests = sum(tally.answers.values())
