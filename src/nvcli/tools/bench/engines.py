@@ -76,9 +76,8 @@ class Engines:
     def wait_ready(self) -> EngineReady:
         """Wait for all replicas, and return the first one's report. Raises the error of an engine that failed."""
         for client in self._clients:
-            ready = None
-            while ready is None:
-                ready = client.wait_ready(_WAIT_SECONDS)
+            ready = client.wait_ready()
+            assert ready is not None
             self._ready.append(ready)
         self.ready_seconds = time.perf_counter() - self._started_at
         return self._ready[0]

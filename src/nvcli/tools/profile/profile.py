@@ -87,9 +87,8 @@ def profile_by_loading(
     """
     client = EngineClient.start(msgspec.structs.replace(config, measure_memory=True))
     try:
-        ready = None
-        while ready is None:
-            ready = client.wait_ready(1.0)
+        ready = client.wait_ready()
+        assert ready is not None
     except CapacityError as error:
         total = gpu_memory_here() if config.device == "cuda" else None
         if total is None:
