@@ -16,7 +16,7 @@ from nvcli.core.lora_config import adapter_choice
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
 from nvcli.job.output.manifest import load_manifest
-from nvcli.job.run import adapter_ways
+from nvcli.job.run import adapter_modes
 from nvcli.job.run.plan import plan_replicas
 from nvcli.job.run.resolve import resolve_settings
 
@@ -150,7 +150,7 @@ def test_adapters_are_merged_in_turn(folder: Path, nvcli_here: NvcliHere, monkey
     for name, path in (("sql", "one"), ("chat", "two"), ("dora", "dora")):
         always += ("--lora", f"{name}={path}")
     chosen = [(1,), (1,), ()]
-    monkeypatch.setattr(adapter_ways, "choose_merged", lambda *args, **kwargs: chosen.pop(0))
+    monkeypatch.setattr(adapter_modes, "choose_merged", lambda *args, **kwargs: chosen.pop(0))
     checked = nvcli_here("check", *always[:3], *always[7:], cwd=folder)
     assert "rows of sql, dora run adapter by adapter" in checked.stdout + checked.stderr
     part = nvcli_here("generate", *always, "--limit", "5", cwd=folder)

@@ -15,7 +15,7 @@ from nvcli.errors import ConfigError
 from nvcli.job.own_files import manifest_draft_path, manifest_path
 
 VERSION = 2
-WAYS_FACT = "lora.merged"
+MERGED_FACT = "lora.merged"
 """The fact that names the LoRA adapters that are merged into the weights in turn."""
 CHAT_FACT = "job.chat"
 """The fact that says which texts become user messages (`job.run.chat_choice`)."""

@@ -18,7 +18,7 @@ from nvcli.core.lora_config import adapter_choice
 from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.planning.layout import layout_as_given
-from nvcli.job.run.adapter_ways import find_ways
+from nvcli.job.run.adapter_modes import find_modes
 from nvcli.job.run.device import device_of
 from nvcli.job.run.image_settings import check_of_text, keeps_images_whole, most_image_tokens, with_tower
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
@@ -86,7 +86,7 @@ def load_with_adapters(
     for name, each in named.items():
         check_of_text(name, each)
     adapters = list(named.values())
-    for number in find_ways(choice, adapters, base).merged:
+    for number in find_modes(choice, adapters, base).merged:
         model = adapters[number - 1].adapt(model)
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
@@ -175,16 +175,16 @@ def resolve_engine_config(
         check_fast_accumulation(run, model, device)
     adapters = adapter_choice(run.lora)
     row_adapters = _read_adapters(run, model_path) if row_adapters is None else row_adapters
-    ways = find_ways(adapters, list(row_adapters.values()), model)
+    modes = find_modes(adapters, list(row_adapters.values()), model)
     return EngineConfig(
         model_path=model_path,
         load_format=run.load_format,
         hf_overrides=run.hf_overrides,
         lora_path=None if adapters.merged is None else find_adapter(adapters.merged),
         lora_paths=tuple(map(find_adapter, adapters.named.values())),
-        merged_adapters=ways.merged,
-        merged_only_adapters=ways.merged_only,
-        lora_sizes=sizes_of(list(row_adapters.values()), merged_only=ways.merged_only),
+        merged_adapters=modes.merged,
+        merged_only_adapters=modes.merged_only,
+        lora_sizes=sizes_of(list(row_adapters.values()), merged_only=modes.merged_only),
         max_loaded_adapters=adapters.max_loaded,
         device=device,
         dtype=dtype,

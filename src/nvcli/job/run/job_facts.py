@@ -19,7 +19,7 @@ from nvcli.core.job_config import MESSAGES_KEY
 from nvcli.core.lora_config import adapter_choice
 from nvcli.errors import LoadError
 from nvcli.job.input.known_input import digest_file
-from nvcli.job.output.manifest import CHAT_FACT, WAYS_FACT
+from nvcli.job.output.manifest import CHAT_FACT, MERGED_FACT
 from nvcli.job.rows.task_rows import TaskRows
 from nvcli.job.shard import SHARD_FACT, Shard
 from nvcli.models.checkpoint import weight_files
@@ -80,7 +80,7 @@ def job_facts(
     job, is_kv_other = run.job, config.kv_dtype != config.dtype
     digest = None if chat_template is None else f"sha256 {sha256(chat_template.encode()).hexdigest()[:16]}"
     optional: dict[str, tuple[Any, Any]] = {
-        WAYS_FACT: (merged, ""),
+        MERGED_FACT: (merged, ""),
         "load_format": (config.load_format, "auto"),
         "hf_overrides": (config.hf_overrides or None, None),
         "kv_cache_dtype": (config.kv_cache_dtype if is_kv_other else None, None),

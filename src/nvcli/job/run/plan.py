@@ -21,7 +21,7 @@ from nvcli.job.planning.duplicates import Duplicates
 from nvcli.job.planning.layout import chooses_layout, resolve_layout
 from nvcli.job.planning.planner import Planner
 from nvcli.job.row_set import AnsweredRows
-from nvcli.job.run.adapter_ways import describe_ways
+from nvcli.job.run.adapter_modes import describe_modes
 from nvcli.job.run.device import unused_gpu
 from nvcli.job.run.kept_weights import explain_choice
 from nvcli.job.run.resolve import ResolvedJob, ResolvedModel
@@ -90,7 +90,7 @@ def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPl
             for line in (unused_gpu(run), _lone_ranks(run, config), *_other_bases(resolved))
             if line is not None
         ),
-        why="; ".join(filter(None, (kept, layout.why, *describe_ways(run, config)))),
+        why="; ".join(filter(None, (kept, layout.why, *describe_modes(run, config)))),
     )
 
 

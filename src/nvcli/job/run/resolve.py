@@ -39,7 +39,7 @@ from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.prompt_rules import PromptKind, TextKinds, describe_kind
 from nvcli.job.rows.row_digest import InputRows
 from nvcli.job.rows.row_warnings import RowWarnings
-from nvcli.job.run.adapter_ways import choose_ways
+from nvcli.job.run.adapter_modes import choose_modes
 from nvcli.job.run.chat_choice import ChatChoice, keep_choice
 from nvcli.job.run.default_sampling import check_default_sampling
 from nvcli.job.run.device import device_of
@@ -255,7 +255,7 @@ def resolve_job(
     if can_continue and run.job.check_columns:
         needs = needs_of_rows(settings, chat.kinds, names, limit=limit, pdfs=pdfs)
     resolved = _with_engines(settings, needs, found_device=found_device, gpus=gpus)
-    merged_adapters = choose_ways(
+    merged_adapters = choose_modes(
         run,
         resolved.config,
         resolved.row_adapters,

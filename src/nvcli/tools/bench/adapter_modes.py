@@ -13,7 +13,7 @@ from nvcli.core.lora_config import LoraConfig, LoraMode, adapter_choice
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job.planning.adapter_costs import AdapterWork
-from nvcli.job.run.adapter_ways import choose_by_cost, find_ways
+from nvcli.job.run.adapter_modes import choose_by_cost, find_modes
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
 
@@ -49,8 +49,8 @@ def merge_by_cost(
         for number, lengths in answers.items()
     }
     known = list(adapters.values())
-    ways = find_ways(adapter_choice(run.lora), known, model)
-    return msgspec.structs.replace(config, merged_adapters=choose_by_cost(work, config, known, model, ways))
+    modes = find_modes(adapter_choice(run.lora), known, model)
+    return msgspec.structs.replace(config, merged_adapters=choose_by_cost(work, config, known, model, modes))
 
 
 def in_turns(requests: Sequence[Request], merged: Collection[int]) -> list[Request]:

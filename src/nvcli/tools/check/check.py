@@ -27,7 +27,7 @@ from nvcli.job.files import STREAM, expand_inputs
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import JobResult
 from nvcli.job.row_set import AnsweredRows
-from nvcli.job.run.adapter_ways import describe_ways
+from nvcli.job.run.adapter_modes import describe_modes
 from nvcli.job.run.counts import LeadingErrors
 from nvcli.job.run.early_end import Interrupts
 from nvcli.job.run.resolve import ResolvedJob, resolve_job
@@ -247,7 +247,7 @@ class _Reading:
             prompt_tokens_to_compute=tally.computed_prompt_tokens,
             cached_tokens=tally.cached_tokens,
             cached_tokens_are_exact=tally.blocks is None or tally.blocks.is_exact,
-            notes=[*job.notes, *job.describe_kinds(self._reader.kinds), *describe_ways(job.run, job.config)],
+            notes=[*job.notes, *job.describe_kinds(self._reader.kinds), *describe_modes(job.run, job.config)],
             warnings=[line.removeprefix("warning: ") for line in warnings.take_new()] + warnings.totals() + hopeless,
             sampling=list(filter(is_worth_showing, job.sampling)),
             rows_with_own_sampling=tally.rows_with_own_sampling,

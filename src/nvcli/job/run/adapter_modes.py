@@ -1,8 +1,8 @@
-"""The two ways in which the LoRA adapters of a job's rows are served: merged into the weights in turn, while only rows
-of one adapter run, or batched, beside rows of other adapters.
+"""The two modes of serving the LoRA adapters of a job's rows (`lora.mode`): merged into the weights in turn, while only
+rows of one adapter run, or batched, beside rows of other adapters.
 
 What merging can serve and batching cannot is merged. The rest is chosen by cost for a job whose rows can be counted
-before it begins (`job.planning.adapter_costs`), and is batched otherwise. In 16 bits the way may change answers, so it
+before it begins (`job.planning.adapter_costs`), and is batched otherwise. In 16 bits the mode may change answers, so it
 is a fact of the job.
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.lora_config import AdapterChoice, adapter_choice
-from nvcli.core.system.nvidia_smi import ask_for_gpus, visible_gpus
+from nvcli.core.system.nvidia_smi import visible_gpus
 from nvcli.core.validation import list_some
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import Job
-from nvcli.job.output.manifest import WAYS_FACT
+from nvcli.job.output.manifest import MERGED_FACT
 from nvcli.job.planning.adapter_costs import AdapterWork, choose_merged
 from nvcli.job.planning.job_time import GpuSpeed, gpu_speed
 from nvcli.models.adapters.adapter import Adapter
@@ -37,8 +37,8 @@ _CPU_SPEED = GpuSpeed(50e9, 1e12, link_bytes_per_second=10e9, link_seconds=1e-6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterWays:
-    """The ways of a run's adapters, by their numbers from 1."""
+class AdapterModes:
+    """The possible modes of a run's adapters, by their numbers from 1."""
 
     merged: tuple[int, ...]
     """Adapters that are merged in turn whatever the rows are."""
@@ -48,10 +48,10 @@ class AdapterWays:
     """Adapters that can be merged."""
 
 
-def find_ways(choice: AdapterChoice, adapters: Sequence[Adapter], model: ModelConfig) -> AdapterWays:
-    """Return the ways in which adapters can be served, with the weights in the format of `model`.
+def find_modes(choice: AdapterChoice, adapters: Sequence[Adapter], model: ModelConfig) -> AdapterModes:
+    """Return the modes in which adapters can be served, with the weights in the format of `model`.
 
-    Raises LoadError or ConfigError for an adapter that can be served in no way, or not in that of `lora.mode`.
+    Raises LoadError or ConfigError for an adapter that can be served in neither mode, or not in that of `lora.mode`.
     """
     merged_only, mergeable = [], []
     for number, adapter in enumerate(adapters, 1):
@@ -71,10 +71,10 @@ def find_ways(choice: AdapterChoice, adapters: Sequence[Adapter], model: ModelCo
         if problem is not None:
             merged_only.append(number)
     merged = mergeable if choice.mode == "merged" else merged_only
-    return AdapterWays(merged=tuple(merged), merged_only=tuple(merged_only), mergeable=tuple(mergeable))
+    return AdapterModes(merged=tuple(merged), merged_only=tuple(merged_only), mergeable=tuple(mergeable))
 
 
-def choose_ways(
+def choose_modes(
     run: RunConfig,
     config: EngineConfig,
     adapters: Mapping[str, Adapter],
@@ -90,15 +90,15 @@ def choose_ways(
     choice = adapter_choice(run.lora)
     if not adapters or choice.mode != "auto":
         return config.merged_adapters
-    ways = find_ways(choice, list(adapters.values()), model)
+    modes = find_modes(choice, list(adapters.values()), model)
     if begun is not None:
-        before = str(begun.get(WAYS_FACT) or "").split(", ")
-        kept = (number for number, name in enumerate(adapters, 1) if name in before and number in ways.mergeable)
+        before = str(begun.get(MERGED_FACT) or "").split(", ")
+        kept = (number for number, name in enumerate(adapters, 1) if name in before and number in modes.mergeable)
         return tuple(sorted({*kept, *config.merged_adapters}))
     if run.job.order == "input" or not run.job.plan or not can_count:
         return config.merged_adapters  # rows come in an order of their own
     work = _count(make_reader(), len(adapters), limit=limit, has_answers=run.task == "generate")
-    return choose_by_cost(work, config, list(adapters.values()), model, ways)
+    return choose_by_cost(work, config, list(adapters.values()), model, modes)
 
 
 def choose_by_cost(
@@ -106,16 +106,16 @@ def choose_by_cost(
     config: EngineConfig,
     adapters: Sequence[Adapter],
     model: ModelConfig,
-    ways: AdapterWays,
+    modes: AdapterModes,
 ) -> tuple[int, ...]:
     """Return `EngineConfig.merged_adapters` of a job whose work under each adapter is known."""
     speed, gpu_bytes = _speed(config)
-    mergeable = {number: adapter for number, adapter in enumerate(adapters, 1) if number in ways.mergeable}
+    mergeable = {number: adapter for number, adapter in enumerate(adapters, 1) if number in modes.mergeable}
     chosen = choose_merged(work, mergeable, model, config, speed, gpu_bytes=gpu_bytes)
     return tuple(sorted({*chosen, *config.merged_adapters}))
 
 
-def describe_ways(run: RunConfig, config: EngineConfig) -> list[str]:
+def describe_modes(run: RunConfig, config: EngineConfig) -> list[str]:
     """Return a line for the user on the adapters that are merged in turn; none if there are none."""
     names = tuple(adapter_choice(run.lora).named)
     merged = [names[number - 1] for number in config.merged_adapters]
@@ -162,7 +162,7 @@ def _speed(config: EngineConfig) -> tuple[GpuSpeed, int | None]:
     """Return the speed and the memory of the GPUs that are seen; for a CPU, or unknown GPUs, a guess."""
     if config.device == "cpu":
         return _CPU_SPEED, None
-    gpus = visible_gpus(ask_for_gpus())
+    gpus = visible_gpus()
     if isinstance(gpus, str) or not gpus:
         return gpu_speed(""), None
     return gpu_speed(gpus[0].name), gpus[0].total_bytes or None

@@ -15,13 +15,13 @@ from nvcli.core.lora_config import LoraConfig, adapter_choice
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
 from nvcli.job.input.reader import RowReader
-from nvcli.job.output.manifest import WAYS_FACT
+from nvcli.job.output.manifest import MERGED_FACT
 from nvcli.job.planning.adapter_costs import AdapterWork, choose_merged
 from nvcli.job.planning.job_time import gpu_speed
 from nvcli.job.rows.native_row import ADAPTER_KEY, RowKeys
 from nvcli.job.rows.parser import RowParser
-from nvcli.job.run import adapter_ways
-from nvcli.job.run.adapter_ways import choose_ways, find_ways
+from nvcli.job.run import adapter_modes
+from nvcli.job.run.adapter_modes import choose_modes, find_modes
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.bench.made_up_adapters import write_adapters
@@ -65,7 +65,7 @@ def chosen(
 ) -> tuple[int, ...]:
     (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": "x", "lora": name}) + "\n" for name in rows))
     run = RunConfig(model="demo", lora=LoraConfig(adapters=dict.fromkeys(NAMES, "")), job=JobConfig(**job))
-    return choose_ways(
+    return choose_modes(
         run,
         engine_config(max_num_seqs=8, merged_adapters=(3,)),
         adapters,
@@ -84,9 +84,9 @@ def test_rows_are_counted(adapters: dict[str, Adapter], tmp_path: Path, monkeypa
     assert chosen(adapters, tmp_path, rows, limit=8) == (3,)
     assert chosen(adapters, tmp_path, rows, order="input") == (3,)
     assert chosen(adapters, tmp_path, rows, can_count=False) == (3,)
-    assert chosen(adapters, tmp_path, rows, begun={WAYS_FACT: "b, c"}) == (2, 3)
+    assert chosen(adapters, tmp_path, rows, begun={MERGED_FACT: "b, c"}) == (2, 3)
     assert chosen(adapters, tmp_path, rows, begun={}) == (3,)
-    monkeypatch.setattr(adapter_ways, "_MOST_ROWS", 600)
+    monkeypatch.setattr(adapter_modes, "_MOST_ROWS", 600)
     assert chosen(adapters, tmp_path, ["a"] * 700 + ["b"]) == (1, 2, 3), "further rows may be of any adapter"
 
 
@@ -100,15 +100,15 @@ def test_forced_ways(adapters: dict[str, Adapter], tmp_path: Path) -> None:
     }
     both = [adapters["a"], read_adapter(write_adapter(tmp_path / "dora", dora, use_dora=True), model)]
 
-    def ways(mode: Any, model: ModelConfig = model) -> Any:
-        found = find_ways(adapter_choice(LoraConfig(adapters={}, mode=mode)), both, model)
+    def modes(mode: Any, model: ModelConfig = model) -> Any:
+        found = find_modes(adapter_choice(LoraConfig(adapters={}, mode=mode)), both, model)
         return found.merged, found.merged_only, found.mergeable
 
-    assert ways("auto") == ((2,), (2,), (1, 2))
-    assert ways("merged") == ((1, 2), (2,), (1, 2))
+    assert modes("auto") == ((2,), (2,), (1, 2))
+    assert modes("merged") == ((1, 2), (2,), (1, 2))
     with pytest.raises(
         LoadError, match=r"`use_dora`: DoRA is not supported in a batch with other rows; with lora.mode"
     ):
-        ways("batched")
+        modes("batched")
     both.pop()
-    assert ways("batched") == ((), (), (1,))
+    assert modes("batched") == ((), (), (1,))
