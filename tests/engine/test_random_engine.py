@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import dropwhile
@@ -17,12 +18,14 @@ import pytest
 from combinations import seeds
 from nvcli.core.messages import KVGroup, StepInput, pack, unpack
 from nvcli.core.sampling_params import SamplingParams, StopRepetition
-from nvcli.engine import key_copies
+from nvcli.engine import key_copies, running_requests
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.draft_policy import Drafting
 from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
 from nvcli.engine.segment_forest import SegmentCosts
+from nvcli.engine.state import RequestState
 from rank_in_process import RankInProcess, draw_widths, make_core, random_count, wait_for_last_tokens
 from requests_factory import make_request
 
@@ -364,6 +367,32 @@ def test_adapters_are_merged_in_turn() -> None:
         num_loads += case.rank.runner.num_adapter_loads
     assert num_merges > 30
     assert num_loads > 30
+
+
+def test_tails_rest_while_the_next_group_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one merged adapter after the other, with few slots; in some engines few blocks may be in use then."""
+    rest, resting = MergedAdapter._rest, []
+
+    def count(self: MergedAdapter, running: Collection[RequestState]) -> list[RequestState]:
+        resting.extend(rest(self, running))
+        return resting[-len(running) :]
+
+    monkeypatch.setattr(MergedAdapter, "_rest", count)
+    for seed in range(10):
+        rng = random.Random(seed)
+        monkeypatch.setattr(running_requests, "_REST_SHARE", rng.choice([0.3, 1, 1]))
+        case = random_case(seed, [*GROUPS.values()][seed % len(GROUPS)], num_homes=rng.choice([1, 1, 2]))
+        slots = max(case.limits.num_homes, min(case.limits.max_num_seqs, rng.randint(2, 5)))
+        merged = tuple(rng.sample(range(1, MOST_ADAPTERS + 1), 3))
+        merged_only = merged[: rng.choice([0, 0, 1])]
+        case.limits = replace(case.limits, max_num_seqs=slots, merged_adapters=merged, merged_only_adapters=merged_only)
+        runs = sorted(rng.choice([0, *merged, *merged]) for _ in case.requests)
+        case.requests = [
+            msgspec.structs.replace(request, adapter=adapter)
+            for request, adapter in zip(case.requests, runs, strict=True)
+        ]
+        check_answers(case)
+    assert len(resting) > 15
 
 
 def check_answers(case: Case, expected: dict[int, Answer] | None = None) -> None:

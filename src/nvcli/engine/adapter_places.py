@@ -32,6 +32,8 @@ class AdapterPlaces:
         self._merged_only = frozenset(merged_only)
         self.merged = NO_ADAPTER
         """The adapter that is merged into the weights; NO_ADAPTER: none."""
+        self.awaited = NO_ADAPTER
+        """The adapter to be merged next: its requests wait for that, and no others overtake them."""
         self._free = list(range(num_places, 0, -1))
         """Places without an adapter; the end is taken first."""
         self._places: dict[int, int] = {}
@@ -73,6 +75,8 @@ class AdapterPlaces:
         others that wait for a place; return whether there is one. So rows whose adapters are on the device go first,
         and none waits forever."""
         first = waiting[0]
+        if first.request.adapter == self.awaited != NO_ADAPTER:
+            return False
         if self.has_room_for(first.request.adapter):
             if first is self._passed:
                 self._passed = None

@@ -71,13 +71,13 @@ class Admission:
     def enter(self, state: RequestState, tables: BlockTables, budget: int, step: int) -> int | None:
         """Take the first blocks of a waiting request if it fits into the cache until it ends.
 
-        Returns the number of tokens of its first chunk, at most `budget`. Returns None, and takes nothing, if the
-        request has to wait.
+        Returns the number of tokens of its first chunk, at most `budget`. Returns None if the request has to wait,
+        without blocks or with those that it had kept.
         """
         if state is self._refused and step - self._refused_at < _PATIENCE:
             return None
         manager = tables.block_manager
-        num_free = manager.num_free
+        num_free, keeps_blocks = manager.num_free, bool(state.blocks)
         # Every running request keeps room for one more row, so that admission does not cause preemption.
         reserve = tables.reserve(self.num_running, 1)
         length = tables.enter(state, budget, reserve=reserve)
@@ -89,8 +89,9 @@ class Admission:
         if self._is_on:
             own = round((num_free - manager.num_free) / self._blocks_per_token)
             if self._stretch_of and not self._fits(state, own, step, manager):
-                tables.release(state)
-                state.num_computed = 0
+                if not keeps_blocks:
+                    tables.release(state)
+                    state.num_computed = 0
                 self._refused, self._refused_at = state, step
                 return None
             self._forecast.begin(state)

@@ -124,13 +124,15 @@ class BlockTables:
 
     def enter(self, state: RequestState, budget: int, *, reserve: int) -> int | None:
         """Take a waiting request's first blocks, cached ones first, and set `num_computed` to match, copied keys
-        included.
+        included. A request that kept its blocks (`leave_slot`) goes on with them.
 
         Groups without a window get blocks for all known tokens, the others for the first chunk. Returns the chunk's
         number of tokens, at most `budget`. Returns None, and takes nothing, if fewer than `reserve` free blocks would
         be left, or if the request needs a state that this very step computes. Returns 0, having taken blocks, if the
         chunk would begin with an image that must not be cut and does not fit.
         """
+        if state.blocks:
+            return self._enter_again(state, budget, reserve)
         block_size, manager = self.block_size, self.block_manager
         num_tokens = state.num_tokens
         most_reusable = self._most_reusable(state)
@@ -159,6 +161,20 @@ class BlockTables:
         if self._windowed and length > block_size:
             self._leaving[state] = None
         return length
+
+    def _enter_again(self, state: RequestState, budget: int, reserve: int) -> int | None:
+        """Take what a request that kept its blocks lacks for its next chunk. Returns the chunk's number of tokens, or
+        None if it has to wait."""
+        length = whole_chunk(state, min(state.num_uncomputed, budget))
+        if state.num_computed + length > state.capacity:
+            length = whole_chunk(state, self._lengthen(state, length, least=1, reserve=reserve)[0])
+        return max(0, length) or None
+
+    def leave_slot(self, state: RequestState) -> None:
+        """Record that a running request gives its slot back and keeps its blocks."""
+        assert state.slot is not None
+        self._segments.leave(state.slot)
+        self._key_copies.drop(state)
 
     def num_cached_blocks(self, state: RequestState) -> int:
         """Count the leading blocks of a waiting request whose keys of the first group are in the prefix cache."""
@@ -354,11 +370,12 @@ class BlockTables:
                 blocks[start:end] = [0] * (end - start)
                 state.first_columns[number] = end
 
-    def check_integrity(self, running: Sequence[RequestState]) -> None:
-        """Assert that the running requests' tables agree with the block manager and with the requests' progress."""
-        self.block_manager.check_integrity(different(blocks) for state in running for blocks in state.blocks)
-        self._segments.check_integrity(running)
-        for state in running:
+    def check_integrity(self, holders: Sequence[RequestState]) -> None:
+        """Assert that the tables of the requests that hold blocks agree with the block manager and with the requests'
+        progress."""
+        self.block_manager.check_integrity(different(blocks) for state in holders for blocks in state.blocks)
+        self._segments.check_integrity(holders)
+        for state in holders:
             assert len(state.blocks) == len(state.first_columns) == len(self._groups)
             num_columns = -(-state.num_computed // self.block_size)
             assert state.capacity == min(map(len, state.blocks)) * self.block_size >= state.num_computed

@@ -46,8 +46,17 @@ class Home:
     def leave(self, state: RequestState) -> None:
         """Take back what a request got here when it entered, or holds now. Its tokens are to be computed again."""
         self.admission.leave(state)
+        self.release(state)
+
+    def release(self, state: RequestState) -> None:
+        """Take back a request's blocks. Its tokens are to be computed again."""
         self.tables.release(state)
         state.num_computed = 0
+
+    def rest(self, state: RequestState) -> None:
+        """Let a running request leave that keeps its blocks, and goes on with them when it enters again."""
+        self.admission.leave(state)
+        self.tables.leave_slot(state)
 
 
 class Homes:
@@ -80,7 +89,7 @@ class Homes:
             home.tables = limits.empty_tables(home.tables.block_manager.empty(num_blocks))
 
     def tables_of(self, state: RequestState) -> BlockTables:
-        """Return the block tables of a running request's home."""
+        """Return the block tables of the home of a request that holds blocks."""
         return self._homes[state.home].tables
 
     @property
@@ -170,7 +179,9 @@ class Homes:
     def _in_order(self, state: RequestState, homes: list[Home]) -> list[Home]:
         """Return these homes, the best one for a waiting request first: that whose prefix cache holds most of its
         beginning or, of several, the one with the most free blocks. Those that already run more requests than others
-        come last."""
+        come last. A request that kept its blocks stays in its home."""
+        if state.blocks:
+            return [home for home in homes if home.number == state.home]
         if len(homes) < 2:
             return homes
         fewest = min(home.num_running for home in homes)

@@ -20,6 +20,8 @@ from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.state import RequestState
 
 _MAX_LENGTHS = 512
+_REST_SHARE = 1 / 3
+"""Share of the blocks that may be in use when requests rest."""
 
 
 class RunningRequests:
@@ -33,7 +35,10 @@ class RunningRequests:
         self.decoding = DecodeQueue()
         self.adapters = AdapterPlaces(limits.max_loaded_adapters, merged_only=limits.merged_only_adapters)
         self.merged = MergedAdapter(self.adapters, num_slots=limits.max_num_seqs, mergeable=limits.merged_adapters)
+        self._may_rest = not any(group.is_state for group in limits.kv_groups)  # a state moves with its slot
         self._states: dict[RequestState, None] = {}
+        self._resting: dict[RequestState, None] = {}
+        """Requests that gave their slots back and keep their blocks, until they enter again."""
         self._freed_slots: list[int] = []
         """Slots released since the last step; the next step tells the ranks."""
         self._bytes_saved_before = 0
@@ -53,14 +58,49 @@ class RunningRequests:
         """Give a slot of a home to a request that has taken its first blocks there (`Admission.enter`)."""
         state.home, state.slot = home.number, home.free_slots.pop()
         state.adapter_place = self.adapters.hold(state.request.adapter)
+        self._resting.pop(state, None)
         self._states[state] = None
         home.tables.entered(state)
 
+    def turn_away(self, state: RequestState, home: Home) -> None:
+        """Let a request wait on that has taken its first blocks."""
+        home.admission.leave(state)
+        if state not in self._resting:
+            home.release(state)
+
     def release(self, state: RequestState) -> None:
         """Give a request's slot and blocks back. Steps in flight may still use them, because steps run in order."""
-        assert state.slot is not None
         home = self.homes[state.home]
         home.leave(state)
+        self._free_slot(state, home)
+
+    def drop(self, state: RequestState) -> bool:
+        """Give back what a request has that ends. Returns whether it was running."""
+        is_running = state.slot is not None
+        if is_running:
+            self.release(state)
+        elif state in self._resting:
+            self._end_rest(state)
+        return is_running
+
+    def release_resting(self) -> bool:
+        """Give back the blocks of the request that began to rest last; return whether there was one."""
+        if self._resting:
+            self._end_rest(next(reversed(self._resting)))
+            return True
+        return False
+
+    def end_rest(self) -> None:
+        """Give back the blocks of all resting requests."""
+        while self.release_resting():
+            pass
+
+    def _end_rest(self, state: RequestState) -> None:
+        del self._resting[state]
+        self.homes[state.home].release(state)
+
+    def _free_slot(self, state: RequestState, home: Home) -> None:
+        assert state.slot is not None
         self._freed_slots.append(state.slot)
         home.free_slots.append(state.slot)
         state.slot = None
@@ -72,8 +112,15 @@ class RunningRequests:
             self.decoding.remove(state)
 
     def regroup(self, waiting: deque[RequestState]) -> None:
-        """Change the adapter that is merged into the weights if that is due (`MergedAdapter`)."""
-        self.merged.regroup(waiting, self._states.keys())
+        """Change the adapter that is merged into the weights if that is due (`MergedAdapter`). Call it before a step's
+        rows are chosen."""
+        has_room = self._may_rest and self.homes.num_used_blocks <= _REST_SHARE * self.homes.num_blocks
+        for state in self.merged.regroup(waiting, self._states.keys(), may_rest=has_room):
+            state.num_owed = state.num_pending
+            home = self.homes[state.home]
+            home.rest(state)
+            self._free_slot(state, home)
+            self._resting[state] = None
 
     def drop_prefilled(self) -> None:
         """Drop the requests whose known tokens are all scheduled from `prefilling`."""
@@ -145,10 +192,12 @@ class RunningRequests:
         free_slots = []
         for home in self.homes:
             at_home = self._at_home(home.number)
-            home.tables.check_integrity(at_home)
+            resting = [state for state in self._resting if state.home == home.number]
+            home.tables.check_integrity([*at_home, *resting])
             home.admission.check_integrity(at_home)
             assert all(state.slot is not None and state.slot % len(self.homes) == home.number for state in at_home)
             free_slots += home.free_slots
+        assert all(state.slot is None and state.blocks and not state.finished for state in self._resting)
         slots = [state.slot for state in self._states if state.slot is not None]
         assert len(slots) == len(self._states)
         assert sorted([*free_slots, *slots]) == list(range(self._limits.max_num_seqs))

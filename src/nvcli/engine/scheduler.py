@@ -122,7 +122,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._waiting) + self._running.merged.num_resting,
             num_blocks=self._homes.num_blocks,
             num_used_blocks=self._homes.num_used_blocks,
             prompt_tokens=self._prompt_tokens,
@@ -146,6 +146,7 @@ class Scheduler:
         """Return the next step, or None when nothing can be computed now."""
         draft = StepDraft(self.limits.drafting)
         self._homes.begin_step()
+        self._running.regroup(self._waiting)
         num_running, num_preemptions = len(self._running), self._num_preemptions
         has_prompts = self._turns.has_prompts(self._running, len(self._waiting), has_drafts=self._drafts.has_drafts)
         rows, widths = self._plan_decode_rows(draft, has_prompts=has_prompts)
@@ -268,6 +269,7 @@ class Scheduler:
         The running requests wait again, first in line, with their known tokens. Blocks that were never filled can no
         longer be found for reuse.
         """
+        self._running.end_rest()
         for state in reversed(list(self._running)):
             self._send_to_wait(state)
         for step in steps:
@@ -324,7 +326,7 @@ class Scheduler:
         for state, num_missing in self._forced.missing(rows):
             if state.slot is None:
                 state.num_owed -= num_missing
-            else:
+            if state.blocks:
                 state.num_computed -= num_missing
                 self._homes.tables_of(state).trim(state)
         self._running.decoding.bounds_changed()
@@ -349,7 +351,6 @@ class Scheduler:
         go."""
         waiting, limits = self._waiting, self.limits
         now = self._next_step_id // limits.num_micro_batches
-        self._running.regroup(waiting)
         while waiting and (homes := self._homes.open_to(budgets)):
             if waiting[0].finished:
                 waiting.popleft()
@@ -367,10 +368,12 @@ class Scheduler:
                 continue
             entered = self._homes.enter(state, homes, budgets, now)
             if entered is None:
+                if not self._running and self._running.release_resting():
+                    continue  # nothing else would give blocks back
                 break
             home, length = entered
             if not draft.has_room_for(state, most_prefix_ids=limits.max_model_len + limits.max_num_batched_tokens):
-                home.leave(state)
+                self._running.turn_away(state, home)
                 break
             waiting.popleft()
             self._running.enter(state, home)
@@ -414,6 +417,8 @@ class Scheduler:
                 return room
             if self._num_with_drafts:
                 return 0
+            if self._running.release_resting():
+                continue
             if self._homes[state.home].num_running > 1 or state.num_pending:
                 # Alone, it waits for the tokens that are on their way, which may be its last.
                 self._preempt(self._running.choose_victim(state.home))
@@ -450,8 +455,7 @@ class Scheduler:
     ) -> None:
         state.finished = True
         del self._by_id[state.request.request_id]
-        if state.slot is not None:
-            self._running.release(state)
+        if self._running.drop(state):
             self._turns.ended()
         self._homes[state.home].admission.end(state)
         error_type, error = ("", "") if failure is None else (failure.type, failure.message)
@@ -460,4 +464,5 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that slots, lists, bounds and blocks agree."""
         self._running.check_integrity()
-        assert all(s.slot is None and not s.blocks and not s.num_computed for s in self._waiting if not s.finished)
+        for state in self._waiting:
+            assert state.finished or (state.slot is None and bool(state.blocks) >= bool(state.num_computed))

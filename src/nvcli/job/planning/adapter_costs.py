@@ -3,9 +3,9 @@ step.
 
 Requests of an adapter that is merged take as long as those of the base model, but the weights must be changed before
 and after them. Beside others each step takes longer, by kernels for each linear layer. As the tail of a group of
-requests runs beside the next group anyway (`engine.merged_adapter`), merging saves the longer steps of all but the last
-requests that run at a time. An adapter is merged if that is more than two changes of the weights take, and if together
-the adapters save more than the start takes longer.
+requests runs beside those of other groups anyway (`engine.merged_adapter`), merging saves the longer steps of all but
+the tail. An adapter is merged if that is more than two changes of the weights take, and if together the adapters save
+more than the start takes longer.
 
 The constants were read off one H200, with an 8B model and adapters of rank 16 on all linear layers: steps of 256
 requests took 1.1 ms longer with them. That changes of the weights take as long as copying them was measured with an
@@ -23,6 +23,7 @@ from nvcli.job.planning.job_time import GpuSpeed
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import model_tensors
+from nvcli.models.kv_groups import kv_groups
 from nvcli.models.tensor_info import LowRankChange
 from nvcli.models.tensor_spec import DTYPE_BYTES
 
@@ -34,6 +35,10 @@ _PASSES = 4
 """Times that a change of the weights reads or writes them, if their base is on the GPU."""
 _RAM_BYTES_PER_SECOND = 40e9
 """Rate at which a GPU reads them from RAM."""
+_TAIL_WAVES = 0.5
+"""The tail of a group, in the tokens of as many requests as run at a time, if it may rest while the next group runs.
+Where a quarter of these have ended, it is 0.3 of them for lengths up to three times the shortest, and 0.7 for lengths
+that vary most. A tail that may not rest is 1: the next group's requests run beside it."""
 _PROMPT_TOKENS = 512
 """Assumed length of a prompt."""
 
@@ -59,19 +64,20 @@ def choose_merged(
     """Return the adapters, by their numbers, that are to be merged. `gpu_bytes` is the memory of a GPU; None: unknown,
     or a CPU."""
     saved: dict[int, float] = {}
+    tail = 1.0 if any(group.is_state for group in kv_groups(model)) else _TAIL_WAVES
     for number, adapter in adapters.items():
         mine = work.get(number)
-        if mine is None:
+        if mine is None or mine.num_requests < config.max_num_seqs:
             continue
         changed = _changed(adapter.changes, model, config)
         weights = sum(one.num_bytes for one in changed)
-        num_waves = mine.num_requests / config.max_num_seqs - 1
+        num_waves = mine.num_requests / config.max_num_seqs - tail
         step = len(changed) * _LINEAR_SECONDS
         flops = sum(one.flops_per_token for one in changed)
         prompts = config.max_num_seqs * _PROMPT_TOKENS * 2 * flops / speed.flops_per_second
         gain = num_waves * (mine.answer_tokens * step + prompts)
         gain -= 2 * _change_seconds(weights, model, config, speed, gpu_bytes)
-        if num_waves > 0 and gain > 0:
+        if gain > 0:
             saved[number] = gain
     is_first = config.device == "cuda" and not config.merged_adapters
     return tuple(saved) if sum(saved.values()) > is_first * _START_SECONDS else ()

@@ -38,6 +38,9 @@ from nvcli.job.text.prepare import PreparedRow
 LONG_WAIT = 0.1
 """Maximum sleep of the loop in seconds, within which signals and dead replicas are noticed."""
 
+_WAVES, _GROUP_WAVES = 2, 3
+"""Requests that a replica is kept supplied with, in numbers of those that run at a time; the second with adapters that
+are merged in turn, of which some may rest (`engine.merged_adapter`)."""
 MAX_BYTES_IN_FLIGHT = 256 * 1024 * 1024
 """Maximum bytes of the rows in one replica, including passed-through values; a larger row goes alone."""
 
@@ -140,9 +143,9 @@ class JobLoop:
         `counts` is kept up to date for whoever shows progress. With `job.keep_going` the death of a replica does not
         end the run while another one is left.
         """
-        self._replicas = [
-            _Replica(number, engine, 2 * plan.first.max_num_seqs) for number, engine in enumerate(engines)
-        ]
+        first = plan.first
+        capacity = (_GROUP_WAVES if first.merged_adapters else _WAVES) * first.max_num_seqs
+        self._replicas = [_Replica(number, engine, capacity) for number, engine in enumerate(engines)]
         self._num_started = len(self._replicas)
         self._stats_of_lost: list[EngineStats] = []
         self._feeder = feeder

@@ -1,0 +1,54 @@
+"""Requests of adapters that are merged into the weights in turn: how their tails go on."""
+
+from __future__ import annotations
+
+import random
+
+from nvcli.core.messages import unpack
+from nvcli.engine.limits import SchedulerLimits
+from rank_in_process import RankInProcess, make_core
+from requests_factory import make_request
+
+SLOTS = 8
+LIMITS = SchedulerLimits(
+    max_num_seqs=SLOTS,
+    max_num_batched_tokens=64,
+    max_model_len=64,
+    block_size=4,
+    max_loaded_adapters=3,
+    merged_adapters=(1, 2, 3),
+)
+
+
+def run(num_blocks: int, per_adapter: int) -> tuple[int, int]:
+    """The number of steps in which requests have adapters of their own, and of tokens that were computed again."""
+    rng = random.Random(0)
+    requests = [
+        make_request(i, [rng.randrange(50) for _ in range(9)], rng.randint(4, 24), adapter=1 + i // per_adapter)
+        for i in range(3 * per_adapter)
+    ]
+    rank = RankInProcess(LIMITS)
+    core, scheduler = make_core(LIMITS, rank, num_blocks=num_blocks, max_in_flight=1)
+    core.add(requests)
+    while core.has_work:
+        core.step()
+        scheduler.check_integrity()
+    needed = sum(len(unpack(request.prompt_ids)) + request.max_tokens - 1 for request in requests)
+    return sum(step.has_adapters for step in rank.ran), sum(step.total_tokens for step in rank.ran) - needed
+
+
+def test_tails_rest_while_the_next_group_runs() -> None:
+    """Then they run together, and nothing is computed again."""
+    num_steps, num_again = run(num_blocks=400, per_adapter=SLOTS)
+    assert num_again == 0
+    assert num_steps < 25
+
+
+def test_without_memory_tails_run_beside_the_next_group() -> None:
+    num_steps, num_again = run(num_blocks=70, per_adapter=SLOTS)
+    assert num_again == 0
+    assert num_steps > 40
+
+
+def test_resting_requests_give_up_blocks_that_others_need() -> None:
+    assert run(num_blocks=48, per_adapter=3 * SLOTS)[1] > 0
