@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _WIDTHS = ((16, (4, 6)), (64, (4,)), (1 << 30, (2,)))
-"""Rows, and the tokens of each in steps of at most so many. The tokens of many rows take longer than reading the
-weights; those of few rows do too where each reads other experts."""
+"""Number of rows, and the tokens of each row in steps of up to that number. The tokens of many rows take longer than
+reading the weights; those of few rows do too where each reads other experts."""
 _MOST_ROWS = 256
 
 

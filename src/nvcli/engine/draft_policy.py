@@ -57,7 +57,7 @@ _EVEN_EVERY = 32
 """Steps that keep the surest drafts before one with as many for all rows, which shows how often drafts are right."""
 _TRY_SECONDS, _TRY_STEPS = 0.03, 5
 """The assumed cost of the first step of a shape, until one has run: seconds, and with a head, whose passes are captured
-too, at least so many steps without drafts, but no more than `_MOST_SAVED` (15 to 35 ms for Qwen3-0.6B and 8B on an
+too, at least this many steps without drafts, but no more than `_MOST_SAVED` (15 to 35 ms for Qwen3-0.6B and 8B on an
 H200, 50 to 125 ms for Qwen3.5-35B-A3B with its head, 200 ms for Qwen3-32B with a draft model)."""
 _HORIZON = 1.0
 """Steps of a size are expected to take as long again as they have so far, and at least this many seconds; with a head,

@@ -110,8 +110,7 @@ class Homes:
         return sum(home.tables.num_bytes_saved for home in self._homes)
 
     def has_room(self, wanted: Sequence[tuple[RequestState, int]]) -> bool:
-        """Whether there are free blocks for the next tokens of these requests, so many of each
-        (`BlockTables.has_room`)."""
+        """Whether there are free blocks for this number of further tokens of each request (`BlockTables.has_room`)."""
         if len(self._homes) == 1:
             return self._homes[0].tables.has_room(wanted)
         return all(home.tables.has_room([one for one in wanted if one[0].home == home.number]) for home in self._homes)
@@ -162,7 +161,7 @@ class Homes:
         return budgets
 
     def open_to(self, budgets: Sequence[int]) -> list[Home]:
-        """Return the homes that have a free slot and, of so many tokens in each, some left in this step."""
+        """Return the homes that have a free slot and some of their `budgets` of tokens left in this step."""
         return [home for home in self._homes if budgets[home.number] > 0 and home.free_slots]
 
     def enter(

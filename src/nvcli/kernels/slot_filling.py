@@ -15,7 +15,7 @@ from nvcli.kernels.step_tensors import SlotState
 
 @with_kernel("elementwise.slot_filling")
 def begin_slots(state: SlotState, slots: Tensor, lengths: Tensor, *, null_block: int) -> None:
-    """Let slots [n] have so many tokens in the cache, lengths [n], and `null_block` in all columns of their block
+    """Let slots [n] have `lengths` [n] tokens in the cache, and `null_block` in all columns of their block
     tables. Both int32."""
     index = slots.long()
     state.lengths[index] = lengths

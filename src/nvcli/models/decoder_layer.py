@@ -41,9 +41,9 @@ class DecoderLayer(nn.Module):
         self.group = own.group
         self.is_parallel = config.is_parallel
 
-        def before(name: str | None, behind: str | None) -> InputNorm | None:
-            """Build the norm of a block's input; `behind` names the norm after the previous block."""
-            return None if name is None else InputNorm(own, f"{path}.{name}", norm, is_summed=behind is not None)
+        def before(name: str | None, previous: str | None) -> InputNorm | None:
+            """Build the norm of a block's input; `previous` names the norm after the previous block."""
+            return None if name is None else InputNorm(own, f"{path}.{name}", norm, is_summed=previous is not None)
 
         def after(name: str | None, *, is_summed: bool = False) -> ResultNorm | None:
             return None if name is None else ResultNorm(own, f"{path}.{name}", norm, is_summed=is_summed)

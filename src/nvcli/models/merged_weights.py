@@ -96,7 +96,6 @@ class MergedWeights:
         """Keep the base of a model whose weights are loaded. `path` is the checkpoint; None: weights are made up.
         `adapters` have numbers, at most `max_host_bytes` of them are kept in host memory, and `num_ranks` ranks share
         it."""
-        self._adapters = adapters
         located = _made_up(model) if path is None else read_model_tensors(model.config, path).tensors
         self._base = located if model.config.tie_word_embeddings else with_own_head(located)
         self._changed = {number: self._over(adapter) for number, adapter in adapters.items()}

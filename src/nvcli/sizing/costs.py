@@ -37,8 +37,8 @@ class MatrixCosts:
         )
 
     def of_share(self, num_shares: int) -> MatrixCosts:
-        """Return the costs for one of so many shares of the rows, with operations per row as means over all rows. The
-        weights are read for any share."""
+        """Return the costs for one of `num_shares` shares of the rows, with operations per row as means over all rows.
+        The weights are read for any share."""
         return replace(
             self, num_weights=self.num_weights // num_shares, num_fp8_weights=self.num_fp8_weights // num_shares
         )

@@ -22,7 +22,7 @@ from nvcli.job.text.tool_calls import (
     FindCalls,
     find_function_calls,
     find_gemma4,
-    find_json_behind,
+    find_json_after,
     find_llama,
     find_pythonic,
     find_tagged,
@@ -289,11 +289,11 @@ class ToolFormat:
 
 TOOL_FORMATS = {
     "gemma4": ToolFormat(find=find_gemma4, write=_gemma4, marks=("<|tool_call>",)),
-    "mistral": ToolFormat(find=find_json_behind("[TOOL_CALLS]"), write=_mistral, marks=("[TOOL_CALLS]",)),
+    "mistral": ToolFormat(find=find_json_after("[TOOL_CALLS]"), write=_mistral, marks=("[TOOL_CALLS]",)),
     "cohere": ToolFormat(
-        find=find_json_behind("<|START_ACTION|>", end="<|END_ACTION|>"), write=_cohere, marks=("<|START_ACTION|>",)
+        find=find_json_after("<|START_ACTION|>", end="<|END_ACTION|>"), write=_cohere, marks=("<|START_ACTION|>",)
     ),
-    "granite": ToolFormat(find=find_json_behind("<|tool_call|>"), write=_granite, marks=("<|tool_call|>",)),
+    "granite": ToolFormat(find=find_json_after("<|tool_call|>"), write=_granite, marks=("<|tool_call|>",)),
     "seed_oss": ToolFormat(
         find=find_tagged("seed:tool_call"),
         write=_function_tags("seed:tool_call", line_end=""),

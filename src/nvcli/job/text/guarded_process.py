@@ -1,7 +1,7 @@
 """GuardedProcess: runs work that may never end, or take all memory, in a process that can be killed.
 
 Some work comes from untrusted input: the chat template of a checkpoint, the schema of a row. Only killing its process
-is sure to end it. The process starts with the first question, is killed when one takes too long, and is started anew
+is sure to end it. The process starts with the first question, is killed when one takes too long, and is started again
 for the next one. A question that killed its process or took too long is asked once more, in a fresh process: the cause
 may have been something else.
 """

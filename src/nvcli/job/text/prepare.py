@@ -214,7 +214,7 @@ class Preparer:
                     prompt,
                     known,
                     lead=self._wholes.lead,
-                    num_behind=self._wholes.num_behind if job.prompt is not None else 0,
+                    num_after=self._wholes.num_after if job.prompt is not None else 0,
                     max_model_len=limits.max_model_len,
                     on_too_long=limits.on_too_long,
                 )

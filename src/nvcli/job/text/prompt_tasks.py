@@ -63,23 +63,23 @@ def scored_continuations(
     wholes: Sequence[list[int]],
     *,
     lead: list[int],
-    num_behind: int,
+    num_after: int,
     max_model_len: int,
     on_too_long: OnTooLong,
 ) -> tuple[list[int], tuple[ScoredText, ...]]:
     """Return the tokens of the prompt and of the continuations of a row.
 
-    wholes: the tokens of the prompt with each continuation. lead: what stands for a prompt without tokens. num_behind:
+    wholes: the tokens of the prompt with each continuation. lead: what stands for a prompt without tokens. num_after:
     how many special tokens the tokenizer puts after a text. Where a row does not fit `max_model_len`, the beginning of
     its prompt is cut off, unless `on_too_long` makes it an error. Raises RowError.
     """
     assert task.continuations is not None
-    prompt = prompt[: len(prompt) - num_behind]
+    prompt = prompt[: len(prompt) - num_after]
     if not prompt:
         prompt, wholes = lead, [lead + whole for whole in wholes]
     texts = []
     for number, (text, whole) in enumerate(zip(task.continuations, wholes, strict=True)):
-        ids = whole[len(prompt) : len(whole) - num_behind]
+        ids = whole[len(prompt) : len(whole) - num_after]
         if not ids:
             where = task.key if len(task.continuations) == 1 else f"{task.key}[{number}]"
             raise RowError(
@@ -150,7 +150,7 @@ class Continuations:
         return [bos_id] if bos_id is not None else list(self._eos_ids[:1])
 
     @cached_property
-    def num_behind(self) -> int:
+    def num_after(self) -> int:
         """Number of special tokens that the tokenizer puts after a text."""
         (framed,), (bare,) = (self._rule.encode(["a"], is_rendered=is_rendered) for is_rendered in (False, True))
         if isinstance(framed, RowError) or isinstance(bare, RowError):

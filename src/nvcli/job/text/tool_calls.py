@@ -58,16 +58,16 @@ def find_tagged(tag: str) -> FindCalls:
                     rest = rest.removeprefix(closing)
                 elif rest and not rest.startswith(opening):
                     raise BadToolCall(f"a call does not end: {show(body)}")
-                behind, found, rest = rest.partition(opening)
+                after, found, rest = rest.partition(opening)
             else:
                 part, found, rest = rest.partition(opening)
-                body, closed, behind = part.partition(closing)
+                body, closed, after = part.partition(closing)
                 body = body.strip()
                 if not closed and not body.endswith(("</function>", "</arg_value>")):
                     raise BadToolCall(f"a call does not end: {show(body)}")
                 read = _from_function if body.startswith("<function=") else _from_arg_keys
                 calls.append(read(body, tools))
-            texts.append(behind.strip())
+            texts.append(after.strip())
         return "\n".join(filter(None, texts)), calls
 
     return find
@@ -130,8 +130,8 @@ def _typed_value(text: str, schema: Any) -> Any:
         return {"true": True, "false": False, "none": None}.get(lowered, text)
 
 
-def find_json_behind(mark: str, *, end: str = "") -> FindCalls:
-    """Return the format of a JSON list of calls behind a mark (Mistral, Granite 3, Cohere)."""
+def find_json_after(mark: str, *, end: str = "") -> FindCalls:
+    """Return the format of a JSON list of calls after a mark (Mistral, Granite 3, Cohere)."""
 
     def find(text: str, tools: Tools) -> FoundCalls | None:
         before, found, rest = text.partition(mark)
@@ -172,8 +172,8 @@ _NEXT_VALUE = re.compile(r"[^ \n\t;,]")
 
 def find_llama(text: str, tools: Tools) -> FoundCalls | None:
     """Find the calls of Llama 3 (JSON, one after the other) and Llama 4 (as in Python)."""
-    before, found, behind = text.partition("<|python_tag|>")
-    body = (behind if found else text.replace("<|python_start|>", "").replace("<|python_end|>", "")).strip()
+    before, found, after = text.partition("<|python_tag|>")
+    body = (after if found else text.replace("<|python_start|>", "").replace("<|python_end|>", "")).strip()
     if body.startswith("["):
         return find_pythonic(body, tools)
     if not body.startswith("{"):

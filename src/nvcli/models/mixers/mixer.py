@@ -126,7 +126,7 @@ class MixerCosts:
     """Operations of one token on a recurrent state: reading it by key, writing to it, and reading it by query."""
 
     def of_share(self, num_shares: int) -> MixerCosts:
-        """Return the costs for one of so many shares of the rows, as means over all rows."""
+        """Return the costs for one of `num_shares` shares of the rows, as means over all rows."""
         if num_shares == 1:
             return self
         fewest = self.fewest_prompt_flops_per_pair

@@ -38,7 +38,7 @@ _NAMES = TowerNames(
         ("pos_norm.", "last_norm."),
     ),
 )
-_TEXT = ImageText(written="<|image|>", token="<|image|>", before="<|image>", behind="<image|>")
+_TEXT = ImageText(written="<|image|>", token="<|image|>", before="<|image>", after="<image|>")
 _BOTH_WAYS = "use_bidirectional_attention"
 
 

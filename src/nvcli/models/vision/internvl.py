@@ -51,7 +51,7 @@ _QIANFAN = TowerNames(
         (".ls2", ".scale2.weight"),
     ),
 )
-_TEXT = ImageText(written="<IMG_CONTEXT>", token="<IMG_CONTEXT>", before="<img>", behind="</img>")
+_TEXT = ImageText(written="<IMG_CONTEXT>", token="<IMG_CONTEXT>", before="<img>", after="</img>")
 _MERGE = 2
 _NORMS: dict[str, Literal["rms", "layer"]] = {"layer_norm": "layer", "rms_norm": "rms"}
 

@@ -29,7 +29,7 @@ _MISTRAL = TowerNames(
 _LIGHTON = TowerNames(
     prefixes=(("vision_encoder.", f"{TOWER}."), ("vision_projection.", f"{TOWER}.merger.")), renamed=_RENAMED
 )
-_ROWS = ImageText(written="[IMG]", token="[IMG]", between="[IMG_BREAK]", behind="[IMG_END]")
+_ROWS = ImageText(written="[IMG]", token="[IMG]", between="[IMG_BREAK]", after="[IMG_END]")
 _ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu": "gelu"}
 
 

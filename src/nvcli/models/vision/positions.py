@@ -42,7 +42,7 @@ def angle_positions(images: Sequence[ImageSpan], start: int, end: int) -> Positi
     positions[:] = np.arange(start, end)
     offset = 0
     for image in images:
-        first, behind = max(image.first, start), max(image.end, start)
+        first, end_here = max(image.first, start), max(image.end, start)
         if image.first >= end:
             break
         base = image.first + offset
@@ -52,5 +52,5 @@ def angle_positions(images: Sequence[ImageSpan], start: int, end: int) -> Positi
             positions[:, first - start : first - start + len(index)] = base + np.stack([0 * rows, rows, columns])
         change = max(image.rows, image.columns) - (image.end - image.first)
         offset += change
-        positions[:, behind - start :] += change
+        positions[:, end_here - start :] += change
     return positions

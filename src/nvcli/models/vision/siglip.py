@@ -52,7 +52,7 @@ _TEXT = ImageText(  # `full_image_sequence` of transformers' processor
     written="<start_of_image>",
     token="<image_soft_token>",
     before="\n\n<start_of_image>",
-    behind="<end_of_image>\n\n",
+    after="<end_of_image>\n\n",
 )
 
 

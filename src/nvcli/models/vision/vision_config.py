@@ -34,18 +34,16 @@ class ImageText:
     """The token that stands for each of the image's own."""
     before: str = ""
     """The text before the image's tokens."""
-    behind: str = ""
+    after: str = ""
     """The text after them."""
     between: str = ""
-    """The token between two rows of the image's tokens; `behind` is then a token, too. Empty: rows follow each
+    """The token between two rows of the image's tokens; `after` is then a token, too. Empty: rows follow each
     other."""
 
     def spelled(self, rows: int) -> str:
         """Return the text of an image of `rows` rows of tokens, with one `token` for all of a run of its tokens: for
         each row where something is between them, or for the image."""
-        return (
-            self.before + f"{self.token}{self.between}" * (rows - 1 if self.between else 0) + self.token + self.behind
-        )
+        return self.before + f"{self.token}{self.between}" * (rows - 1 if self.between else 0) + self.token + self.after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
