@@ -70,14 +70,27 @@ def test_what_is_no_parquet_is_an_error(tmp_path: Path) -> None:
         list(RowReader([str(path)], RowParser({})).batches())
 
 
-def test_a_date_that_python_does_not_have_is_an_error(tmp_path: Path) -> None:
+def test_moments_that_python_does_not_have_become_texts(tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
-    dates = pyarrow.array([1 << 62], pyarrow.timestamp("us"))
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"], "date": dates}), path)
-    with pytest.raises(
-        ConfigError, match=r"in\.parquet: cannot be read as Parquet: OverflowError: date value out of range"
-    ):
-        list(RowReader([str(path)], RowParser({})).batches())
+    far, unknown = pyarrow.timestamp("us"), pyarrow.timestamp("us", "Nowhere/Land")
+    moments = pyarrow.array(
+        [{"at": [253402300800000000]}, {"at": [0]}, None], pyarrow.struct([("at", pyarrow.list_(far))])
+    )
+    columns = {
+        "days": pyarrow.array([(1 << 31) - 1, 0, None], pyarrow.date32()),
+        "moments": moments,
+        "zoned": pyarrow.array([1, None, 0], unknown),
+    }
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p", "q", "r"], **columns}), path)
+    assert [extra_of(row) for row in read(path)] == [
+        {
+            "days": "<value out of range: 2147483647>",
+            "moments": {"at": ["10000-01-01 00:00:00.000000"]},
+            "zoned": "1970-01-01T00:00:00.000001Z",
+        },
+        {"days": "1970-01-01", "moments": {"at": ["1970-01-01T00:00:00"]}},
+        {"zoned": "1970-01-01T00:00:00Z"},
+    ]
 
 
 @pytest.mark.parametrize("advice", ["pip install pyarrow", r"pip install -U pyarrow numpy"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pyarrow
@@ -164,7 +164,59 @@ def rows_of(batch: Any) -> Iterator[tuple[list[dict[str, Any] | RowError], int]]
             if row_bytes > MAX_LINE_BYTES:
                 yield [too_long()], 0
                 continue
-        yield list(map(without_nulls, part.to_pylist())), row_bytes
+        yield list(map(without_nulls, _made(part))), row_bytes
+
+
+def _made(part: Any) -> list[dict[str, Any]]:
+    """Return the rows of a `RecordBatch`, with texts for moments that Python's types cannot hold."""
+    try:
+        rows: list[dict[str, Any]] = part.to_pylist()
+    except Exception:
+        columns = [_values(column) for column in part.columns]
+        rows = [dict(zip(part.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
+    return rows
+
+
+def _in_utc(kind: Any) -> Any:
+    return pyarrow.timestamp(kind.unit, "+00:00") if types.is_timestamp(kind) and kind.tz else kind
+
+
+def _as_text(kind: Any) -> Any:
+    return pyarrow.string()
+
+
+def _values(column: Any, changes: Sequence[Callable[[Any], Any]] = (_in_utc, _as_text)) -> list[Any]:
+    """Return the values of a column. Those that Python's types cannot hold get the first change of type that helps.
+
+    The types end with the year 9999 and with microseconds, and know the time zones that the machine has files of.
+    """
+    try:
+        values: list[Any] = column.to_pylist()
+        return values
+    except Exception:
+        if not changes:
+            raise
+    changed = _values(column.cast(_with_moments(column.type, changes[0])), changes[1:])
+    return [_value_or(value, other) for value, other in zip(column, changed, strict=True)]
+
+
+def _value_or(value: Any, other: Any) -> Any:
+    try:
+        return value.as_py()
+    except Exception:
+        return other
+
+
+def _with_moments(kind: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a type in which dates, times and durations, also those in lists and structs, are of changed types."""
+    if types.is_temporal(kind):
+        return change(kind)
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_with_moments(field.type, change)) for field in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        make = pyarrow.list_ if types.is_list(kind) else pyarrow.large_list
+        return make(_with_moments(kind.value_type, change))
+    return kind
 
 
 def _is_plain(kind: Any) -> bool:
