@@ -145,8 +145,8 @@ def _check_header(row: Row | list[str], name: str, place: str) -> list[str]:
     if not isinstance(row, list):
         why = row.message if isinstance(row, RowError) else ""
         raise ColumnsError(f"{name}: {place}, which names the columns, cannot be read: {why}")
-    twice = next((column for column in row if row.count(column) > 1), None)
-    if twice is not None:
+    if len(set(row)) < len(row):
+        twice = next(column for column in row if row.count(column) > 1)
         raise ColumnsError(
             f"{name}: {place}, which names the columns, names `{shorten(twice)}` twice; rename one, or add a line with "
             "the names of the columns if there is none"
