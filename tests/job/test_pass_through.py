@@ -255,6 +255,16 @@ def test_a_passed_through_id_is_no_id_after_a_resume(tmp_path: Path) -> None:
     assert isinstance(row, Job)
 
 
+def test_keys_that_json_escapes_may_hold_prompts_and_ids(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode({'a "text"': "p", "no.\n1": id_}) + b"\n" for id_ in "aba"))
+    done = AnsweredRows()
+    done.all.add(0)
+    keys = RowKeys(prompt='a "text"', id="no.\n1")
+    rows = [row for batch in RowReader([str(path)], RowParser({}, keys), answered=done).batches() for row in batch]
+    assert [(row.context.id, type(row)) for row in rows] == [("b", Job), ("a", JobResult)]
+
+
 def test_an_escaped_custom_id_is_an_id_after_a_resume(tmp_path: Path) -> None:
     body = '"url":"/v1/completions","body":{"prompt":"p"}}'
     path = tmp_path / "in.jsonl"

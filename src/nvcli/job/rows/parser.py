@@ -37,7 +37,7 @@ from nvcli.job.rows.raw_values import (
     is_null,
     mark_nonfinite,
 )
-from nvcli.job.rows.row_ids import RowIdentity, SeenIds, id_decoder
+from nvcli.job.rows.row_ids import RowIdentity, SeenIds, id_decoder, is_escaped
 from nvcli.job.rows.row_warnings import RowRemark, RowWarnings
 from nvcli.job.rows.task_rows import PROMPT_ONLY, TaskRows
 
@@ -119,8 +119,8 @@ class RowParser:
         self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
         self._decode_id = self._decode_own = None
-        if self.keys.id not in OPENAI_KEYS:
-            own_keys = self._conversation_keys | KNOWN_KEYS if self._knows_forms else self._conversation_keys
+        own_keys = self._conversation_keys | KNOWN_KEYS if self._knows_forms else self._conversation_keys
+        if self.keys.id not in OPENAI_KEYS and not any(map(is_escaped, own_keys)):
             self._decode_id, self._decode_own = id_decoder(self.keys.id), id_decoder(self.keys.id, own_keys)
 
     def has_prompt(self, columns: Collection[str]) -> bool:

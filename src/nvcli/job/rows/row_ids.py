@@ -16,6 +16,7 @@ from nvcli.job.job import JobId
 _MASK = (1 << 64) - 1
 _NAME = re.compile(r"row-(0|[1-9][0-9]{0,17})")
 """The form of generated names."""
+_ESCAPED = re.compile(r'["\\\x00-\x1f]')
 
 
 class RowIdentity(NamedTuple):
@@ -86,6 +87,11 @@ class SeenIds:
     def _is_named(self, index: int) -> bool:
         at = bisect_right(self._range_starts, index) - 1
         return at >= 0 and index < self._range_ends[at]
+
+
+def is_escaped(key: str) -> bool:
+    """Tell whether JSON escapes a character of a key, so that `id_decoder` cannot look for it."""
+    return _ESCAPED.search(key) is not None
 
 
 def id_decoder(id_key: str, keys: Collection[str] = ()) -> Callable[[bytes], Any]:
