@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import math
@@ -23,7 +24,9 @@ def explain_bad_json(line: bytes, reason: str) -> str:
     Python's laxer parser finds the key of a number or a character that JSON does not have.
     """
     found = None
-    if len(line) <= _EXPLAINED_BYTES:
+    if line.startswith(codecs.BOM_UTF8):
+        found = "it begins with a byte order mark (U+FEFF), as where files were joined; remove the mark"
+    elif len(line) <= _EXPLAINED_BYTES:
         with contextlib.suppress(ValueError, RecursionError):
             found = find_non_json(json.loads(line.decode(errors="surrogatepass")), "")
     return f"not valid JSON: {found or reason.removeprefix('JSON is malformed: ')}"
@@ -69,7 +72,7 @@ def find_non_json(value: Any, name: str, as_builtin: Callable[[Any], Any] = _no_
             continue
         where, inner = step
         if len(levels) > MAX_LEVELS:
-            return f"`{name or 'the row'}` is nested too deep, or holds itself"
+            return f"{_quoted(name)} is nested too deep, or holds itself"
         if not isinstance(inner, str | int | float | dict | list | tuple | None):
             try:
                 inner = as_builtin(inner)
@@ -108,7 +111,11 @@ def _problem_of(value: Any, name: str) -> str | None:
         return f"`{name or 'the value'}` is a number that is too large"
     for key in value if isinstance(value, dict) else ():
         if not isinstance(key, str | int | float | None):
-            return f"`{name or 'the row'}` has a key of the type `{type(key).__name__}`; keys are texts"
+            return f"{_quoted(name)} has a key of the type `{type(key).__name__}`; keys are texts"
         if isinstance(key, str) and (surrogate := describe_surrogate(key)):
-            return f"a key of `{name or 'the row'}` is not text: {surrogate}"
+            return f"a key of {_quoted(name)} is not text: {surrogate}"
     return None
+
+
+def _quoted(name: str) -> str:
+    return f"`{name}`" if name else "the row"
