@@ -57,13 +57,14 @@ def test_the_output_must_be_named_where_it_does_not_follow(inputs: list[str], wh
 
 
 def test_inputs(tmp_path: Path) -> None:
-    good = tmp_path / "a.jsonl"
+    good, link = tmp_path / "a.jsonl", tmp_path / "link.jsonl"
     good.touch()
+    link.symlink_to(good)
     check_inputs([str(good), "-"])
     for inputs, message in [
         ([str(tmp_path / "no.jsonl")], "there is no input file"),
         ([str(tmp_path)], "is a folder"),
-        ([str(good), str(tmp_path / "." / "a.jsonl")], "given twice"),
+        ([str(good), str(link)], r"link\.jsonl is given twice: .*a\.jsonl is the same file"),
         (["-", "-"], "given twice"),
         (["a" * 300], "cannot be read: File name too long"),
         ([os.fsdecode(b"caf\xe9.jsonl")], "cannot be read: its name is not UTF-8 text; rename it"),
@@ -84,6 +85,7 @@ def test_outputs(tmp_path: Path) -> None:
         (link, "also an input"),
         (tmp_path, "is a folder"),
         (tmp_path / "no" / "c.jsonl", "mkdir -p"),
+        (existing / "no" / "c.jsonl", "b.jsonl is a file, not a folder"),
         (tmp_path / ("a" * 300), "cannot be written: File name too long"),
         (tmp_path / ("a" * 245), r"is called /.*/a+\.manifest\.json, and that is longer .* a shorter name with -o"),
         (tmp_path / ("a" * 237), r"/\.a+\.manifest\.json\.tmp, and that is longer"),

@@ -113,6 +113,8 @@ def _without_outputs(files: Sequence[str], outputs: Sequence[str], output: str |
 def check_inputs(inputs: Sequence[str]) -> None:
     """Check that each input exists, can be read, and is given once. Raises ConfigError."""
     for name in inputs:
+        if name == STREAM and sys.__stdin__ is None:
+            raise ConfigError("standard input is closed; name a file of rows, or send rows through a pipe")
         if name == STREAM or is_remote(name):
             continue
         _look_at(name, f"the input {name} cannot be read")
@@ -133,12 +135,13 @@ def check_inputs(inputs: Sequence[str]) -> None:
             raise ConfigError(f"the input {name} is not a regular file, which {table or 'a PDF file'} must be")
         if path.is_file():
             check_input_format(path)
-    seen: set[str] = set()
+    seen: dict[str, str] = {}
     for name in inputs:
         key = name if name == STREAM else str(Path(name).resolve())
         if key in seen:
-            raise ConfigError(f"the input {name} is given twice")
-        seen.add(key)
+            same = f": {seen[key]} is the same file" if seen[key] != name else ""
+            raise ConfigError(f"the input {name} is given twice{same}")
+        seen[key] = name
 
 
 def is_folder(output: str) -> bool:
@@ -230,6 +233,8 @@ def check_output(inputs: Sequence[str], output: str) -> None:
     if path.parent not in STREAM_FOLDERS and (path.is_file() or not path.exists()):
         check_output_format(path)
     if not path.parent.is_dir():
+        if file := next((folder for folder in path.parents if folder.is_file()), None):
+            raise ConfigError(f"the output {output} cannot be written: {file} is a file, not a folder; name another")
         raise ConfigError(f"the folder of the output {output} does not exist; create it with: mkdir -p {path.parent}")
     if too_long := next(filter(is_too_long, own_files(path)), None):
         raise ConfigError(
