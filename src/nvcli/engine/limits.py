@@ -62,6 +62,11 @@ class SchedulerLimits:
         return self.drafting is not None and self.drafting.policy == "always"
 
     @property
+    def most_prefix_ids(self) -> int:
+        """The most cached tokens of entering requests that a step carries."""
+        return self.max_model_len + self.max_num_batched_tokens
+
+    @property
     def tokens_per_home(self) -> int:
         """The most tokens that a step computes for the requests of one home."""
         return -(-self.max_num_batched_tokens // self.num_homes)

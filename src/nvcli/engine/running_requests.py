@@ -18,6 +18,7 @@ from nvcli.engine.homes import Home, Homes
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.state import RequestState
+from nvcli.engine.step_draft import StepDraft
 
 _MAX_LENGTHS = 512
 _REST_SHARE = 1 / 3
@@ -111,16 +112,42 @@ class RunningRequests:
         else:
             self.decoding.remove(state)
 
-    def regroup(self, waiting: deque[RequestState]) -> None:
-        """Change the adapter that is merged into the weights if that is due (`MergedAdapter`). Call it before a step's
-        rows are chosen."""
+    def regroup(self, waiting: deque[RequestState], draft: StepDraft, step: int) -> None:
+        """Change the adapter that is merged into the weights if that is due (`MergedAdapter`), before the rows of a
+        step are chosen. `step`: see `Admission`."""
         has_room = self._may_rest and self.homes.num_used_blocks <= _REST_SHARE * self.homes.num_blocks
-        for state in self.merged.regroup(waiting, self._states.keys(), may_rest=has_room):
-            state.num_owed = state.num_pending
+        while tail := self.merged.regroup(waiting, self._states.keys(), may_rest=has_room):
+            for state in tail:
+                state.num_owed = state.num_pending
+                home = self.homes[state.home]
+                home.rest(state)
+                self._free_slot(state, home)
+                self._resting[state] = None
+        if self._resting:
+            self._resume(waiting, draft, step)
+
+    def _resume(self, waiting: deque[RequestState], draft: StepDraft, step: int) -> None:
+        """Let the first waiting requests decode again that rest and lack nothing but their next token. The others that
+        rest enter as prompts do."""
+        while waiting and waiting[0] in self._resting:
+            state = waiting[0]
             home = self.homes[state.home]
-            home.rest(state)
-            self._free_slot(state, home)
-            self._resting[state] = None
+            may_enter = home.free_slots and self.adapters.has_room_for(state.request.adapter)
+            if not may_enter or state.num_pending or not state.generated or state.num_uncomputed > 1:
+                return
+            if home.admission.enter(state, home.tables, 1, step) is None:
+                return
+            if not draft.has_room_for(state, most_prefix_ids=self._limits.most_prefix_ids):
+                self.turn_away(state, home)
+                return
+            waiting.popleft()
+            self.enter(state, home)
+            draft.enter(state)
+            state.num_brought = state.num_computed
+            if not state.needs_last_token:  # else its row brings the token
+                draft.add_tokens(state, state.num_computed, 1)
+            self.decoding.add(state)
+            home.tables.decodes(state)
 
     def drop_prefilled(self) -> None:
         """Drop the requests whose known tokens are all scheduled from `prefilling`."""

@@ -146,7 +146,8 @@ class Scheduler:
         """Return the next step, or None when nothing can be computed now."""
         draft = StepDraft(self.limits.drafting)
         self._homes.begin_step()
-        self._running.regroup(self._waiting)
+        now = self._next_step_id // self.limits.num_micro_batches
+        self._running.regroup(self._waiting, draft, now)
         num_running, num_preemptions = len(self._running), self._num_preemptions
         has_prompts = self._turns.has_prompts(self._running, len(self._waiting), has_drafts=self._drafts.has_drafts)
         rows, widths = self._plan_decode_rows(draft, has_prompts=has_prompts)
@@ -157,7 +158,7 @@ class Scheduler:
             is_running = [state.slot is not None for state in rows]
             rows, widths = list(compress(rows, is_running)), list(compress(widths, is_running))
             chunks = [(state, length) for state, length in chunks if state.slot is not None]
-            draft.keep_blocks_of({state.slot for state in self._running})
+            draft.keep_slots({state.slot for state in self._running})
 
         row_limits = pack([state.most_computed for state in rows]) if max(widths, default=1) > 1 else b""
         decode_slots, decode_lens, parked = self._running.decoding.advance(rows, widths)
@@ -168,7 +169,7 @@ class Scheduler:
         if chunks:
             self._running.drop_prefilled()
         if not preempted and (has_prompts or not row_limits):
-            self._admit(draft, budgets)
+            self._admit(draft, budgets, now)
 
         if not decode_slots and not draft.has_chunks:
             return None
@@ -346,11 +347,10 @@ class Scheduler:
                 left[state.home] -= length
         return chunks
 
-    def _admit(self, draft: StepDraft, budgets: list[int]) -> None:
+    def _admit(self, draft: StepDraft, budgets: list[int], now: int) -> None:
         """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and the homes' tokens
         go."""
         waiting, limits = self._waiting, self.limits
-        now = self._next_step_id // limits.num_micro_batches
         while waiting and (homes := self._homes.open_to(budgets)):
             if waiting[0].finished:
                 waiting.popleft()
@@ -372,7 +372,7 @@ class Scheduler:
                     continue  # nothing else would give blocks back
                 break
             home, length = entered
-            if not draft.has_room_for(state, most_prefix_ids=limits.max_model_len + limits.max_num_batched_tokens):
+            if not draft.has_room_for(state, most_prefix_ids=limits.most_prefix_ids):
                 self._running.turn_away(state, home)
                 break
             waiting.popleft()

@@ -166,8 +166,9 @@ class StepDraft:
             columns = enumerate(blocks, first_column)
             self._blocks += [(group, slot, column, [block]) for column, block in columns if block]
 
-    def keep_blocks_of(self, slots: set[int | None]) -> None:
-        """Drop the blocks of all other slots."""
+    def keep_slots(self, slots: set[int | None]) -> None:
+        """Drop the requests that enter all other slots, and these slots' blocks."""
+        self._new_slots = [new for new in self._new_slots if new.slot in slots]
         self._blocks = [entry for entry in self._blocks if entry[1] in slots]
 
     def add_tokens(self, state: RequestState, start: int, num_tokens: int) -> None:

@@ -6,10 +6,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from checkpoints import set_weights, write_tiny_qwen3
-from nvcli.core.messages import StepInput, pack
+from nvcli.core.messages import NewSlot, SlotSampling, StepInput, pack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.request import Request
 from nvcli.errors import ModelError
@@ -75,7 +76,8 @@ def test_a_model_of_nothing_but_nan_ends_the_run(checkpoint: Path) -> None:
 
 
 def test_blocks_that_are_read_before_they_are_full() -> None:
-    """Slot 3 gets two runs of blocks in one step, slot 5 one in each of two KV groups."""
+    """Slot 3 gets two runs of blocks in one step, slot 5 one in each of two KV groups. Slot 6 enters with keys in its
+    first blocks, which are not those of a prefix: they were there before, or some are copied into the last one."""
     step = StepInput(
         step_id=0,
         block_groups=pack([0, 0, 0, 0, 0, 1]),
@@ -83,4 +85,15 @@ def test_blocks_that_are_read_before_they_are_full() -> None:
         block_columns=pack([0, 1, 4, 5, 6, 7]),
         block_ids=pack([10, 11, 12, 13, 14, 15]),
     )
-    assert partly_filled_blocks(step).tolist() == [11, 13, 14, 15]
+    assert partly_filled_blocks(step, 4).tolist() == [11, 13, 14, 15]
+    enters = StepInput(
+        step_id=0,
+        new_slots=[NewSlot(slot=6, num_cached_tokens=6, sampling=SlotSampling(seed=0, prompt_len=7))],
+        block_groups=pack([0, 0]),
+        block_slots=pack([6, 6]),
+        block_columns=pack([0, 1]),
+        block_ids=pack([20, 21]),
+    )
+    assert partly_filled_blocks(enters, 4).tolist() == []
+    copies = msgspec.structs.replace(enters, key_copies=pack([0, 9, 21, 0, 2]))
+    assert partly_filled_blocks(copies, 4).tolist() == [21]

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from generation import EOS, generate, generate_here, tokens_of
 from generation import config_of as config_of_engine
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from adapters import LINEAR, low_rank, merge, write_adapter
 from checkpoints import write_tiny_model
 from nvcli.core.weight_changes import LoadWeights, Sleep, Wake
+from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models import merged_weights
@@ -109,6 +111,28 @@ def test_adapters_merged_in_turn(adapters: Adapters, monkeypatch: pytest.MonkeyP
     check(adapters, outputs)
     assert merges == [1, 0, 2, 0, 3]
     assert 0 < stats.cached_tokens < stats.prompt_tokens
+
+
+@pytest.mark.parametrize("max_draft_tokens", [0, 3])
+def test_tails_of_merged_adapters_rest(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, max_draft_tokens: int
+) -> None:
+    """Their requests give slots to the next adapter's, and go on later with the keys that they have."""
+    resting, rest = [], MergedAdapter._rest
+    monkeypatch.setattr(MergedAdapter, "_rest", lambda *args: resting.append(rest(*args)) or resting[-1])
+    requests = [msgspec.structs.replace(each, max_tokens=ANSWER - each.request_id % 5) for each in in_turn()]
+    config = config_of(adapters, merged_adapters=ALL, max_num_seqs=3)
+    drafting = {"max_draft_tokens": max_draft_tokens, "draft_policy": "always"}
+    outputs, stats = generate_here(adapters.base, requests, **config, **drafting)
+    expected = {
+        100 * adapter + number: answer
+        for adapter, one in enumerate(adapters.expected)
+        for number, answer in one.items()
+    }
+    found = tokens_of(outputs)
+    assert found == {each.request_id: expected[each.request_id][: each.max_tokens] for each in requests}
+    assert sum(map(len, resting)) > 3
+    assert stats.num_preemptions == 0
 
 
 def test_weights_into_which_adapters_are_merged_are_not_replaced(adapters: Adapters) -> None:

@@ -130,7 +130,8 @@ class StepRunner:
             each.apply(step)
         if step.block_ids and self._backend.reads_behind_rows:
             own = self._buffers.own_step(step)
-            (blocks,) = self._slots.upload(partly_filled_blocks(own, self._kv_cache.spec.state_groups))
+            spec = self._kv_cache.spec
+            (blocks,) = self._slots.upload(partly_filled_blocks(own, spec.block_size, spec.state_groups))
             self._kv_cache.clear(blocks.long())
         if step.key_copies and not step.copies_new_keys:
             self._kv_cache.copy_keys(self._slots.key_copies(step))
