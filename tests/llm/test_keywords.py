@@ -169,6 +169,7 @@ def test_answers_say_how_they_are_read(llm: LLM) -> None:
     for name, message in [
         ("usage", r"use answer\[\"usage\"\]"),
         ("request_id", "use answer.*index"),
+        ("embedding", r"use llm\.embed"),
         ("nothing", "no"),
     ]:
         with pytest.raises(AttributeError, match=message):

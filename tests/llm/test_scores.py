@@ -45,6 +45,7 @@ def test_one_llm_scores_and_generates(llm: LLM) -> None:
     assert scored["correct"] == (scored["best"] == 1)
     assert whole["choices"][0]["token_logprobs"][-1] == pytest.approx(scored["choices"][0]["logprob"], abs=1e-4)
     assert len(generated["choices"]) == 1
+    assert (whole.text, whole.finish_reason) == ("", None)
 
 
 def test_wrong_calls_are_said(llm: LLM) -> None:

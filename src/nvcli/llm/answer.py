@@ -29,8 +29,8 @@ class Output:
     @property
     def text(self) -> str:
         """The text, without reasoning and tool calls if these are separate."""
-        text: str | None = self._message["text" if self._message is self._choice else "content"]
-        return text or ""  # null if the answer consists of reasoning or tool calls alone
+        text: str | None = self._message.get("text" if self._message is self._choice else "content")
+        return text or ""  # none if the answer consists of reasoning or tool calls alone, or a prompt was scored
 
     @property
     def reasoning_content(self) -> str | None:
@@ -43,10 +43,9 @@ class Output:
         return self._message.get("tool_calls") or []
 
     @property
-    def finish_reason(self) -> str:
-        """Why the answer ended, such as `stop` or `length`."""
-        reason: str = self._choice["finish_reason"]
-        return reason
+    def finish_reason(self) -> str | None:
+        """Why the answer ended, such as `stop` or `length`; None if it was scored."""
+        return self._choice.get("finish_reason")
 
     @property
     def logprobs(self) -> dict[str, Any] | None:
@@ -108,7 +107,9 @@ class Answer(dict[str, Any]):
         if (error := self.error) is not None:
             raise error
         data = self._body.get("data")
-        vector: list[float] = self["embedding"] if data is None else data[0]["embedding"]
+        vector: list[float] | None = self.get("embedding") if data is None else data[0]["embedding"]
+        if vector is None:
+            raise AttributeError  # `__getattr__` names what makes embeddings
         return vector
 
     @property
@@ -164,6 +165,7 @@ _KEYS_ELSEWHERE = {
     "num_cached_tokens": 'answer["usage"]["cached_tokens"]',
     "prompt_token_ids": "transformers.AutoTokenizer, because answers do not contain prompt ids",
     "outputs": "answer.embedding",
+    "embedding": 'llm.embed(rows) of an LLM made with task="embed"',
     "prompt_logprobs": 'sampling_params={"prompt_logprobs": 0}, and answer["prompt_logprobs"]',
 }
 """Attributes of other engines' answers → what to use instead."""
