@@ -70,6 +70,6 @@ def test_a_job_that_fails_is_named_and_those_before_it_stay(tmp_path: Path, mode
     command = ["generate", "a.jsonl", "b.jsonl", "-o", "out/", "-m", str(model_folder), "--set", "device=cpu", "-q"]
     result = run_nvcli(*command, "--max-errors", "0", cwd=tmp_path, fakes="")
     assert result.returncode == 1
-    assert "1 rows failed, and `job.max_errors` allows 0" in result.stderr
+    assert "1 row failed, and `job.max_errors` allows 0" in result.stderr
     assert result.stderr.endswith("this was input 2 of 2, b.jsonl; the inputs before it are answered\n")
     assert len(answers(tmp_path / "out" / "a.out.jsonl")) == 2

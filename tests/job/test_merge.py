@@ -227,7 +227,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     write(moved, [1], job=of_shard(Shard(0, 2)))
     third = write_shard(tmp_path, 1, 3)
     for names, says in [
-        ([first, other], r"different jobs:\n  seed: 0 → 7"),
+        ([first, other], r"different jobs:\n  seed: 0 → 7\n.* with --update"),
         ([first, third], "shard 0/2 and .* is shard 1/3"),
         ([first, first], "are both shard 0/2"),
         ([first, whole], "whole.jsonl is the output of a whole job, not of a shard"),

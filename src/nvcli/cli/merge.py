@@ -48,6 +48,7 @@ def merge(
 
 def _merge(shards: Sequence[str], output: str, *, overwrite: bool, allow_missing: bool) -> bool:
     """Join the shards of one job, report the outcome, and return whether all of its rows are answered."""
+    from nvcli.core.byte_sizes import counted
     from nvcli.job.output.merge import merge_outputs
     from nvcli.job.output.sink import OutputClosed
 
@@ -56,13 +57,13 @@ def _merge(shards: Sequence[str], output: str, *, overwrite: bool, allow_missing
     except OutputClosed:
         raise OutputGone from None
     failed = sum(merged.errors.values())
-    rows = f"{merged.rows:,} rows, {failed:,} of them errors"
+    rows = f"{counted(merged.rows, 'row')}, {failed:,} of them errors"
     if merged.missing:
         say(f"{output} has {rows}, and is not complete: {merged.missing}")
     elif merged.was_complete:
         say(f"{output} is complete: {rows}; nothing to do")
     else:
-        say(f"joined {merged.num_shards} shards: {rows}" + ("" if output == "-" else f" → {output}"))
+        say(f"joined {counted(merged.num_shards, 'shard')}: {rows}" + ("" if output == "-" else f" → {output}"))
     if merged.command and (failed or merged.missing):
         purpose = "computes the missing rows" if merged.missing else "tries the failed rows again"
         option = "" if merged.missing else " --retry-errors"

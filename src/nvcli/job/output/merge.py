@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nvcli.core.byte_sizes import counted
 from nvcli.errors import OutputError
 from nvcli.job.files import STREAM, check_output
 from nvcli.job.output.job_output import JobOutput, OutputOptions, open_output
@@ -93,7 +94,7 @@ def merge_outputs(
             note(line)
         finished = opened.finished
         if finished is None:
-            note(f"joining {found.answered.all.count:,} rows of {len(shards)} shards into {output}")
+            note(f"joining {counted(found.answered.all.count, 'row')} of {counted(len(shards), 'shard')} into {output}")
             rows, errors = _join(shards, found, opened, max_waiting_bytes, output)
     return Merged(
         output=output,

@@ -92,9 +92,6 @@ def open_shards(paths: Sequence[Path], stack: ExitStack) -> list[ShardOutput]:
         outputs.append(_read_output(path))
     outputs.sort(key=lambda output: output.shard.number)
     first = outputs[0]
-    for output, other in zip(outputs[1:], outputs, strict=False):
-        if output.shard == other.shard:
-            raise ConfigError(f"{other.path} and {output.path} are both shard {output.shard}; name each shard once")
     for output in outputs[1:]:
         if output.shard.count != first.shard.count:
             raise ConfigError(
@@ -103,7 +100,14 @@ def open_shards(paths: Sequence[Path], stack: ExitStack) -> list[ShardOutput]:
             )
         if differences := whole_job([first]).differences(whole_job([output])):
             lines = "\n".join(f"  {line}" for line in differences)
-            raise ConfigError(f"{first.path} and {output.path} were made by different jobs:\n{lines}")
+            raise ConfigError(
+                f"{first.path} and {output.path} were made by different jobs:\n{lines}\n"
+                "join shards of one job; shards of an input that has changed are brought up to date by their commands "
+                "with --update"
+            )
+    for output, other in zip(outputs[1:], outputs, strict=False):
+        if output.shard == other.shard:
+            raise ConfigError(f"{other.path} and {output.path} are both shard {output.shard}; name each shard once")
     return outputs
 
 
@@ -171,7 +175,7 @@ class ShardRows:
 
     def _what_is_missing(self, shard: Shard, wanted: int | None, output: ShardOutput | None) -> str:
         if output is None:
-            rows = "its rows" if wanted is None else f"all of its {wanted:,} rows"
+            rows = "its rows" if wanted is None else "its only row" if wanted == 1 else f"all of its {wanted:,} rows"
             return f"{rows}, no output of it was named"
         if wanted is None:
             return f"{output.path} has {self._counts[shard.number]:,} rows and is not finished"

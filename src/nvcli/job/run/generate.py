@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from nvcli.core.byte_sizes import parse_size
+from nvcli.core.byte_sizes import counted, parse_size
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import convert
@@ -290,7 +290,9 @@ class _JobRun:
         counts, allowed = self._counts, self._job.run.job.max_errors
         if allowed is not None and counts.rows_failed > allowed:
             kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts.errors.most_common())
-            raise TooManyErrors(f"{counts.rows_failed:,} rows failed, and `job.max_errors` allows {allowed:,}: {kinds}")
+            raise TooManyErrors(
+                f"{counted(counts.rows_failed, 'row')} failed, and `job.max_errors` allows {allowed:,}: {kinds}"
+            )
 
 
 def _make_writer(opened: JobOutput, job: JobConfig, shard: Shard) -> ResultWriter:
