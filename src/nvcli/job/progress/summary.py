@@ -101,7 +101,8 @@ def format_summary(
             lines += _time_lines(summary)
         lines += [*_notes(summary.counts), *(f"  note      {warning}" for warning in summary.row_warnings)]
     if summary.limit is not None:
-        lines.append(f"  note      these are the first {_rows(summary.limit)}; without --limit the others follow")
+        first = "this is the first row" if summary.limit == 1 else f"these are the first {summary.limit:,} rows"
+        lines.append(f"  note      {first}; without --limit the others follow")
     for number, (command, effect) in enumerate((next_steps or {}).items()):
         lines.append(f"  {'' if number else 'next':<9} {command}  # {effect}")
     return "\n".join(lines)

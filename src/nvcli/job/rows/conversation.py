@@ -88,7 +88,7 @@ def _checked(message: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(content, str | None):
         raise InvalidValue((), f"`{name}.content` is {show(content)}; allowed: text or a list of text parts")
     if content is None and "tool_calls" not in message:
-        raise InvalidValue((), f"`{name}` has no `content`")
+        raise InvalidValue((), f"`{name}` has no `content`; give it a text")
     return message
 
 
