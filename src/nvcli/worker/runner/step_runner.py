@@ -32,9 +32,10 @@ from nvcli.worker.runner.masked_choice import MaskedChoice
 from nvcli.worker.runner.model_drafter import ModelDrafter
 from nvcli.worker.runner.query_reader import PromptQueryReader, QueryPlan
 from nvcli.worker.runner.sampler import Sampler
-from nvcli.worker.runner.slot_table import SlotTable, partly_filled_blocks
+from nvcli.worker.runner.slot_table import SlotTable
 from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_results import PendingStep, StageOutput, StepLogits
+from nvcli.worker.runner.unfilled_blocks import partly_filled_blocks
 from nvcli.worker.runner.uploader import PinnedRing
 
 
