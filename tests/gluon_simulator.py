@@ -58,21 +58,24 @@ class Memory:
     def load(self, layout: object) -> Tensor:
         return self.data.clone()
 
+    def slice(self, start: int, length: int) -> Memory:
+        return Memory(self.data.narrow(0, start, length))
+
     def permute(self, order: tuple[int, int]) -> Memory:
         return Memory(self.data.permute(order))
 
 
 class Parts:
-    """The same memory in squares: stage by stage, panel of columns by panel, rows of a panel one behind the other."""
+    """The same memory in parts: stage by stage, panel of columns by panel, rows of a panel one behind the other."""
 
-    def __init__(self, data: Tensor, size: int) -> None:
-        self.data, self.size = data, size
+    def __init__(self, data: Tensor, rows: int, columns: int) -> None:
+        self.data, self.rows, self.columns = data, rows, columns
 
     def index(self, at: Any) -> Memory:
         _, rows, columns = self.data.shape
-        rest, row = divmod(int(at), rows // self.size)
-        stage, column = divmod(rest, columns // self.size)
-        return Memory(self.data[stage].unflatten(0, (-1, self.size))[row].unflatten(1, (-1, self.size))[:, column])
+        rest, row = divmod(int(at), rows // self.rows)
+        stage, column = divmod(rest, columns // self.columns)
+        return Memory(self.data[stage].unflatten(0, (-1, self.rows))[row].unflatten(1, (-1, self.columns))[:, column])
 
 
 def reinterpret(memory: Memory, dtype: torch.dtype, shape: list[int], layout: object) -> Memory | Parts:
@@ -80,7 +83,7 @@ def reinterpret(memory: Memory, dtype: torch.dtype, shape: list[int], layout: ob
     if len(shape) > 3 or shape[-1] == memory.data.shape[-1]:  # the same rows
         return Memory(memory.data.view(shape))
     assert shape[0] * shape[1] * shape[2] == memory.data.numel()
-    return Parts(memory.data, shape[1])
+    return Parts(memory.data, *shape[1:])
 
 
 class Barrier:
@@ -207,7 +210,7 @@ class Simulator:
             arange=lambda first, end, layout: torch.arange(first, end),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-            convert_layout=lambda x, layout: x,
+            convert_layout=lambda x, layout: x, expand_dims=torch.unsqueeze,
             program_id=lambda axis: self._program[0], num_programs=lambda axis: self._program[1],
         )  # fmt: skip
 

@@ -36,7 +36,8 @@ class SimulatedLatents(TritonBackend):
 
     def __init__(self, case: AttentionCase) -> None:
         nothing = ("barrier", "gdc_wait", "gdc_launch_dependents")
-        functions: dict[str, Any] = {"_numbers_of_words": numbers_of_words} | {name: lambda: None for name in nothing}
+        functions: dict[str, Any] = {"_numbers_of_words": numbers_of_words, "_opaque_zero": lambda number: 0}
+        functions |= {name: lambda: None for name in nothing}
         name = "hopper_latent_kernel"
         simulated = SimulatedKernel(Simulator(hopper_latent_kernel, functions=functions), name)
         with ExitStack() as patches:
@@ -46,7 +47,7 @@ class SimulatedLatents(TritonBackend):
 
 
 @pytest.mark.parametrize(
-    ("latent_dim", "ratio", "block_size", "kv_dtype"), [(512, 3, 64, None), (64, 20, 128, FP8), (64, 5, 64, None)]
+    ("latent_dim", "ratio", "block_size", "kv_dtype"), [(512, 3, 64, None), (64, 20, 128, FP8), (64, 40, 64, None)]
 )
 def test_steps(latent_dim: int, ratio: int, block_size: int, kv_dtype: torch.dtype | None) -> None:
     """Rows of one token and of several, in one tile of queries and in two; rows in several shares; padding; and what an

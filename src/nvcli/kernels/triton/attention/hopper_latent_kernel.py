@@ -1,10 +1,12 @@
 """Paged decode attention over latents for Hopper GPUs, in Gluon: queries of all heads against one key, whose first
 numbers are its value.
 
-A program has two groups of warps. One brings tiles of 64 keys to shared memory: those in 16 bits by TMA, and those in
-FP8 through registers, where they become float16, which represents them exactly. The other multiplies. Keys are the left
-operand of its products, [keys, D] × [D, queries] and [D, keys] × [keys, queries], as the tensor cores take 64 rows at
-least: with queries in their place most rows would be padding.
+A group of warps brings tiles of 64 keys to shared memory: those in 16 bits by TMA, and those in FP8 through registers,
+where they become float16, which represents them exactly. Up to 32 queries are multiplied by one other group, with keys
+as the left operand of its products, [keys, D] × [D, queries] and [D, keys] × [keys, queries], as the tensor cores take
+64 rows at least: with queries in their place most rows would be padding. 64 queries are multiplied by two groups, with
+queries as the left operand. Each computes the weights of every second tile, for both, and half of the values' numbers,
+so that one multiplies while the other computes weights (after FlashMLA, https://github.com/deepseek-ai/FlashMLA).
 
 There is a program for each multiprocessor. Each takes an equal share of all keys (`latent_shares.py`), and the next
 share's keys are on their way while a result is stored. The last of the programs that share a row to finish reduces
@@ -17,8 +19,10 @@ On an H200 a layer of 20 heads over latents of 512 in bfloat16 takes, in microse
 against 424 for 64 rows of 16,000 keys (3,990 GB/s), 313 against 456 for 64 of 8,000 to 24,000, 135 against 148 for 256
 of 1,500, 43 against 156 for one of 16,000; but 104 against 94 for 256 of 100 to 1,620, where each program has the
 results of two or three rows to store and to reduce. 16 heads take 281 (4,210 GB/s; against 336), 296 (363), 119 (118),
-33 (83) and 81 (73), 64 heads 384 (653) for the first and 196 (225) for the third. In FP8 16 heads take 258 (621), 271
-(674), 114 (215), 41 (85) and 80 (130), and 20 heads 407 (874) for the first and 177 (296) for the third.
+33 (83) and 81 (73). 64 heads take 309 for the first (3,815 GB/s; against 653, and 381 with one group and keys on the
+left), 99 for 256 of 1,000 (155; 118), but 74 for 64 of 100 to 1,620 (68; 67); 128 heads 524 for the first (742 with
+one group). In FP8 16 heads take 258 (621), 271 (674), 114 (215), 41 (85) and 80 (130), 20 heads 407 (874) for the first
+and 177 (296) for the third, and 64 heads 432 for the first (492 with one group).
 
 Gluon has no interpreter: tests simulate it. Shapes: T tokens, H heads, D numbers of a value, ROWS queries of a tile.
 """
@@ -43,27 +47,19 @@ from nvcli.kernels.triton.launch.triton_version import barrier, reinterpret, tma
 KEYS = gl.constexpr(64)
 """Keys of a tile, and columns of what one TMA load brings."""
 _STAGES = gl.constexpr(2)
-_LOADING_WARPS = gl.constexpr(4)
+_WARPS = gl.constexpr(4)
+"""Warps of a group."""
+_PAIR_ROWS = gl.constexpr(64)
+"""Queries of a tile that two groups multiply."""
 _LEAST = gl.constexpr(-1e30)
 """The initial reference of a query: finite, so that it can be subtracted from itself."""
-
-
-@gluon.constexpr_function
-def warps_of(rows):
-    """Return the warps that multiply: their registers hold the sums of D × rows."""
-    return 8 if rows > 32 else 4
-
-
-@gluon.constexpr_function
-def _loading_registers(rows):
-    return 112 if rows > 32 else 240
 
 
 @gluon.jit
 def _load_numbers(cache, block, start, end, KIND: gl.constexpr, PER_WORD: gl.constexpr):
     """Load a tile of keys in a block to registers, with zeros behind the last one: → [KEYS, D], [KEYS, tail], of FP8 as
     words of four."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 16 // PER_WORD], [8, 4], [_LOADING_WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 16 // PER_WORD], [8, 4], [_WARPS, 1], [1, 0])
     ROW: gl.constexpr = KIND.row_size // PER_WORD
     BODY: gl.constexpr = KIND.head_dim // PER_WORD
     TAIL: gl.constexpr = KIND.tail_dim // PER_WORD
@@ -87,7 +83,7 @@ def _numbers_of_words(words, WIDTH: gl.constexpr):
 @gluon.jit
 def _load_scales(scales, block, start, end, KIND: gl.constexpr):
     """Load the scales of a tile of keys: → [KEYS] float32."""
-    keys = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [_LOADING_WARPS], [0]))
+    keys = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [_WARPS], [0]))
     scales += block.to(gl.int64) * (KIND.block_stride // 2) + KIND.block_size * KIND.row_size // 2
     return gl.load(scales + (start % KIND.block_size + keys), mask=start + keys < end, other=1.0).to(gl.float32)
 
@@ -180,18 +176,44 @@ def _load_fp8(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr):
 
 
 @gluon.jit
+def _read_item(work, index, starts):
+    """Return an item's row, first key, end of its keys and of the row's, and the row's first token and their number."""
+    item = work[0] + index * ITEM_FIELDS
+    row = gl.load(item)
+    first_token = row
+    num_tokens = 1
+    if starts is not None:
+        first_token = gl.load(starts + row)
+        num_tokens = gl.load(starts + row + 1) - first_token
+    return row, gl.load(item + 1), gl.load(item + 2), gl.load(item + 7), first_token, num_tokens
+
+
+@gluon.jit
+def _load(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr):
+    """Run the group of warps that loads keys."""
+    if stages[2] is None:
+        _load_by_tma(cache, work, stages, KIND)
+    else:
+        _load_fp8(cache, work, stages, KIND, AHEAD)
+
+
+@gluon.jit
 def _store_queries(
-    q, q_parts, q_row, head, is_query, q_stride, KIND: gl.constexpr, ROWS: gl.constexpr, IS_FP8: gl.constexpr
+    inputs, q_parts, first_query, first_token, num_tokens, KIND: gl.constexpr, ROWS: gl.constexpr, IS_FP8: gl.constexpr
 ):
-    """Load the queries of a tile to shared memory: → [ROWS] float32, powers of 2 by which they were divided. Those for
-    an FP8 cache become small numbers, which float16 has room for; others are divided by 1."""
-    WARPS: gl.constexpr = warps_of(ROWS)
+    """Load queries to shared memory: → [ROWS] float32, powers of 2 by which they were divided. Those for an FP8 cache
+    become small numbers, which float16 has room for; others are divided by 1. Query i of a row is head i % G of its
+    token i // G."""
+    q, _, _, q_stride = inputs
     q_smem, q_tail_smem = q_parts
-    body: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    of_tail: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    body: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_WARPS, 1], [1, 0])
+    of_tail: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_WARPS, 1], [1, 0])
     dims = gl.arange(0, KIND.head_dim, gl.SliceLayout(0, body))
     tail_dims = KIND.head_dim + gl.arange(0, KIND.tail_dim, gl.SliceLayout(0, of_tail))
-    offset = q_row * q_stride + head * (KIND.head_dim + KIND.tail_dim)
+    lane = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, body))
+    q_row = (first_token + lane // KIND.group).to(gl.int64)
+    is_query = lane < num_tokens * KIND.group
+    offset = q_row * q_stride + lane % KIND.group * (KIND.head_dim + KIND.tail_dim)
     tail_offset = gl.convert_layout(offset, gl.SliceLayout(1, of_tail))
     in_tail = gl.convert_layout(is_query, gl.SliceLayout(1, of_tail))
     query = gl.load(q + offset[:, None] + dims[None, :], mask=is_query[:, None], other=0.0)
@@ -209,49 +231,52 @@ def _store_queries(
 
 
 @gluon.jit
+def _weigh(scores, scale_smem, stage, start, ends, reference, by_key: gl.constexpr, AXIS: gl.constexpr):
+    """Return the weights of a tile's scores, in which keys are AXIS; those times the scales of an FP8 cache, with which
+    values are multiplied; and the new reference of each query. `ends`: the first key that a query does not see."""
+    keys = start + gl.arange(0, KEYS, by_key)
+    if scale_smem is not None:
+        scale = gl.expand_dims(gl.maximum(scale_smem.index(stage).load(by_key), 2.0**-80), 1 - AXIS)
+        scores = scores * scale
+    scores = gl.where(gl.expand_dims(keys, 1 - AXIS) < gl.expand_dims(ends, AXIS), scores, -float("inf"))
+    if scale_smem is not None:
+        new_reference = gl.maximum(reference, gl.max(scores + gl.log2(scale), AXIS))
+    else:
+        new_reference = gl.maximum(reference, gl.max(scores, AXIS))
+    weights = gl.exp2(scores - gl.expand_dims(new_reference, AXIS))
+    factors = weights
+    if scale_smem is not None:
+        factors = weights * scale
+    return weights, factors, new_reference
+
+
+@gluon.jit
 def _attend(inputs, results, work, q_parts, weight_smem, stages, KIND: gl.constexpr, ROWS: gl.constexpr):
-    """Run the group of warps that multiplies."""
-    q, starts, query_tile, scale_log2, q_stride = inputs
-    out, partial_out, partial_lse, arrivals, num_tiles = results
-    items, first_item, end_item = work
+    """Run the group of warps that multiplies, if it is alone."""
+    _, starts, scale_log2, _ = inputs
+    query_tile = results[4]
+    _, first_item, end_item = work
     k_smem, tail_smem, scale_smem, full, free = stages
     q_smem, q_tail_smem = q_parts
     HEAD_DIM: gl.constexpr = KIND.head_dim
     GROUP: gl.constexpr = KIND.group
-    WARPS: gl.constexpr = warps_of(ROWS)
-    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, ROWS // (WARPS // 4), 16])
-    of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
-    by_key: gl.constexpr = gl.SliceLayout(1, of_scores)
-    by_query: gl.constexpr = gl.SliceLayout(0, of_scores)
-    sums_query: gl.constexpr = gl.SliceLayout(0, of_sums)
-    memory_row: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0]))
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, ROWS, 16])
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    by_query: gl.constexpr = gl.SliceLayout(0, layout)
     first_query = query_tile * ROWS
-    no_scores = gl.zeros([KEYS, ROWS], gl.float32, of_scores)
-    lanes = gl.arange(0, KEYS, by_key)
+    no_scores = gl.zeros([KEYS, ROWS], gl.float32, layout)
+    queries = first_query + gl.arange(0, ROWS, by_query)
     i = 0
     for index in range(first_item, end_item):
-        item = items + index * ITEM_FIELDS
-        row = gl.load(item)
-        begin = gl.load(item + 1)
-        end = gl.load(item + 2)
-        num_chunks = gl.load(item + 3)
-        first_share = gl.load(item + 4)
-        num_keys = gl.load(item + 7)
-        # Query i of a row is head i % G of its token i // G.
-        first_token = row
-        num_tokens = 1
-        if starts is not None:
-            first_token = gl.load(starts + row)
-            num_tokens = gl.load(starts + row + 1) - first_token
-        query = first_query + gl.arange(0, ROWS, memory_row)
-        q_row = (first_token + query // GROUP).to(gl.int64)
-        is_query = query < num_tokens * GROUP
-        power = _store_queries(q, q_parts, q_row, query % GROUP, is_query, q_stride, KIND, ROWS, scale_smem is not None)
+        row, begin, end, num_keys, first_token, num_tokens = _read_item(work, index, starts)
+        power = _store_queries(
+            inputs, q_parts, first_query, first_token, num_tokens, KIND, ROWS, scale_smem is not None
+        )
         unit = gl.convert_layout(power, by_query) * scale_log2
-        ends = num_keys - num_tokens + 1 + (first_query + gl.arange(0, ROWS, by_query)) // GROUP
+        ends = gl.minimum(num_keys - num_tokens + 1 + queries // GROUP, end)
 
-        acc = gl.zeros([HEAD_DIM, ROWS], gl.float32, of_sums)
-        weight_sums = gl.zeros([KEYS, ROWS], gl.float32, of_scores)
+        acc = gl.zeros([HEAD_DIM, ROWS], gl.float32, layout)
+        weight_sums = gl.zeros([KEYS, ROWS], gl.float32, layout)
         reference = gl.full([ROWS], _LEAST, gl.float32, by_query)
         for start in range(begin, end, KEYS):
             stage, phase = stage_of(i, _STAGES)
@@ -262,56 +287,173 @@ def _attend(inputs, results, work, q_parts, weight_smem, stages, KIND: gl.conste
             )
             product = warpgroup_mma(tail_smem.index(stage), q_tail_smem.permute((1, 0)), product, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[product]) * unit[None, :]
-            if scale_smem is not None:
-                scale = gl.maximum(scale_smem.index(stage).load(by_key), 2.0**-80)
-                scores = scores * scale[:, None]
-            keys = start + lanes
-            scores = gl.where((keys < end)[:, None] & (keys[:, None] < ends[None, :]), scores, -float("inf"))
-            if scale_smem is not None:
-                new_reference = gl.maximum(reference, gl.max(scores + gl.log2(scale)[:, None], 0))
-            else:
-                new_reference = gl.maximum(reference, gl.max(scores, 0))
-            weights = gl.exp2(scores - new_reference[None, :])
+            weights, factors, new_reference = _weigh(scores, scale_smem, stage, start, ends, reference, by_row, 0)
             decay = gl.exp2(reference - new_reference)
             reference = new_reference
             weight_sums = weight_sums * decay[None, :] + weights
-            if scale_smem is not None:
-                weights = weights * scale[:, None]
-            weight_smem.store(weights.to(weight_smem.dtype).permute([1, 0]))
+            weight_smem.store(factors.to(weight_smem.dtype).permute([1, 0]))
             fence_async_shared()
-            acc = acc * gl.convert_layout(decay, sums_query)[None, :]
+            acc = acc * decay[None, :]
             result = warpgroup_mma(k_smem.index(stage).permute((1, 0)), weight_smem.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[result])
             mbarrier.arrive(free.index(stage), count=1)
 
-        # A row without keys, which is padding, gets zeros.
         weight_sum = gl.sum(weight_sums, 0)
-        acc = acc * gl.convert_layout(1.0 / gl.where(weight_sum > 0, weight_sum, 1.0), sums_query)[None, :]
+        divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
+        acc = acc * (1.0 / divisor)[None, :]
+        place = gl.arange(0, ROWS, by_query)
+        dims = gl.arange(0, HEAD_DIM, by_row)
         lse = reference + gl.log2(weight_sum)
-        lane = gl.arange(0, ROWS, by_query)
-        wanted = first_query + lane < num_tokens * GROUP
-        place = gl.arange(0, ROWS, sums_query)
-        dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, of_sums))
-        stored = (first_query + place < num_tokens * GROUP)[None, :]
+        places = dims[:, None] + place[None, :] * HEAD_DIM
+        num_queries = num_tokens * GROUP - first_query
         first_place = first_token.to(gl.int64) * GROUP + first_query
-        if num_chunks == 1:
-            places = dims[:, None] + place[None, :] * HEAD_DIM
-            gl.store(out + first_place * HEAD_DIM + places, acc.to(out.dtype.element_ty), mask=stored)
-        else:
-            chunk = gl.load(item + 5)
-            partial = (_partial(first_share, chunk) * num_tiles + query_tile) * ROWS
-            places = dims[:, None] + place[None, :] * HEAD_DIM
-            gl.store(partial_out + partial * HEAD_DIM + places, acc, mask=stored)
-            gl.store(partial_lse + partial + lane, lse, mask=wanted)
-            # All threads have stored before one of them says so; acquire and release order it across programs.
-            barrier()
-            arrival = arrivals + row * num_tiles + query_tile
-            arrived = gl.atomic_add(arrival, 1, sem="acq_rel")
-            if arrived == num_chunks - 1:
-                gl.store(arrival, 0)  # for the next layer
+        _store_result(
+            results, work, index, row, acc, places, (place < num_queries)[None, :], lse,
+            place, first_place, num_queries, 0, HEAD_DIM, ROWS, HEAD_DIM,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _opaque_zero(number):
+    """Return 0, of which LLVM does not know that it is: it would compute all descriptors of operands ahead of the loop,
+    and they would be spilled. ptxas knows it and makes them immediates."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _meet(meeting, phase):
+    """Wait until both groups have called this."""
+    mbarrier.arrive(meeting, count=1)
+    mbarrier.wait(meeting, phase)
+
+
+@gluon.jit
+def _attend_half(inputs, results, work, q_parts, exchange, stages, KIND: gl.constexpr, SELF: gl.constexpr):
+    """Run one of two groups of warps that multiply, here with queries as the left operand. It computes the weights of
+    every second tile of keys, hands them to the other group, and multiplies all tiles' weights with half of the values'
+    numbers.
+
+    SELF: 0 or 1, also the stage of the tiles whose weights it computes.
+    """
+    _, starts, scale_log2, _ = inputs
+    query_tile = results[4]
+    _, first_item, end_item = work
+    k_smem, tail_smem, scale_smem, full, free = stages
+    q_smem, q_tail_smem = q_parts
+    weight_smem, numbers, ready, meeting = exchange
+    ROWS: gl.constexpr = _PAIR_ROWS
+    HALF: gl.constexpr = KIND.head_dim // 2
+    GROUP: gl.constexpr = KIND.group
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, KEYS, 16])
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, HALF, 16])
+    by_query: gl.constexpr = gl.SliceLayout(1, of_scores)
+    by_key: gl.constexpr = gl.SliceLayout(0, of_scores)
+    sums_query: gl.constexpr = gl.SliceLayout(1, of_sums)
+    values = reinterpret(k_smem, k_smem.dtype, [_STAGES * 2, KEYS, HALF], gl.NVMMASharedLayout(128, 16, 2))
+    first_query = query_tile * ROWS
+    own_query: gl.constexpr = SELF * (ROWS // 2)
+    own_parts = q_smem.index(0).slice(own_query, ROWS // 2), q_tail_smem.index(0).slice(own_query, ROWS // 2)
+    no_scores = gl.zeros([ROWS, KEYS], gl.float32, of_scores)
+    queries = first_query + gl.arange(0, ROWS, by_query)
+    i = 0
+    for index in range(first_item, end_item):
+        row, begin, end, num_keys, first_token, num_tokens = _read_item(work, index, starts)
+        power = _store_queries(
+            inputs, own_parts, first_query + own_query, first_token, num_tokens, KIND, ROWS // 2,
+            scale_smem is not None,
+        )  # fmt: skip
+        numbers.index(4).slice(own_query, ROWS // 2).store(power)
+        _meet(meeting.index(0), 0)
+        unit = numbers.index(4).load(by_query) * scale_log2
+        ends = gl.minimum(num_keys - num_tokens + 1 + queries // GROUP, end)
+
+        acc = gl.zeros([ROWS, HALF], gl.float32, of_sums)
+        weight_sum = gl.zeros([ROWS], gl.float32, by_query)
+        reference = gl.full([ROWS], _LEAST, gl.float32, by_query)
+        for start in range(begin, end, KEYS):
+            stage, phase = stage_of(i, _STAGES)
+            i += 1
+            mbarrier.wait(full.index(stage), phase)
+            zero = _opaque_zero(stage)
+            if stage == SELF:
+                query = q_smem.index(zero)
+                key = k_smem.index(SELF + zero).permute((1, 0))
+                product = warpgroup_mma(query, key, no_scores, use_acc=False, is_async=True)
+                tail = tail_smem.index(SELF + zero).permute((1, 0))
+                product = warpgroup_mma(q_tail_smem.index(zero), tail, product, is_async=True)
+                scores = warpgroup_mma_wait(0, deps=[product]) * unit[:, None]
+                weights, factors, new_reference = _weigh(scores, scale_smem, SELF, start, ends, reference, by_key, 1)
+                decay = gl.exp2(reference - new_reference)
+                weight_sum = weight_sum * decay + gl.sum(weights, 1)
+                factors = factors.to(weight_smem.dtype)
+                # The other group has multiplied what lies there: it read it before it handed over the last weights.
+                weight_smem.index(0).store(factors)
+                numbers.index(SELF).store(new_reference)
+                fence_async_shared()
+                mbarrier.arrive(ready.index(SELF), count=1)
+                acc = acc * gl.convert_layout(decay, sums_query)[:, None]
+                operand = gl.convert_layout(factors, gl.DotOperandLayout(0, of_sums, 2))
+                result = warpgroup_mma(operand, values.index(2 * SELF + SELF + zero), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[result])
+            else:
+                mbarrier.wait(ready.index(1 - SELF), phase)
+                new_reference = numbers.index(1 - SELF).load(by_query)
+                decay = gl.exp2(reference - new_reference)
+                weight_sum = weight_sum * decay
+                acc = acc * gl.convert_layout(decay, sums_query)[:, None]
+                result = warpgroup_mma(
+                    weight_smem.index(zero), values.index(2 * (1 - SELF) + SELF + zero), acc, is_async=True
+                )
+                acc = warpgroup_mma_wait(0, deps=[result])
+            reference = new_reference
+            mbarrier.arrive(free.index(stage), count=1)
+
+        numbers.index(2 + SELF).store(weight_sum)
+        _meet(meeting.index(0), 1)
+        weight_sum = numbers.index(2).load(by_query) + numbers.index(3).load(by_query)
+        divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
+        acc = acc * gl.convert_layout(1.0 / divisor, sums_query)[:, None]
+        place = gl.arange(0, ROWS, sums_query)
+        dims = SELF * HALF + gl.arange(0, HALF, gl.SliceLayout(0, of_sums))
+        lse = reference + gl.log2(weight_sum)
+        places = dims[None, :] + place[:, None] * KIND.head_dim
+        num_queries = num_tokens * GROUP - first_query
+        first_place = first_token.to(gl.int64) * GROUP + first_query
+        _store_result(
+            results, work, index, row, acc, places, (place < num_queries)[:, None], lse,
+            gl.arange(0, ROWS, by_query), first_place, num_queries, SELF, KIND.head_dim, ROWS, HALF,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _store_result(
+    results, work, index, row, acc, places, stored, lse, lane, first_place, num_queries,
+    PART: gl.constexpr,  # of so many numbers of the values, WIDTH, is the result
+    HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Store an item's result. That of a chunk is stored apart, and the last chunk's group to come reduces a row's.
+    A row without keys, which is padding, gets zeros."""
+    out, partial_out, partial_lse, arrivals, query_tile, num_tiles = results
+    item = work[0] + index * ITEM_FIELDS
+    num_chunks = gl.load(item + 3)
+    if num_chunks == 1:
+        gl.store(out + first_place * HEAD_DIM + places, acc.to(out.dtype.element_ty), mask=stored)
+    else:
+        first_share = gl.load(item + 4)
+        chunk = gl.load(item + 5)
+        partial = (_partial(first_share, chunk) * num_tiles + query_tile) * ROWS
+        gl.store(partial_out + partial * HEAD_DIM + places, acc, mask=stored)
+        gl.store(partial_lse + partial + lane, lse, mask=lane < num_queries)
+        # All threads have stored before one of them says so; acquire and release order it across programs.
+        barrier()
+        arrival = arrivals + (row * num_tiles + query_tile) * (HEAD_DIM // WIDTH) + PART
+        arrived = gl.atomic_add(arrival, 1, sem="acq_rel")
+        if arrived == num_chunks - 1:
+            gl.store(arrival, 0)  # for the next layer
+            for first_dim in gl.static_range(PART * WIDTH, (PART + 1) * WIDTH, min(WIDTH, 8192 // ROWS, 256)):
                 _reduce(
-                    results, first_share, query_tile, num_chunks, first_place, num_tokens * GROUP - first_query,
-                    HEAD_DIM, ROWS,
+                    results, first_share, num_chunks, first_place, num_queries, first_dim, HEAD_DIM, ROWS,
+                    min(WIDTH, 8192 // ROWS, 256),
                 )  # fmt: skip
 
 
@@ -323,44 +465,43 @@ def _partial(first_share, chunk):
 
 @gluon.jit
 def _reduce(
-    results, first_share, query_tile, num_chunks, first_place, num_queries, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr
-):
-    """Combine the results of a row's chunks for a tile of queries, two chunks at a time."""
-    out, partial_out, partial_lse, _arrivals, num_tiles = results
-    WIDTH: gl.constexpr = 256 if HEAD_DIM > 256 else HEAD_DIM
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [warps_of(ROWS), 1], [1, 0])
+    results, first_share, num_chunks, first_place, num_queries,
+    FIRST_DIM: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Combine WIDTH numbers of the results of a row's chunks for a tile of queries, two chunks at a time."""
+    out, partial_out, partial_lse, _arrivals, query_tile, num_tiles = results
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [_WARPS, 1], [1, 0])
     lanes = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     is_query = lanes < num_queries
-    for part in gl.static_range(HEAD_DIM // WIDTH):
-        dims = part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-        highest = gl.full([ROWS], _LEAST, gl.float32, gl.SliceLayout(1, layout))
-        weight_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-        acc = gl.zeros([ROWS, WIDTH], gl.float32, layout)
-        for first in range(0, num_chunks, 2):
-            # .cg: past the L1 cache, which may hold what was there before the other programs stored.
-            place = (_partial(first_share, first) * num_tiles + query_tile) * ROWS + lanes
-            second = (_partial(first_share, first + 1) * num_tiles + query_tile) * ROWS + lanes
-            is_second = is_query & (first + 1 < num_chunks)
-            lse = gl.load(partial_lse + place, mask=is_query, other=_LEAST, cache_modifier=".cg")
-            second_lse = gl.load(partial_lse + second, mask=is_second, other=-float("inf"), cache_modifier=".cg")
-            value = gl.load(
-                partial_out + (place[:, None] * HEAD_DIM + dims[None, :]),
-                mask=is_query[:, None], other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            second_value = gl.load(
-                partial_out + (second[:, None] * HEAD_DIM + dims[None, :]),
-                mask=is_second[:, None], other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            new_highest = gl.maximum(highest, gl.maximum(lse, second_lse))
-            decay = gl.exp2(highest - new_highest)
-            weight = gl.exp2(lse - new_highest)
-            second_weight = gl.exp2(second_lse - new_highest)
-            weight_sum = weight_sum * decay + weight + second_weight
-            acc = acc * decay[:, None] + value * weight[:, None] + second_value * second_weight[:, None]
-            highest = new_highest
-        acc = acc / gl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
-        places = (first_place + lanes)[:, None] * HEAD_DIM + dims[None, :]
-        gl.store(out + places, acc.to(out.dtype.element_ty), mask=is_query[:, None])
+    dims = FIRST_DIM + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    highest = gl.full([ROWS], _LEAST, gl.float32, gl.SliceLayout(1, layout))
+    weight_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    acc = gl.zeros([ROWS, WIDTH], gl.float32, layout)
+    for first in range(0, num_chunks, 2):
+        # .cg: past the L1 cache, which may hold what was there before the other programs stored.
+        place = (_partial(first_share, first) * num_tiles + query_tile) * ROWS + lanes
+        second = (_partial(first_share, first + 1) * num_tiles + query_tile) * ROWS + lanes
+        is_second = is_query & (first + 1 < num_chunks)
+        lse = gl.load(partial_lse + place, mask=is_query, other=_LEAST, cache_modifier=".cg")
+        second_lse = gl.load(partial_lse + second, mask=is_second, other=-float("inf"), cache_modifier=".cg")
+        value = gl.load(
+            partial_out + (place[:, None] * HEAD_DIM + dims[None, :]),
+            mask=is_query[:, None], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        second_value = gl.load(
+            partial_out + (second[:, None] * HEAD_DIM + dims[None, :]),
+            mask=is_second[:, None], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_highest = gl.maximum(highest, gl.maximum(lse, second_lse))
+        decay = gl.exp2(highest - new_highest)
+        weight = gl.exp2(lse - new_highest)
+        second_weight = gl.exp2(second_lse - new_highest)
+        weight_sum = weight_sum * decay + weight + second_weight
+        acc = acc * decay[:, None] + value * weight[:, None] + second_value * second_weight[:, None]
+        highest = new_highest
+    acc = acc / gl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
+    places = (first_place + lanes)[:, None] * HEAD_DIM + dims[None, :]
+    gl.store(out + places, acc.to(out.dtype.element_ty), mask=is_query[:, None])
 
 
 @gluon.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
@@ -396,43 +537,56 @@ def hopper_latent_kernel(
     end_item = gl.load(shares + 2 * share + 1)
     if first_item >= end_item:
         return
-    WARPS: gl.constexpr = warps_of(ROWS)
+    IS_PAIR: gl.constexpr = ROWS == _PAIR_ROWS
     dtype: gl.constexpr = q.dtype.element_ty if scales is None else gl.float16
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     k_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.head_dim], layout)
     tail_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.tail_dim], layout)
-    q_smem = gl.allocate_shared_memory(dtype, [ROWS, KIND.head_dim], layout)
-    q_tail_smem = gl.allocate_shared_memory(dtype, [ROWS, KIND.tail_dim], layout)
-    weight_smem = gl.allocate_shared_memory(dtype, [ROWS, KEYS], layout)
+    q_smem = gl.allocate_shared_memory(dtype, [1, ROWS, KIND.head_dim], layout)
+    q_tail_smem = gl.allocate_shared_memory(dtype, [1, ROWS, KIND.tail_dim], layout)
+    weight_smem = gl.allocate_shared_memory(dtype, [1, ROWS, KEYS], layout)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=1)
-    fence_async_shared()
-    work = items, first_item, end_item
-    inputs = q, starts, query_tile, scale_log2, q_stride
-    results = out, partial_out, partial_lse, arrivals, TILES
-    source = k_desc, cache, scales, block_tables, block_table_stride
+        mbarrier.init(free.index(stage), count=2 if IS_PAIR else 1)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if scales is None:
         stages = k_smem, tail_smem, None, full, free
+    else:
+        scale_smem = gl.allocate_shared_memory(gl.float32, [_STAGES, KEYS], plain)
+        stages = k_smem, tail_smem, scale_smem, full, free
+    work = items, first_item, end_item
+    inputs = q, starts, scale_log2, q_stride
+    results = out, partial_out, partial_lse, arrivals, query_tile, TILES
+    source = k_desc, cache, scales, block_tables, block_table_stride
+    if IS_PAIR:
+        numbers = gl.allocate_shared_memory(gl.float32, [5, ROWS], plain)
+        ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        meeting = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        for group in gl.static_range(2):
+            mbarrier.init(ready.index(group), count=1)
+        mbarrier.init(meeting.index(0), count=2)
+        fence_async_shared()
+        q_parts = q_smem, q_tail_smem
+        exchange = weight_smem, numbers, ready, meeting
         gl.warp_specialize(
             [
-                (_attend, (inputs, results, work, (q_smem, q_tail_smem), weight_smem, stages, KIND, ROWS)),
-                (_load_by_tma, (source, work, stages, KIND)),
+                (_attend_half, (inputs, results, work, q_parts, exchange, stages, KIND, 0)),
+                (_attend_half, (inputs, results, work, q_parts, exchange, stages, KIND, 1)),
+                (_load, (source, work, stages, KIND, False)),
             ],
-            [_LOADING_WARPS],
-            [_loading_registers(ROWS)],
+            [_WARPS, _WARPS],
+            [200, 104],
         )
     else:
-        scale_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        scale_smem = gl.allocate_shared_memory(gl.float32, [_STAGES, KEYS], scale_layout)
-        stages = k_smem, tail_smem, scale_smem, full, free
+        fence_async_shared()
+        q_parts = q_smem.index(0), q_tail_smem.index(0)
         gl.warp_specialize(
             [
-                (_attend, (inputs, results, work, (q_smem, q_tail_smem), weight_smem, stages, KIND, ROWS)),
-                (_load_fp8, (source, work, stages, KIND, WARPS == 4)),
+                (_attend, (inputs, results, work, q_parts, weight_smem.index(0), stages, KIND, ROWS)),
+                (_load, (source, work, stages, KIND, True)),
             ],
-            [_LOADING_WARPS],
-            [_loading_registers(ROWS)],
+            [_WARPS],
+            [240],
         )

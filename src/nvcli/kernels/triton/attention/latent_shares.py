@@ -124,7 +124,7 @@ class LatentDecode:
     def __init__(self, shape: AttentionShape, *, max_rows: int, max_width: int) -> None:
         from nvcli.kernels.triton.attention import hopper_latent_kernel as kernels
 
-        self._shape, self._kernel, self._warps_of = shape, kernels.hopper_latent_kernel, kernels.warps_of
+        self._shape, self._kernel = shape, kernels.hopper_latent_kernel
         self._launch = AttentionLauncher(shape, by_tma=None if shape.is_fp8 else 64).launch
         self._num_programs = num_multiprocessors(shape.device)
         most_queries = next_power_of_2(shape.group * max_width)
@@ -132,7 +132,7 @@ class LatentDecode:
         most_items, device = max_rows + self._num_programs, shape.device
         self._items = torch.zeros(most_items, ITEM_FIELDS.value, dtype=torch.int32, device=device)
         self._shares = torch.zeros(self._num_programs, 2, dtype=torch.int32, device=device)
-        self._arrivals = torch.zeros(max_rows * num_tiles, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(2 * max_rows * num_tiles, dtype=torch.int32, device=device)
         of_shares = 2 * max(self._num_programs, num_tiles) * max(16, min(_MOST_ROWS, most_queries))
         self._partial_out = torch.empty(of_shares, shape.head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(of_shares, dtype=torch.float32, device=device)
@@ -169,5 +169,4 @@ class LatentDecode:
             scales = cache.view(torch.bfloat16)
         lists = out, self._items, self._shares, starts, self._partial_out, self._partial_lse, self._arrivals
         memory = (scales, *lists) if scales is None else (cache.view(torch.int32), scales, *lists)
-        options = {"num_warps": self._warps_of(rows), "launch_pdl": True}
-        self._launch(self._kernel, (num_shares * num_tiles,), layer, memory, None, rows, num_tiles, **options)
+        self._launch(self._kernel, (num_shares * num_tiles,), layer, memory, None, rows, num_tiles, launch_pdl=True)
