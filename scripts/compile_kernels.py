@@ -45,7 +45,7 @@ from nvcli.core.messages import SlotSampling
 from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.errors import NvcliError, first_line
 from nvcli.job.run.engine_settings import load_model, resolve_engine_config
-from nvcli.kernels import candidates, embedding, fp4_rows, fp8, late_masks, lora, token_mask
+from nvcli.kernels import candidates, embedding, fp4_rows, fp8, late_masks, lora, low_rank_merge, token_mask
 from nvcli.kernels.fp8_types import LowRankSum
 from nvcli.kernels.lora_types import BLOCK_FIELDS, AdaptedLayer, AdapterBank, feature_blocks, page_columns
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
@@ -222,7 +222,7 @@ def launch_rare(runner: ModelRunner) -> None:
 
 
 def launch_fp8_weights(columns: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Launch what makes FP8 weights: of NVFP4 and MXFP4 when they are loaded, and of adapters merged in turn."""
+    """Launch what makes weights: FP8 of NVFP4 and MXFP4 when they are loaded, and those of adapters merged in turn."""
     rows = 8
     packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
     for block in (16, 32):
@@ -230,6 +230,7 @@ def launch_fp8_weights(columns: int, dtype: torch.dtype, device: torch.device) -
     values = torch.empty(rows, columns, dtype=dtype, device=device)
     for low_rank in (None, LowRankSum(values[:, :1].float(), values[:1].float(), 0.0)):
         fp8.quantise_weight_to(values, "channel", codes, scales, low_rank)
+    low_rank_merge.merge_low_rank(values, values, values[:1, :rows], values[:1], 1.0)
 
 
 def launch_adapters(hidden: int, dtype: torch.dtype, device: torch.device) -> None:

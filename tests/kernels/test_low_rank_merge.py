@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
-from kernel_device import DEVICE, DTYPES, HAS_GPU
+from kernel_device import DEVICE, DTYPES, MARKS
 from nvcli.kernels import low_rank_merge
-from nvcli.kernels.low_rank_merge import merge_low_rank
+from nvcli.kernels.triton.products.low_rank_merge import merge_low_rank as merge_by_kernel
 
-pytestmark = [pytest.mark.gpu] if HAS_GPU else []
+pytestmark = MARKS
 
 
+@pytest.mark.parametrize("merge_low_rank", [low_rank_merge.merge_low_rank, merge_by_kernel])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(70, 200, 16), (64, 128, 1), (5, 300, 40)])
 def test_against_float64(
-    dtype: torch.dtype, rows: int, columns: int, rank: int, monkeypatch: pytest.MonkeyPatch
+    merge_low_rank: Callable[[Tensor, Tensor, Tensor, Tensor, float], None],
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rounded once, into a part of a larger weight, in blocks of a few rows; in place too."""
     monkeypatch.setattr(low_rank_merge, "_NUMBERS_AT_ONCE", 3000)
@@ -32,7 +41,7 @@ def test_against_float64(
     torch.testing.assert_close(out.double(), expected, rtol=bits, atol=1e-5 + bits)
     exact = torch.empty(rows, columns, dtype=torch.float32, device=DEVICE)
     merge_low_rank(exact, base, up, down, 0.75)
-    # On a GPU the library sums in an order that depends on where its operands lie: a sum may be rounded otherwise.
+    # Products of 16 bits are summed otherwise than those in float32: a sum may be rounded otherwise.
     torch.testing.assert_close(exact.double(), expected, rtol=1e-6, atol=1e-5)
     assert (exact.to(dtype) != out).float().mean() < 0.01
     merge_low_rank(base, base, up, down, 0.75)

@@ -1,6 +1,6 @@
 """Merging a low-rank product into a weight: out = base + scaling × upᵀ down, in float32, rounded once.
 
-It is done in blocks of rows, whose numbers in float32 stay in a GPU's L2 cache.
+Plain torch is the reference; CUDA tensors take the Triton kernel, which is tested against it.
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
+
 _NUMBERS_AT_ONCE = 8 << 20
+"""Numbers of a block of rows, which take memory in float32."""
 
 
+@with_kernel("products.low_rank_merge")
 def merge_low_rank(out: Tensor, base: Tensor, up: Tensor, down: Tensor, scaling: float) -> None:
     """Write base + scaling × upᵀ down into `out` [R, C], which may be `base` itself.
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nvcli.core.byte_sizes import format_bytes
-from nvcli.core.lora_config import BASE_SHARE
+from nvcli.core.lora_config import BASE_SHARE, PAGE_RANKS
 from nvcli.core.messages import NO_ADAPTER
 from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import LoadError
@@ -113,7 +113,7 @@ class MergedWeights:
         )
         self.place = self._choose_place(num_ranks)
         self._copies = self._copy_base(is_made_up=path is None)
-        self._compile_quantising()
+        self._compile_changes()
         self._current: int | None = NO_ADAPTER
         """The adapter that is merged; None: a change was interrupted."""
         sizes = {number: _product_bytes(adapter) for number, adapter in adapters.items()}
@@ -214,11 +214,14 @@ class MergedWeights:
         read_weights(unread, self._base)
         return copies
 
-    def _compile_quantising(self) -> None:
-        """Quantise a row of zeros of each width, without and with a product, so that the first change waits for no
+    def _compile_changes(self) -> None:
+        """Change rows of zeros, in FP8 of each width, without and with a product, so that the first change waits for no
         kernels to be compiled."""
-        kept = zip(self._weights, self._copies, strict=True)
-        scaled = ((one.scales, base) for one, base in kept if one.scales is not None and base is not None)
+        kept = [(one, base) for one, base in zip(self._weights, self._copies, strict=True) if base is not None]
+        for dtype in {one.target.dtype for one, _ in kept if one.scales is None}:
+            row = torch.zeros(1, PAGE_RANKS, dtype=dtype, device=self._device)
+            merge_low_rank(row, row, row.t(), row.expand(PAGE_RANKS, -1), 0.0)
+        scaled = ((one.scales, base) for one, base in kept if one.scales is not None)
         for width, dtype in {(base.shape[1], base.dtype) for scales, base in scaled if scales.dim() == 1}:
             row = torch.zeros(1, width, device=self._device)
             codes, scales = torch.empty_like(row, dtype=FP8), torch.empty(1, device=self._device)
