@@ -23,6 +23,8 @@ def test_variables_that_a_template_does_not_name() -> None:
     given = ["enable_thinking", "enable_thinkin", "x", "continue_final_message"]
     assert unknown_variables(template, given) == ["enable_thinkin", "x"]
     assert unknown_variables("{% if %}", given) == []
+    large = "{{ 2 ** (9 ** 9) }}{% set n = 2 ** (9 ** 9) %}{% if 2 ** (9 ** 9) == x %}{% endif %}"
+    assert unknown_variables(large, given) == ["enable_thinking", "enable_thinkin"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from nvcli.errors import ConfigError
 if TYPE_CHECKING:
     import jinja2.nodes
     import jinja2.parser
+    import jinja2.runtime
 
 MAX_TEMPLATE_BYTES = 10_000_000
 """Maximum size of a chat template's file in bytes."""
@@ -64,14 +65,22 @@ def unknown_variables(template: str, variables: Iterable[str]) -> list[str]:
     import jinja2.meta
 
     try:
-        known = jinja2.meta.find_undeclared_variables(_parse(template))
+        tree = _parse(template)
+        assert tree.environment is not None  # that of `_parse`
+        names = jinja2.meta.TrackingCodeGenerator(tree.environment)
+        names.optimizer = None  # it computes constants
+        names.visit(tree)
     except (jinja2.TemplateError, RecursionError):
         return []
+    known = names.undeclared_identifiers
     return [name for name in variables if name not in known and name not in _FOR_THE_RENDERER]
 
 
 def _parse(text: str) -> jinja2.nodes.Template:
-    """Return the syntax tree of a chat template. Raises jinja2.TemplateSyntaxError and RecursionError."""
+    """Return the syntax tree of a chat template. Raises jinja2.TemplateSyntaxError and RecursionError.
+
+    Its outputs are no constants for who walks it, because jinja would compute them, such as `"a" * 10**10`.
+    """
     import jinja2
     import jinja2.ext
 
@@ -84,4 +93,10 @@ def _parse(text: str) -> jinja2.nodes.Template:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    return jinja2.Environment(extensions=[Generation, "jinja2.ext.loopcontrols"], autoescape=False).parse(text)
+    @jinja2.pass_context
+    def as_is(context: jinja2.runtime.Context, value: object) -> object:
+        """Return an output as it is; as it might depend on the context, outputs are no constants."""
+        return value
+
+    tags: list[str | type[jinja2.ext.Extension]] = [Generation, "jinja2.ext.loopcontrols"]
+    return jinja2.Environment(extensions=tags, autoescape=False, finalize=as_is).parse(text)
