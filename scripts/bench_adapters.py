@@ -9,7 +9,8 @@ one start of one engine with made-up weights.
 A pass gives the requests one of so many adapters each, in turn or with --in-order adapter by adapter, as the planner of
 a job would; with --mode merged they are merged into the weights in turn. Passes without adapters come before, between
 and after the others, and a ratio is of means. The first pass of each kind is not counted: graphs are captured and
-adapters read in it. Its answers are an eighth as long.
+adapters read in it. Its answers are an eighth as long. Each pass says where its time went: how many steps of decode
+rows alone, of prompts alone and of both, their seconds, and for how long the device waited.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import msgspec
 
 from nvcli.core.config import RunConfig
 from nvcli.engine.request import Request
+from nvcli.engine.step_recorder import StepRecord
 from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
 from nvcli.models.config import load_model_config
 from nvcli.tools.bench.command import parse_range
@@ -44,6 +46,20 @@ def with_adapters(requests: list[Request], num_adapters: int, *, in_order: bool)
     return [msgspec.structs.replace(request, adapter=1 + number) for request, number in pairs]
 
 
+def steps_of(records: list[StepRecord]) -> str:
+    """Describe the steps of a pass."""
+    by_mode = defaultdict(list)
+    for record in records:
+        by_mode[record.mode.name].append(record.seconds)
+    kinds = [
+        f"{len(seconds)} {mode} {sum(seconds):.2f} s, median {1e3 * statistics.median(seconds):.1f} ms"
+        for mode, seconds in by_mode.items()
+    ]
+    longest = 1e3 * max(record.idle_seconds for record in records)
+    waited = sum(record.idle_seconds for record in records)
+    return f"{'; '.join(kinds)}; waited {waited:.2f} s, at most {longest:.0f} ms"
+
+
 def measure(
     engines: Engines, requests: list[Request], mixes: list[int], passes: int, *, in_order: bool
 ) -> dict[int, float]:
@@ -56,6 +72,7 @@ def measure(
             done = engines.run(with_adapters(given, mix, in_order=in_order))
             rate = done.output_tokens / done.seconds
             print(f"{mix:4} adapters: {rate:9,.0f} output tokens/s{'' if number else ' (not counted)'}", flush=True)
+            print(f"      {steps_of(done.records[0])}", flush=True)
             if number:
                 rates[mix].append(rate)
     return {mix: statistics.mean(of_mix) for mix, of_mix in rates.items()}
