@@ -81,7 +81,7 @@ def test_rows_are_counted(adapters: dict[str, Adapter], tmp_path: Path, monkeypa
     """Where that is possible, and their order is free; what was begun goes on as it was."""
     rows = ["a"] * 500 + ["b"] * 7 + [None] * 500 + ["nobody"]
     assert chosen(adapters, tmp_path, rows) == (1, 3), "what has no other way is merged anyway"
-    assert chosen(adapters, tmp_path, rows, limit=8) == (3,)
+    assert chosen(adapters, tmp_path, rows, limit=7) == (3,)
     assert chosen(adapters, tmp_path, rows, order="input") == (3,)
     assert chosen(adapters, tmp_path, rows, can_count=False) == (3,)
     assert chosen(adapters, tmp_path, rows, begun={MERGED_FACT: "b, c"}) == (2, 3)
