@@ -41,6 +41,15 @@ def test_a_model_without_a_chat_template_continues_the_prompt(tmp_path: Path) ->
     assert "cut after 2 tokens" in ran.stderr
 
 
+def test_a_chat_through_a_pipe(tmp_path: Path) -> None:
+    """A line that gets no answer ends nothing, and shows in the exit code."""
+    lines = "What is 37 + 58?\n/nonsense\nWhat is 8 * 63?\n"
+    command = [*COMMAND, "chat", *MODEL]
+    ran = run_warm(command, cwd=tmp_path, env=ENVIRON, input=lines, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.split()) == (1, ["95", "504"])
+    assert "/nonsense is not a command" in ran.stderr
+
+
 def test_nobody_reads_the_answer(tmp_path: Path) -> None:
     readable, writable = os.pipe()
     os.close(readable)

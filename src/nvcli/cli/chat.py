@@ -39,6 +39,8 @@ def chat(*, settings: Settings) -> None:
 
     run = settings.load()
 
+    import typer
+
     from nvcli.core.system.end_signals import at_safe_place
     from nvcli.llm.chat import Chat, run_chat
 
@@ -57,10 +59,15 @@ def chat(*, settings: Settings) -> None:
             raise Interrupted("the chat has ended") from None
         finally:
             signal.signal(signal.SIGINT, before)
+    if person.has_failed:
+        raise typer.Exit(1)
 
 
 class _Pipe:
     """A program that writes messages to our standard input, line by line, and reads answers from standard output."""
+
+    has_failed = False
+    """Whether a line was not answered."""
 
     def read_line(self, *, goes_on: bool) -> str | None:
         from nvcli.errors import ConfigError
@@ -84,10 +91,14 @@ class _Pipe:
 
     def say_error(self, text: str) -> None:
         say_error(text)
+        self.has_failed = True
 
 
 class _Terminal(_Pipe):
     """A person at a terminal. Lines can be edited, and earlier ones recalled with the arrow keys."""
+
+    def say_error(self, text: str) -> None:
+        say_error(text)
 
     def read_line(self, *, goes_on: bool) -> str | None:
         import readline  # noqa: F401 - `input` edits lines with it
