@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 
+import msgspec
+import pytest
+
 from nvcli.core.messages import unpack
+from nvcli.engine import merged_adapter
 from nvcli.engine.limits import SchedulerLimits
 from rank_in_process import RankInProcess, make_core
 from requests_factory import make_request
@@ -48,6 +52,19 @@ def test_without_memory_tails_run_beside_the_next_group() -> None:
     num_steps, num_again = run(num_blocks=70, per_adapter=SLOTS)
     assert num_again == 0
     assert num_steps > 40
+
+
+def test_no_request_rests_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While requests of another adapter come and come."""
+    monkeypatch.setattr(merged_adapter, "_MOST_REST", 40)
+    requests = [make_request(i, [i % 50], 24, adapter=1 if i < SLOTS else 2) for i in range(20 * SLOTS)]
+    requests = [msgspec.structs.replace(each, max_tokens=10 + each.request_id % 9) for each in requests]
+    core, _ = make_core(LIMITS, RankInProcess(LIMITS), num_blocks=400, max_in_flight=1)
+    core.add(requests)
+    ended: list[int] = []
+    while core.has_work:
+        ended += [output.request_id for output in core.step() if output.finish_reason is not None]
+    assert max(map(ended.index, range(SLOTS))) < len(requests) / 2
 
 
 def test_resting_requests_give_up_blocks_that_others_need() -> None:

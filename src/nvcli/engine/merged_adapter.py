@@ -28,6 +28,11 @@ _LEAST_SHARE = 0.25
 as long as several steps."""
 
 
+_MOST_REST = 4096
+"""Steps in which some rest, after which no more requests of the group enter that has the slots, and those that rest go
+on to their ends: a group may be long, and a program's requests may never end."""
+
+
 class MergedAdapter:
     """The merged adapter of one replica."""
 
@@ -36,6 +41,8 @@ class MergedAdapter:
         self._places, self._num_slots, self._mergeable = places, num_slots, frozenset(mergeable)
         self._resting: deque[RequestState] = deque()
         """Requests of tails that rest, in the order in which they did so."""
+        self._num_steps = 0
+        """Steps in which some rested, since an adapter was merged while none did."""
         self._due: int | None = None
         """The adapter to merge in the next step; None: the one before stays."""
         self._moves: list[int] = []
@@ -59,13 +66,16 @@ class MergedAdapter:
         first = next((state for state in waiting if not state.finished), None)
         following = NO_ADAPTER if first is None else first.request.adapter
         is_tail = 0 < len(running) <= self._num_slots * _TAIL_SHARE
-        places.awaited = NO_ADAPTER
+        self._num_steps += bool(self._resting)
+        is_overdue = self._num_steps > _MOST_REST
+        may_rest &= not is_overdue
+        places.awaited = merged if is_overdue else NO_ADAPTER
         if merged != NO_ADAPTER:
-            if (first is None and not self._resting) or (first is not None and self._continues(merged, waiting)):
+            if not is_overdue and self._goes_on(merged, first, waiting):
                 return []
             if not running:
                 comes_next = following in self._mergeable and (
-                    not self._resting or following == self._full_group(waiting)
+                    not self._resting or (not is_overdue and following == self._full_group(waiting))
                 )
                 self._follow(following if comes_next else NO_ADAPTER, waiting)
             elif is_tail and not places.is_merged_only(merged):
@@ -81,7 +91,8 @@ class MergedAdapter:
                 places.awaited = self._full_group(waiting)
                 if is_tail and following == places.awaited != NO_ADAPTER:
                     return self._rest(running)
-            self._begin_group(waiting, running)
+            if first is None or not first.generated:  # one that has begun goes on before any group
+                self._begin_group(waiting, running)
         elif following in self._mergeable and (
             places.is_merged_only(following) or self._has_many(following, 0, waiting)
         ):
@@ -111,8 +122,11 @@ class MergedAdapter:
         """Go on with fewer slots."""
         self._num_slots = num_slots
 
-    def _continues(self, merged: int, waiting: deque[RequestState]) -> bool:
-        """Whether requests of the merged adapter wait, and have not passed over others too often."""
+    def _goes_on(self, merged: int, first: RequestState | None, waiting: deque[RequestState]) -> bool:
+        """Whether requests of the merged adapter wait, and have not passed over others too often, or there are no
+        others."""
+        if first is None:
+            return not self._resting
         if self._places.must_wait(waiting[0]):
             return False
         return any(state.request.adapter == merged and not state.finished for state in islice(waiting, REACH))
@@ -154,6 +168,8 @@ class MergedAdapter:
         return num_running + num_waiting >= least
 
     def _merge(self, adapter: int) -> None:
+        if adapter != NO_ADAPTER and not self._resting:
+            self._num_steps = 0
         self._places.merged = self._due = adapter
 
     def _move(self, state: RequestState, place: int) -> None:
