@@ -132,7 +132,7 @@ class BlockTables:
         chunk would begin with an image that must not be cut and does not fit.
         """
         if state.blocks:
-            return self._enter_again(state, budget, reserve)
+            return max(0, self._first_chunk(state, budget, reserve)) or None
         block_size, manager = self.block_size, self.block_manager
         num_tokens = state.num_tokens
         most_reusable = self._most_reusable(state)
@@ -155,20 +155,17 @@ class BlockTables:
         state.set_hashed_blocks(num_cached, block_size)
         state.num_computed += self._key_copies.plan(state, num_cached, most_reusable, self._prompt_hashes)
         state.capacity = len(min(state.blocks, key=len)) * block_size
-        length = whole_chunk(state, min(num_tokens - state.num_computed, budget))
-        if state.num_computed + length > state.capacity:
-            length = whole_chunk(state, self._lengthen(state, length, least=1, reserve=reserve)[0])
-        if self._windowed and length > block_size:
-            self._leaving[state] = None
-        return length
+        return self._first_chunk(state, budget, reserve)
 
-    def _enter_again(self, state: RequestState, budget: int, reserve: int) -> int | None:
-        """Take what a request that kept its blocks lacks for its next chunk. Returns the chunk's number of tokens, or
-        None if it has to wait."""
+    def _first_chunk(self, state: RequestState, budget: int, reserve: int) -> int:
+        """Take the blocks that an entering request lacks for its first chunk. Returns the chunk's number of tokens; it
+        is not positive if there are too few."""
         length = whole_chunk(state, min(state.num_uncomputed, budget))
         if state.num_computed + length > state.capacity:
             length = whole_chunk(state, self._lengthen(state, length, least=1, reserve=reserve)[0])
-        return max(0, length) or None
+        if self._windowed and length > self.block_size:
+            self._leaving[state] = None
+        return length
 
     def leave_slot(self, state: RequestState) -> None:
         """Record that a running request gives its slot back and keeps its blocks."""

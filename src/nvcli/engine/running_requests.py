@@ -36,7 +36,8 @@ class RunningRequests:
         self.decoding = DecodeQueue()
         self.adapters = AdapterPlaces(limits.max_loaded_adapters, merged_only=limits.merged_only_adapters)
         self.merged = MergedAdapter(self.adapters, num_slots=limits.max_num_seqs, mergeable=limits.merged_adapters)
-        self._may_rest = not any(group.is_state for group in limits.kv_groups)  # a state moves with its slot
+        # A state moves with its slot.
+        self._may_rest = bool(limits.merged_adapters) and not any(group.is_state for group in limits.kv_groups)
         self._states: dict[RequestState, None] = {}
         self._resting: dict[RequestState, None] = {}
         """Requests that gave their slots back and keep their blocks, until they enter again."""
