@@ -128,19 +128,21 @@ class Product:
 
 
 class Simulator:
-    """Runs the programs of a launch one after another, on kernels of one module."""
+    """Runs the programs of a launch one after another, on kernels of some modules, which share no names but for the
+    same things."""
 
     def __init__(
-        self, module: types.ModuleType, seed: int = 0, functions: Mapping[str, Callable[..., Any]] | None = None
+        self, *modules: types.ModuleType, seed: int = 0, functions: Mapping[str, Callable[..., Any]] | None = None
     ) -> None:
-        """`functions` take the place of functions of the module that only a GPU can run."""
+        """`functions` take the place of functions of the modules that only a GPU can run."""
         self._rng = random.Random(seed)
         self._changed = threading.Condition()
         self._products = threading.local()
         self._stores = threading.local()
         self._loads: list[Callable[[], None]] = []
         self._program = (0, 1)
-        names = dict(vars(module))
+        found = {name: value for module in modules for name, value in vars(module).items()}
+        names = found.copy()
         names |= {
             "gl": self._language(),
             "mbarrier": self._mbarrier(),
@@ -152,7 +154,7 @@ class Simulator:
             "warpgroup_mma_wait": self._wait_for_products,
             "fence_async_shared": lambda: None,
         }
-        for name, value in vars(module).items():
+        for name, value in found.items():
             if hasattr(value, "arg_names"):  # a function of Gluon's
                 names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
             elif hasattr(value, "value"):  # a constexpr

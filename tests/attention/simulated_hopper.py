@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,11 +25,11 @@ class SimulatedHopper(TritonBackend):
     """It attends float32. Prefill attention with windows is left to the usual kernel."""
 
     def __init__(self, case: AttentionCase) -> None:
-        both: Any = SimpleNamespace(**{**vars(hopper_prefill_kernel), **vars(hopper_segment_kernel)})
-        simulator = Simulator(both, functions={"gdc_launch_dependents": lambda: None})
+        both = hopper_prefill_kernel, hopper_segment_kernel
+        simulator = Simulator(*both, functions={"gdc_launch_dependents": lambda: None})
         with ExitStack() as patches:
             patches.enter_context(patch.object(prefill_choice, "prefill_kernel", _hopper_kernel))
-            for module in (hopper_prefill_kernel, hopper_segment_kernel):
+            for module in both:
                 name = module.__name__.rpartition(".")[2]
                 patches.enter_context(patch.object(module, name, SimulatedKernel(simulator, name)))
             super().__init__(case)

@@ -20,7 +20,7 @@ from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton.attention import decode_attention, hopper_latent_kernel
+from nvcli.kernels.triton.attention import decode_attention, hopper_latent_kernel, hopper_latent_loads
 from nvcli.kernels.triton.attention.latent_shares import plan_shares_kernel
 
 pytestmark = [*MARKS, pytest.mark.skipif(HAS_GPU, reason="it runs compiled there")]
@@ -39,7 +39,7 @@ class SimulatedLatents(TritonBackend):
         functions: dict[str, Any] = {"_numbers_of_words": numbers_of_words, "_opaque_zero": lambda number: 0}
         functions |= {name: lambda: None for name in nothing}
         name = "hopper_latent_kernel"
-        simulated = SimulatedKernel(Simulator(hopper_latent_kernel, functions=functions), name)
+        simulated = SimulatedKernel(Simulator(hopper_latent_kernel, hopper_latent_loads, functions=functions), name)
         with ExitStack() as patches:
             patches.enter_context(patch.object(decode_attention, "serves_latents", lambda shape: True))
             patches.enter_context(patch.object(hopper_latent_kernel, name, simulated))

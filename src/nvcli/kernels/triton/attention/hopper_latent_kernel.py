@@ -1,12 +1,12 @@
 """Paged decode attention over latents for Hopper GPUs, in Gluon: queries of all heads against one key, whose first
 numbers are its value.
 
-A group of warps brings tiles of 64 keys to shared memory: those in 16 bits by TMA, and those in FP8 through registers,
-where they become float16, which represents them exactly. Up to 32 queries are multiplied by one other group, with keys
-as the left operand of its products, [keys, D] × [D, queries] and [D, keys] × [keys, queries], as the tensor cores take
-64 rows at least: with queries in their place most rows would be padding. 64 queries are multiplied by two groups, with
-queries as the left operand. Each computes the weights of every second tile, for both, and half of the values' numbers,
-so that one multiplies while the other computes weights (after FlashMLA, https://github.com/deepseek-ai/FlashMLA).
+A group of warps brings tiles of 64 keys to shared memory (`hopper_latent_loads.py`). Up to 32 queries are multiplied by
+one other group, with keys as the left operand of its products, [keys, D] × [D, queries] and [D, keys] × [keys,
+queries], as the tensor cores take 64 rows at least: with queries in their place most rows would be padding. 64 queries
+are multiplied by two groups, with queries as the left operand. Each computes the weights of every second tile, for
+both, and half of the values' numbers, so that one multiplies while the other computes weights (after FlashMLA,
+https://github.com/deepseek-ai/FlashMLA).
 
 There is a program for each multiprocessor. Each takes an equal share of all keys (`latent_shares.py`), and the next
 share's keys are on their way while a result is stored. The last of the programs that share a row to finish reduces
@@ -40,139 +40,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
-from nvcli.kernels.triton.attention.gluon_fp8 import numbers_of_bytes
+from nvcli.kernels.triton.attention.hopper_latent_loads import KEYS, STAGES, WARPS, load_keys
 from nvcli.kernels.triton.attention.hopper_prefill_kernel import stage_of
-from nvcli.kernels.triton.launch.triton_version import barrier, reinterpret, tma_load
+from nvcli.kernels.triton.launch.triton_version import barrier, reinterpret
 
-KEYS = gl.constexpr(64)
-"""Keys of a tile, and columns of what one TMA load brings."""
-_STAGES = gl.constexpr(2)
-_WARPS = gl.constexpr(4)
-"""Warps of a group."""
 _PAIR_ROWS = gl.constexpr(64)
 """Queries of a tile that two groups multiply."""
 _LEAST = gl.constexpr(-1e30)
 """The initial reference of a query: finite, so that it can be subtracted from itself."""
-
-
-@gluon.jit
-def _load_numbers(cache, block, start, end, KIND: gl.constexpr, PER_WORD: gl.constexpr):
-    """Load a tile of keys in a block to registers, with zeros behind the last one: → [KEYS, D], [KEYS, tail], of FP8 as
-    words of four."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 16 // PER_WORD], [8, 4], [_WARPS, 1], [1, 0])
-    ROW: gl.constexpr = KIND.row_size // PER_WORD
-    BODY: gl.constexpr = KIND.head_dim // PER_WORD
-    TAIL: gl.constexpr = KIND.tail_dim // PER_WORD
-    rows = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
-    body = gl.arange(0, BODY, gl.SliceLayout(0, layout))
-    tail = BODY + gl.arange(0, TAIL, gl.SliceLayout(0, layout))
-    cache += block.to(gl.int64) * (KIND.block_stride // PER_WORD) + start % KIND.block_size * ROW
-    places = (rows * ROW)[:, None]
-    inside = (start + rows < end)[:, None]
-    numbers = gl.load(cache + (places + body[None, :]), mask=inside, other=0)
-    return numbers, gl.load(cache + (places + tail[None, :]), mask=inside, other=0)
-
-
-@gluon.jit
-def _numbers_of_words(words, WIDTH: gl.constexpr):
-    """Return the numbers of words of four: [KEYS, WIDTH] float16."""
-    byte0, byte1, byte2, byte3 = numbers_of_bytes(words, 1)
-    return gl.join(gl.join(byte0, byte2), gl.join(byte1, byte3)).reshape([KEYS, WIDTH])
-
-
-@gluon.jit
-def _load_scales(scales, block, start, end, KIND: gl.constexpr):
-    """Load the scales of a tile of keys: → [KEYS] float32."""
-    keys = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [_WARPS], [0]))
-    scales += block.to(gl.int64) * (KIND.block_stride // 2) + KIND.block_size * KIND.row_size // 2
-    return gl.load(scales + (start % KIND.block_size + keys), mask=start + keys < end, other=1.0).to(gl.float32)
-
-
-@gluon.jit
-def _store_numbers(numbers, tail, stages, stage):
-    """Store what was loaded to a stage."""
-    stages[0].index(stage).store(numbers)
-    stages[1].index(stage).store(tail)
-    fence_async_shared()
-    mbarrier.arrive(stages[3].index(stage), count=1)
-
-
-@gluon.jit
-def _load_by_tma(cache, work, stages, KIND: gl.constexpr):
-    """Run the group of warps that loads keys in 16 bits."""
-    k_desc, numbers_of_cache, _, block_tables, block_table_stride = cache
-    items, first_item, end_item = work
-    k_smem, tail_smem, _, full, free = stages
-    PANELS: gl.constexpr = KIND.head_dim // KEYS
-    BYTES: gl.constexpr = KEYS * (KIND.head_dim + KIND.tail_dim) * 2
-    parts = reinterpret(k_smem, k_smem.dtype, [_STAGES * PANELS, KEYS, KEYS], k_desc.layout)
-    i = 0
-    for index in range(first_item, end_item):
-        item = items + index * ITEM_FIELDS
-        begin = gl.load(item + 1)
-        end = gl.load(item + 2)
-        table = block_tables + gl.load(item + 6).to(gl.int64) * block_table_stride
-        # The next block's id is loaded ahead of its use.
-        last_key = gl.maximum(end - 1, 0)
-        block = gl.load(table + gl.minimum(begin, last_key) // KIND.block_size)
-        for start in range(begin, end, KEYS):
-            stage, phase = stage_of(i, _STAGES)
-            i += 1
-            this_block = block
-            row = block * (KIND.block_stride // KIND.row_size) + start % KIND.block_size
-            block = gl.load(table + gl.minimum(start + KEYS, last_key) // KIND.block_size)
-            if start + KEYS <= end:
-                mbarrier.wait(free.index(stage), phase ^ 1)
-                bar = full.index(stage)
-                mbarrier.expect(bar, BYTES)
-                for panel in gl.static_range(PANELS):
-                    tma_load(k_desc, [row, panel * KEYS], bar, parts.index(stage * PANELS + panel))
-                tma_load(k_desc, [row, KIND.head_dim], bar, tail_smem.index(stage))
-            else:
-                # Behind the last key lies what an earlier owner of the block left: 0 × NaN would be NaN.
-                numbers, tail = _load_numbers(numbers_of_cache, this_block, start, end, KIND, 1)
-                mbarrier.wait(free.index(stage), phase ^ 1)
-                _store_numbers(numbers, tail, stages, stage)
-
-
-@gluon.jit
-def _load_fp8(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr):
-    """Run the group of warps that loads keys in FP8. With AHEAD they hold two tiles in registers."""
-    _, words, scales, block_tables, block_table_stride = cache
-    items, first_item, end_item = work
-    scale_smem = stages[2]
-    free = stages[4]
-    i = 0
-    for index in range(first_item, end_item):
-        item = items + index * ITEM_FIELDS
-        begin = gl.load(item + 1)
-        end = gl.load(item + 2)
-        table = block_tables + gl.load(item + 6).to(gl.int64) * block_table_stride
-        last = gl.maximum(end - 1, 0) // KEYS * KEYS
-        block = gl.load(table + gl.minimum(begin, last) // KIND.block_size)
-        next_words, next_tail = _load_numbers(words, block, begin, end, KIND, 4)
-        next_scale = _load_scales(scales, block, begin, end, KIND)
-        # The id of a block is loaded ahead of its use.
-        block = gl.load(table + gl.minimum(begin + KEYS, last) // KIND.block_size)
-        for start in range(begin, end, KEYS):
-            stage, phase = stage_of(i, _STAGES)
-            i += 1
-            numbers = next_words
-            tail = next_tail
-            scale = next_scale
-            following = gl.minimum(start + KEYS, last)
-            if AHEAD:
-                next_words, next_tail = _load_numbers(words, block, following, end, KIND, 4)
-                next_scale = _load_scales(scales, block, following, end, KIND)
-                block = gl.load(table + gl.minimum(start + 2 * KEYS, last) // KIND.block_size)
-            mbarrier.wait(free.index(stage), phase ^ 1)
-            scale_smem.index(stage).store(scale)
-            numbers = _numbers_of_words(numbers, KIND.head_dim)
-            _store_numbers(numbers, _numbers_of_words(tail, KIND.tail_dim), stages, stage)
-            if not AHEAD:
-                next_words, next_tail = _load_numbers(words, block, following, end, KIND, 4)
-                next_scale = _load_scales(scales, block, following, end, KIND)
-                block = gl.load(table + gl.minimum(start + 2 * KEYS, last) // KIND.block_size)
 
 
 @gluon.jit
@@ -189,15 +64,6 @@ def _read_item(work, index, starts):
 
 
 @gluon.jit
-def _load(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr):
-    """Run the group of warps that loads keys."""
-    if stages[2] is None:
-        _load_by_tma(cache, work, stages, KIND)
-    else:
-        _load_fp8(cache, work, stages, KIND, AHEAD)
-
-
-@gluon.jit
 def _store_queries(
     inputs, q_parts, first_query, first_token, num_tokens, KIND: gl.constexpr, ROWS: gl.constexpr, IS_FP8: gl.constexpr
 ):
@@ -206,8 +72,8 @@ def _store_queries(
     token i // G."""
     q, _, _, q_stride = inputs
     q_smem, q_tail_smem = q_parts
-    body: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_WARPS, 1], [1, 0])
-    of_tail: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_WARPS, 1], [1, 0])
+    body: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    of_tail: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     dims = gl.arange(0, KIND.head_dim, gl.SliceLayout(0, body))
     tail_dims = KIND.head_dim + gl.arange(0, KIND.tail_dim, gl.SliceLayout(0, of_tail))
     lane = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, body))
@@ -260,7 +126,7 @@ def _attend(inputs, results, work, q_parts, weight_smem, stages, KIND: gl.conste
     q_smem, q_tail_smem = q_parts
     HEAD_DIM: gl.constexpr = KIND.head_dim
     GROUP: gl.constexpr = KIND.group
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, ROWS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     by_query: gl.constexpr = gl.SliceLayout(0, layout)
     first_query = query_tile * ROWS
@@ -279,7 +145,7 @@ def _attend(inputs, results, work, q_parts, weight_smem, stages, KIND: gl.conste
         weight_sums = gl.zeros([KEYS, ROWS], gl.float32, layout)
         reference = gl.full([ROWS], _LEAST, gl.float32, by_query)
         for start in range(begin, end, KEYS):
-            stage, phase = stage_of(i, _STAGES)
+            stage, phase = stage_of(i, STAGES)
             i += 1
             mbarrier.wait(full.index(stage), phase)
             product = warpgroup_mma(
@@ -344,12 +210,12 @@ def _attend_half(inputs, results, work, q_parts, exchange, stages, KIND: gl.cons
     ROWS: gl.constexpr = _PAIR_ROWS
     HALF: gl.constexpr = KIND.head_dim // 2
     GROUP: gl.constexpr = KIND.group
-    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, KEYS, 16])
-    of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, HALF, 16])
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     by_query: gl.constexpr = gl.SliceLayout(1, of_scores)
     by_key: gl.constexpr = gl.SliceLayout(0, of_scores)
     sums_query: gl.constexpr = gl.SliceLayout(1, of_sums)
-    values = reinterpret(k_smem, k_smem.dtype, [_STAGES * 2, KEYS, HALF], gl.NVMMASharedLayout(128, 16, 2))
+    values = reinterpret(k_smem, k_smem.dtype, [STAGES * 2, KEYS, HALF], gl.NVMMASharedLayout(128, 16, 2))
     first_query = query_tile * ROWS
     own_query: gl.constexpr = SELF * (ROWS // 2)
     own_parts = q_smem.index(0).slice(own_query, ROWS // 2), q_tail_smem.index(0).slice(own_query, ROWS // 2)
@@ -371,7 +237,7 @@ def _attend_half(inputs, results, work, q_parts, exchange, stages, KIND: gl.cons
         weight_sum = gl.zeros([ROWS], gl.float32, by_query)
         reference = gl.full([ROWS], _LEAST, gl.float32, by_query)
         for start in range(begin, end, KEYS):
-            stage, phase = stage_of(i, _STAGES)
+            stage, phase = stage_of(i, STAGES)
             i += 1
             mbarrier.wait(full.index(stage), phase)
             zero = _opaque_zero(stage)
@@ -470,7 +336,7 @@ def _reduce(
 ):  # fmt: skip
     """Combine WIDTH numbers of the results of a row's chunks for a tile of queries, two chunks at a time."""
     out, partial_out, partial_lse, _arrivals, query_tile, num_tiles = results
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [_WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     lanes = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     is_query = lanes < num_queries
     dims = FIRST_DIM + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
@@ -540,21 +406,21 @@ def hopper_latent_kernel(
     IS_PAIR: gl.constexpr = ROWS == _PAIR_ROWS
     dtype: gl.constexpr = q.dtype.element_ty if scales is None else gl.float16
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    k_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.head_dim], layout)
-    tail_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.tail_dim], layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, KIND.head_dim], layout)
+    tail_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, KIND.tail_dim], layout)
     q_smem = gl.allocate_shared_memory(dtype, [1, ROWS, KIND.head_dim], layout)
     q_tail_smem = gl.allocate_shared_memory(dtype, [1, ROWS, KIND.tail_dim], layout)
     weight_smem = gl.allocate_shared_memory(dtype, [1, ROWS, KEYS], layout)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(_STAGES):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2 if IS_PAIR else 1)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if scales is None:
         stages = k_smem, tail_smem, None, full, free
     else:
-        scale_smem = gl.allocate_shared_memory(gl.float32, [_STAGES, KEYS], plain)
+        scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], plain)
         stages = k_smem, tail_smem, scale_smem, full, free
     work = items, first_item, end_item
     inputs = q, starts, scale_log2, q_stride
@@ -574,9 +440,9 @@ def hopper_latent_kernel(
             [
                 (_attend_half, (inputs, results, work, q_parts, exchange, stages, KIND, 0)),
                 (_attend_half, (inputs, results, work, q_parts, exchange, stages, KIND, 1)),
-                (_load, (source, work, stages, KIND, False)),
+                (load_keys, (source, work, stages, KIND, False)),
             ],
-            [_WARPS, _WARPS],
+            [WARPS, WARPS],
             [200, 104],
         )
     else:
@@ -585,8 +451,8 @@ def hopper_latent_kernel(
         gl.warp_specialize(
             [
                 (_attend, (inputs, results, work, q_parts, weight_smem.index(0), stages, KIND, ROWS)),
-                (_load, (source, work, stages, KIND, True)),
+                (load_keys, (source, work, stages, KIND, True)),
             ],
-            [_WARPS],
+            [WARPS],
             [240],
         )
