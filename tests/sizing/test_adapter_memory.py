@@ -17,6 +17,7 @@ from nvcli.models.adapters.row_adapters import sizes_of
 from nvcli.models.config import load_model_config
 from nvcli.models.registry import build_model
 from nvcli.sizing.adapters import adapter_memory
+from nvcli.sizing.kv_cache import max_blocks
 from nvcli.sizing.memory import estimate, planned_adapters
 from nvcli.tools.bench.made_up_adapters import write_adapters
 from nvcli.tools.bench.shapes import write_shape
@@ -79,3 +80,13 @@ def test_a_small_share_of_the_memory_bounds_the_adapters_on_a_gpu(tmp_path: Path
     room = [estimate(one, model, 4 * GIB).beside_cache for one in (config, none)]
     assert room[0] - room[1] == planned.device_bytes == estimate(config, model, 4 * GIB).planned["LoRA adapters"]
     assert "LoRA adapters" not in estimate(none, model, 4 * GIB).planned
+
+
+def test_the_cache_may_hold_a_group_at_rest(tmp_path: Path) -> None:
+    """While adapters are merged in turn, as many requests may rest as run, unless they have recurrent states."""
+    sizes = AdapterSizes(ranks=(16,), projections=("down_proj",))
+    for shape, share in ("qwen3-0.6b", 2), ("qwen3.5-9b", 1):
+        model = load_model_config(write_shape(shape, tmp_path))
+        config = config_of(tmp_path, sizes, max_num_seqs=64, max_model_len=512)
+        in_turn = msgspec.structs.replace(config, merged_adapters=(1,))
+        assert max_blocks(in_turn, model) - 1 == share * (max_blocks(config, model) - 1)

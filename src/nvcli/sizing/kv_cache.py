@@ -69,8 +69,8 @@ def longest_request(num_blocks: int, config: EngineConfig, model: ModelConfig) -
 
 def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
     """Return the most KV blocks of a home that can be of use: those of its share of `max_num_seqs` full-length
-    requests, one more state each if states are kept for later prompts, those that one step adds for windows, and the
-    null block."""
+    requests, and of as many that rest while adapters are merged in turn (`engine.merged_adapter`), one more state each
+    if states are kept for later prompts, those that one step adds for windows, and the null block."""
     config = config.of_home
     windows = sum(group.window is not None and not group.is_state for group in kv_groups.kv_groups(model))
     of_a_step = windows * -(-config.max_num_batched_tokens // config.block_size)
@@ -78,8 +78,10 @@ def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
         model, config.max_model_len, block_size=config.block_size, chunk=config.max_num_batched_tokens
     )
     between_steps = config.max_num_seqs * blocks_of_request(config, model, config.max_model_len)
-    kept = config.max_num_seqs * state_blocks(model) if config.enable_prefix_caching else 0
-    return 1 + min(config.max_num_seqs * most, between_steps + of_a_step) + kept
+    num_states = state_blocks(model)
+    kept = config.max_num_seqs * num_states if config.enable_prefix_caching else 0
+    at_rest = between_steps if config.merged_adapters and not num_states else 0
+    return 1 + min(config.max_num_seqs * most, between_steps + of_a_step) + at_rest + kept
 
 
 def tokens_in(room: int, config: EngineConfig, model: ModelConfig) -> int:
