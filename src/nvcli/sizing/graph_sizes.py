@@ -27,6 +27,18 @@ slower. Qwen3-30B-A3B, whose experts take many launches, makes 6,508 in the refe
 8,192. GLM-4.7-Flash and DeepSeek-V2-Lite compute prompts of 8,000 to 24,000 tokens 4 % faster, the latter also those of
 100 to 1,024: experts get more rows each, and latents of earlier steps are projected again in fewer steps."""
 _LAUNCH_BOUND_TOKENS = 6144
+_MOST_BATCHED_TOKENS = 32_768
+_EXPERT_ROWS = 600
+"""Rows for each expert of a step; steps that would give fewer are twice as long. On an H200 that makes prompts of 100
+to 1,024 tokens, and of 8,000 to 24,000, so much faster: gpt-oss-120b with 256 rows, 10 and 8 %; Nemotron-3-Nano with
+384, 4 and 5 %; Qwen3-Next in FP8 with 320, 3 and 5 %; Qwen3.5-35B-A3B with 512, 3 and 6 %; GLM-4.5-Air in FP8 with 512,
+2 and 1 %. The 1,024 of Qwen3-30B-A3B and GLM-4.7-Flash gain nothing."""
+_ACTIVATION_BYTES = 36
+"""Bytes of activations per token for each of the hidden size, in a model with experts."""
+_MOST_ACTIVATION_BYTES = 2.5e9
+_ACTIVATION_SHARE = 0.06
+"""The activations of such a longer step are at most this large, and this share of the experts: a GPU that holds these
+has room for them."""
 _MIN_PREFILL_ROWS = 32
 _TOKENS_PER_PREFILL_ROW = 16
 """A captured step holds one chunk per this many prompt tokens, or the minimum."""
@@ -51,8 +63,17 @@ def decode_sizes(max_num_decodes: int) -> list[int]:
 
 def default_batched_tokens(model: ModelConfig, device: Literal["cpu", "cuda"]) -> int:
     """Return the default maximum of tokens per step, for a configuration that leaves it open."""
-    is_small = device == "cuda" and launch_bound_tokens(model) >= _LAUNCH_BOUND_TOKENS
-    return _SMALL_MODEL_BATCHED_TOKENS if is_small else _BATCHED_TOKENS
+    if device == "cpu":
+        return _BATCHED_TOKENS
+    is_small = launch_bound_tokens(model) >= _LAUNCH_BOUND_TOKENS
+    num_tokens = _SMALL_MODEL_BATCHED_TOKENS if is_small else _BATCHED_TOKENS
+    experts = model_costs(model, model.dtype).experts
+    rows_per_token = experts.experts_per_token / experts.num_experts
+    most_bytes = min(_MOST_ACTIVATION_BYTES, _ACTIVATION_SHARE * experts.num_bytes)
+    most = min(_MOST_BATCHED_TOKENS, most_bytes / (_ACTIVATION_BYTES * model.hidden_size))
+    while num_tokens * rows_per_token < _EXPERT_ROWS and 2 * num_tokens <= most:
+        num_tokens *= 2
+    return num_tokens
 
 
 def launch_bound_tokens(model: ModelConfig, tensor_parallel_size: int = 1) -> int:

@@ -82,8 +82,10 @@ def test_lengths_and_sizes() -> None:
 
 
 def test_small_models_take_more_tokens_a_step(tmp_path: Path) -> None:
-    """Unless the configuration says otherwise, and never fewer than there are requests."""
-    shapes = {name: load_model_config(write_shape(name, tmp_path)) for name in ("qwen3-0.6b", "qwen3-8b")}
+    """Unless the configuration says otherwise, and never fewer than there are requests. So do models whose experts
+    would get few rows, if the step's activations are small beside these."""
+    names = ("qwen3-0.6b", "qwen3-8b", "nemotron-3-nano-30b-a3b", "qwen3.5-35b-a3b", "deepseek-v3")
+    shapes = {name: load_model_config(write_shape(name, tmp_path)) for name in names}
 
     def tokens(shape: str, device: Any, **keys: Any) -> int:
         run = RunConfig(model="m", **keys)
@@ -94,6 +96,10 @@ def test_small_models_take_more_tokens_a_step(tmp_path: Path) -> None:
         8192,
         8192,
     ]
+    few_rows = "nemotron-3-nano-30b-a3b", "qwen3.5-35b-a3b", "deepseek-v3"
+    assert [tokens(name, "cuda") for name in few_rows] == [16384, 32768, 8192]
+    shapes["in 8 bits"] = shapes["qwen3.5-35b-a3b"].with_quantization("fp8")
+    assert tokens("in 8 bits", "cuda", quantization="fp8") == 16384
     assert tokens("qwen3-0.6b", "cuda", max_num_batched_tokens=1000) == 1000
     assert tokens("qwen3-8b", "cuda", max_num_seqs=9000) == 9000
 
