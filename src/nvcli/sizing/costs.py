@@ -10,9 +10,12 @@ from functools import lru_cache
 from nvcli.attention.kv_layout import KVDtype
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import EMBEDDING, HEAD, model_tensors
-from nvcli.models.mixers.mixer import MixerCosts
-from nvcli.models.tensor_spec import StoredDtype, TensorSpec
+from nvcli.models.mixers.mixer import Mixer, MixerCosts
+from nvcli.models.tensor_spec import DTYPE_BYTES, StoredDtype, TensorSpec
 from nvcli.worker.distributed.stage import WHOLE, Stage
+
+_FOR_SUMS = ("o_proj", "out_proj", "down_proj")
+"""Projections whose results are summed over the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,12 @@ class ModelCosts:
     mixers: tuple[MixerCosts, ...]
     """One entry for all layers that mix tokens alike."""
     experts: MatrixCosts = MatrixCosts()
+    activation_bytes: int = 0
+    """Activations of one row, over all blocks."""
+    num_kernels: int = 0
+    """Kernels of a decode step."""
+    num_sums: int = 0
+    """Sums over the ranks of a step."""
 
     @property
     def weights_per_token(self) -> int:
@@ -120,7 +129,19 @@ def model_costs(
     head = tensors.get(f"{EMBEDDING if model.tie_word_embeddings else HEAD}.weight") if stage.is_last else None
     size, homes = model.attention_ranks(tensor_parallel_size), tensor_parallel_size if model.attention_dp else 1
     by_part = {part: [tensor for tensor in tensors.values() if tensor.part == part] for part in ("attention", "MLP")}
-    mixers = Counter(mixer for number in model.decoder.stage_layers(stage) for mixer in model.layers[number].mixers)
+    blocks = [block for number in model.decoder.stage_layers(stage) for block in model.layers[number].blocks]
+    mixers = Counter(block for block in blocks if isinstance(block, Mixer))
+    activations = sum(
+        block.activation_elements(model.hidden_size, model.ranks(tensor_parallel_size, block), model.quantization)
+        // (homes if isinstance(block, Mixer) else 1)
+        for block in blocks
+    )
+    # A quantised product for a sum has one kernel more: its input is quantised, or its parts are added up.
+    num_kernels = sum(block.num_kernels(model.ranks(tensor_parallel_size, block)) for block in blocks)
+    num_kernels += sum(
+        (tensor.scaling or tensor.w4) is not None and tensor.name.split(".")[-2] in _FOR_SUMS
+        for tensor in tensors.values()
+    )
     return ModelCosts(
         layers=_matrices(by_part["attention"], tensor_parallel_size).of_share(homes)
         + _matrices(by_part["MLP"], tensor_parallel_size),
@@ -130,6 +151,9 @@ def model_costs(
             for mixer, num_layers in mixers.items()
         ),
         experts=_expert_costs(model, list(tensors.values()), tensor_parallel_size),
+        activation_bytes=activations * DTYPE_BYTES[dtype],
+        num_kernels=num_kernels,
+        num_sums=sum(not (model.attention_dp and isinstance(block, Mixer)) for block in blocks),
     )
 
 

@@ -81,6 +81,11 @@ class ExpertsConfig(FeedForward):
         """The projections of an expert, which are kept in FP8 or 4 bits together."""
         return ("gate_proj", "up_proj", "down_proj") if self.activation.is_gated else ("up_proj", "down_proj")
 
+    def num_kernels(self, ranks: Ranks) -> int:
+        """Return the number of kernels. Several ranks add up the experts' results in one of its own."""
+        shared = 0 if self.shared is None else self.shared.num_kernels(ranks) - 1 + self.gates_shared
+        return 7 + shared + (ranks.size > 1)
+
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.shared is not None:
             yield from self.shared.check(ranks)

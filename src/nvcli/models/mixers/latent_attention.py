@@ -93,6 +93,9 @@ class LatentAttentionConfig(Mixer):
             fewest_prompt_flops_per_pair=num_layers * 2 * spec.num_heads * (self.query_dim + self.value_dim),
         )
 
+    def num_kernels(self, ranks: Ranks) -> int:
+        return 7 if self.query_rank is None else 9
+
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.num_heads % ranks.size:
             yield f"{self.num_heads} attention heads do not divide by {ranks.size}"

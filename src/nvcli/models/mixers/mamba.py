@@ -78,6 +78,10 @@ class MambaConfig(RecurrentMixer):
     def state_flops(self, spec: StateSpec) -> int:
         return 2 * 2 * math.prod(spec.recurrent_shape)
 
+    def num_kernels(self, ranks: Ranks) -> int:
+        """Return the number of kernels. Ranks that share a group norm its result step by step, with a sum between."""
+        return 22 if self.norm is not None and self.num_groups < ranks.size else 6
+
     def check(self, ranks: Ranks) -> Iterator[str]:
         size, groups = ranks.size, self.num_groups
         if self.num_heads % size:

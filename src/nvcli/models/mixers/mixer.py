@@ -125,6 +125,12 @@ class MixerCosts:
     flops_per_token: int = 0
     """Operations of one token on a recurrent state: reading it by key, writing to it, and reading it by query."""
 
+    @property
+    def prompt_flops_per_pair(self) -> int:
+        """The fewest operations per pair in prompts."""
+        fewest = self.fewest_prompt_flops_per_pair
+        return self.flops_per_pair if fewest is None else fewest
+
     def of_share(self, num_shares: int) -> MixerCosts:
         """Return the costs for one of `num_shares` shares of the rows, as means over all rows."""
         if num_shares == 1:
@@ -187,6 +193,10 @@ class Block(ABC):
         """Return the peak number of elements per token on a rank, in the model's type, including the residual
         stream."""
 
+    @abstractmethod
+    def num_kernels(self, ranks: Ranks) -> int:
+        """Return the number of kernels that a decode step launches for it, and for the norm of its input."""
+
     @property
     def batch_dependence(self) -> str | None:
         """The reason why a token's result depends on its batch, for people; None if it can be independent."""
@@ -214,6 +224,9 @@ class Mixer(Block):
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
         """Return the bytes and operations of `num_layers` layers with it on one rank."""
 
+    def num_kernels(self, ranks: Ranks) -> int:
+        return 5
+
 
 class RecurrentMixer(Mixer):
     """A mixer that keeps a state of fixed size, and no keys and values."""
@@ -221,6 +234,9 @@ class RecurrentMixer(Mixer):
     @property
     def batch_dependence(self) -> str | None:
         return "layers with a recurrent state, which prompts and decode steps compute in other orders"
+
+    def num_kernels(self, ranks: Ranks) -> int:
+        return 6
 
     @abstractmethod
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec: ...
@@ -237,6 +253,9 @@ class RecurrentMixer(Mixer):
 
 class FeedForward(Block):
     """A block that computes each token by itself."""
+
+    def num_kernels(self, ranks: Ranks) -> int:
+        return 3
 
     @property
     def routing(self) -> Routing | None:

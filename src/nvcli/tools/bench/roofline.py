@@ -73,9 +73,7 @@ def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
         prefill_reads = step.prefill_keys - step.repeated_prefill_keys
         kv_bytes, flops = kind.kv_bytes_per_token, kind.flops_per_pair
         decode += Work((decode_reads + step.num_decodes) * kv_bytes, keys * flops)
-        fewest = kind.fewest_prompt_flops_per_pair
-        prompt_flops = pairs * (flops if fewest is None else fewest)
-        prefill += Work((prefill_reads + step.num_prefill_tokens) * kv_bytes, prompt_flops)
+        prefill += Work((prefill_reads + step.num_prefill_tokens) * kv_bytes, pairs * kind.prompt_flops_per_pair)
     experts = {"experts": _matrix_work(costs.experts, num_tokens)} if costs.experts.num_bytes else {}
     states, row_bytes, flops = {}, costs.state_bytes_per_row, costs.state_flops_per_token
     if row_bytes:
