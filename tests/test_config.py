@@ -93,6 +93,7 @@ ERRORS_IN_FILES = [
     ("model: m\nsampling: {logit_bias: {5: 1000}}", r"`sampling.logit_bias\[5\]` is 1000; allowed: a number from -100"),
     ("model: m\nspeculation: {method: ''}", r'`speculation.method` is ""; allowed: text that is not empty'),
     ("model: m\nlora: {adapters: {a: x, b: null}}", r"`lora.adapters.b` is null; allowed: text"),
+    ("model: m\nlora: {mode: merged}", r'run.yaml:2: `lora` is {"mode": "merged"}, which lacks the key `adapters`'),
     ("model: m\nsampling: {logit_bias: {-1: 1}}", r"sampling.logit_bias: the key -1 is not an integer of at least 0"),
     ("model: m\nsampling: {min_tokens: 5, max_tokens: 2}", r"run.yaml:2: `min_tokens` \(5\) is larger than"),
     ("model: m\nkv_cache_memory: 2Gi", r'run.yaml:2: `kv_cache_memory` is "2Gi"; allowed: .* such as 512MiB'),

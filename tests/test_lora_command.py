@@ -12,7 +12,7 @@ from adapters import LINEAR, low_rank, magnitudes, merge, write_adapter
 from fake_command import NvcliHere, run_nvcli
 from nvcli import LLM
 from nvcli.core.config import RunConfig
-from nvcli.core.lora_config import adapter_choice
+from nvcli.core.lora_config import LoraConfig, adapter_choice
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
 from nvcli.job.output.manifest import load_manifest
@@ -187,6 +187,14 @@ def test_adapters_that_rows_cannot_choose_are_refused(folder: Path, nvcli_here: 
     for given, empty in (("=one", "name"), ("a=", "path")):
         with pytest.raises(ConfigError, match=f"`lora` has {given}, whose {empty} is empty"):
             adapter_choice(given)
+    for adapters in ({"": "one"}, {"a": ""}):
+        with pytest.raises(ConfigError, match=r"`lora.adapters` has .*; give each adapter a name and a path"):
+            adapter_choice(LoraConfig(adapters=adapters))
+    with pytest.raises(ConfigError, match="`lora` is an empty text; give a folder"):
+        adapter_choice("")
+    done = nvcli_here("check", "in.jsonl", "-m", "demo", "--set", "lora.mode=merged", "--lora", "a=one", cwd=folder)
+    assert done.returncode == 2
+    assert "--lora a=one: sets `lora` as a whole, and --set lora.mode=merged would be lost" in done.stderr
     done = nvcli_here("generate", "-m", "demo", "-p", "hi", "--lora", "sql=two", cwd=folder)
     assert done.returncode == 2
     assert "`lora` names adapters (sql), which rows choose from, and -p has no rows" in done.stderr

@@ -87,7 +87,14 @@ class ConfigSource:
         origin = " ".join(f"{flag} {item if isinstance(item, str) else show(item)}" for item in items)
         if not is_text(origin):
             raise ConfigError(f"{origin}: not UTF-8 text")
-        self._put(tuple(key.split(".")), value, origin, flag=flag)
+        path = tuple(key.split("."))
+        lost = next((old for old in self._flags if old[: len(path)] == path != old), None)
+        if lost is not None:
+            raise ConfigError(
+                f"{origin}: sets `{key}` as a whole, and {self._origins[lost]} would be lost; set its parts alone "
+                f"(--set {key}.…), or leave one of the two out"
+            )
+        self._put(path, value, origin, flag=flag)
 
     def add_setting(self, key: str, value: Any) -> None:
         """Add a setting of a Python program, as in `add_setting("block_size", 128)`.

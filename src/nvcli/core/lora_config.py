@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from nvcli.core.validation import show
 from nvcli.errors import ConfigError
 
 LoraMode = Literal["auto", "merged", "batched"]
@@ -60,11 +61,16 @@ class AdapterChoice:
 def adapter_choice(lora: str | Sequence[str] | LoraConfig | None) -> AdapterChoice:
     """Return the adapters that the key `lora` asks for. Raises ConfigError."""
     if isinstance(lora, LoraConfig):
+        for name, path in lora.adapters.items():
+            if not (name and path):
+                raise ConfigError(f"`lora.adapters` has {show({name: path})}; give each adapter a name and a path")
         return AdapterChoice(named=lora.adapters, max_loaded=lora.max_loaded, mode=lora.mode)
     given = [lora] if isinstance(lora, str) else list(lora or ())
     named: dict[str, str] = {}
     unnamed: list[str] = []
     for one in given:
+        if not one:
+            raise ConfigError("`lora` is an empty text; give a folder or a Hugging Face id, or leave it out")
         match = None if os.path.lexists(os.path.expanduser(one)) else _NAMED.fullmatch(one)
         if match is None:
             unnamed.append(one)

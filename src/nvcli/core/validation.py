@@ -23,6 +23,7 @@ Path = tuple[str | int, ...]
 _WHERE = re.compile(r"^(?P<reason>.*?)(?: - at (?P<is_key>`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<item>\d+|\.\.\.)\]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 _LONGEST_NAME = 100
 """Characters of a name that are compared with known names."""
@@ -166,7 +167,9 @@ def _explain(text: str, data: Any, kind: type, under: Path) -> InvalidValue:
         return InvalidValue(
             full, f"unknown key `{shown}`; {suggest(key, _field_names(_container(info, value)))}", unknown_key=True
         )
-    if not match["reason"].startswith(("Expected ", "Invalid enum value", "Object missing")):
+    if (missing := _MISSING.fullmatch(match["reason"])) is not None:
+        return InvalidValue(under + path, f"`{name}` is {show(value)}, which lacks the key `{missing['name']}`; add it")
+    if not match["reason"].startswith(("Expected ", "Invalid enum value")):
         return InvalidValue(under + path, match["reason"])  # a struct's own __post_init__: complete as it is
     if match["is_key"]:
         allowed = info.key_type if isinstance(info, inspect.DictType) else inspect.StrType()

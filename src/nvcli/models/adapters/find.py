@@ -43,7 +43,8 @@ def find_local_adapter(name: str) -> Path | None:
     if is_there:
         raise LoadError(f"adapter {name}: a file; {ADAPTER_FOLDER}")
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "~", os.sep)):
-        raise LoadError(f"adapter {name}: no such folder; {ADAPTER_FOLDER}")
+        name_rule = "; a NAME in front of = has letters, digits and . : - _ alone" if "=" in name else ""
+        raise LoadError(f"adapter {name}: no such folder; {ADAPTER_FOLDER}{name_rule}")
     return cached_adapter(*_split(name))
 
 
