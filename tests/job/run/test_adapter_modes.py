@@ -64,7 +64,7 @@ def chosen(
     **job: Any,
 ) -> tuple[int, ...]:
     (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": "x", "lora": name}) + "\n" for name in rows))
-    run = RunConfig(model="demo", lora=LoraConfig(adapters=dict.fromkeys(NAMES, "")), job=JobConfig(**job))
+    run = RunConfig(model="demo", lora=LoraConfig(adapters=dict.fromkeys(NAMES, "path")), job=JobConfig(**job))
     return choose_modes(
         run,
         engine_config(max_num_seqs=8, merged_adapters=(3,)),
@@ -86,6 +86,8 @@ def test_rows_are_counted(adapters: dict[str, Adapter], tmp_path: Path, monkeypa
     assert chosen(adapters, tmp_path, rows, can_count=False) == (3,)
     assert chosen(adapters, tmp_path, rows, begun={MERGED_FACT: "b, c"}) == (2, 3)
     assert chosen(adapters, tmp_path, rows, begun={}) == (3,)
+    renamed = dict(zip(("x, a", "b", "c"), adapters.values(), strict=True))
+    assert chosen(renamed, tmp_path, rows, begun={MERGED_FACT: "x, a, c"}) == (1, 3)
     monkeypatch.setattr(adapter_modes, "_MOST_ROWS", 600)
     assert chosen(adapters, tmp_path, ["a"] * 700 + ["b"]) == (1, 2, 3), "further rows may be of any adapter"
 

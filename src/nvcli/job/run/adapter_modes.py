@@ -92,8 +92,8 @@ def choose_modes(
         return config.merged_adapters
     modes = find_modes(choice, list(adapters.values()), model)
     if begun is not None:
-        before = str(begun.get(MERGED_FACT) or "").split(", ")
-        kept = (number for number, name in enumerate(adapters, 1) if name in before and number in modes.mergeable)
+        before = f", {begun.get(MERGED_FACT) or ''}, "  # names may have commas
+        kept = (n for n, name in enumerate(adapters, 1) if f", {name}, " in before and n in modes.mergeable)
         return tuple(sorted({*kept, *config.merged_adapters}))
     if run.job.order == "input" or not run.job.plan or not can_count:
         return config.merged_adapters  # rows come in an order of their own
