@@ -30,8 +30,11 @@ def bench(*, settings: Settings, options: BenchOptions, as_json: AsJson = False)
     """
     run = settings.load(shape=options.shape)
 
-    from nvcli.tools.bench.command import run_bench
+    from nvcli.tools.bench.command import plot_result, run_bench
     from nvcli.tools.bench.report import format_json, format_result
 
     result = run_bench(run, options, say=say)
     typer.echo(format_json(result) if as_json else format_result(result))
+    if options.plot is not None:
+        plot_result(result, options.plot)
+        say(f"step times and KV use are plotted in {options.plot}")

@@ -51,11 +51,11 @@ def profile_memory(
         check_plot(plot)
     run = settings.load(shape=shape)
     profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=say)
-    if plot is not None:
-        write_plot(profile, plot)
     if as_json:
         typer.echo(format_json(profile))
     else:
         print_bars(profile)
         typer.echo(format_profile(profile))
+    if plot is not None:
+        write_plot(profile, plot)
     raise typer.Exit(2 if profile.problem is not None else 0)

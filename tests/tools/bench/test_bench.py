@@ -194,6 +194,7 @@ def test_ablations_run_each_in_engines_of_their_own(nvcli_here: NvcliHere) -> No
         (("-m", "demo", "--repeat", "0"), "--repeat"),
         (("-m", "demo", "--ablate", "magic"), "--ablate"),
         (("-m", "demo", "--plot", "run.gif"), "--plot"),
+        (("-m", "demo", "--lora-mode", "merged"), "--lora-mode merged is for adapters, and there are none"),
         (("-m", "demo", "--input", "no-such-file.jsonl"), "no-such-file.jsonl"),
         (("-m", "demo", "--input", "rows.jsonl", "--input-len", "5"), "--input-len"),
         (

@@ -339,6 +339,15 @@ def test_a_cpu_run_is_profiled_by_loading_it(tmp_path: Path, nvcli_here: NvcliHe
     assert (tmp_path / "m.svg").read_text(encoding="utf-8").startswith("<?xml")
 
 
+def test_a_picture_that_cannot_be_written_costs_no_figures(nvcli_here: NvcliHere) -> None:
+    done = nvcli_here(
+        "profile-memory", "-m", "demo", "--dry-run", "--gpu-memory", "24GB", "--plot", "/proc/memory.svg", "--json"
+    )
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["num_blocks"] > 0
+    assert "--plot /proc/memory.svg cannot be written: No such file" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

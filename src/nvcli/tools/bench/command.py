@@ -172,7 +172,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
             record_steps=True,
             draft_accept_rate=options.accept_rate,
         )
-        result = bench(
+        return bench(
             config,
             requests,
             model=options.shape or run.model,
@@ -185,11 +185,12 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
             ablations=parse_ablations(options.ablate, config) if options.ablate is not None else [],
             say=say,
         )
-    if options.plot is not None:
-        title = f"{result.model}: {result.median.num_requests} requests, {result.median.output_rate:,.0f} tokens/s"
-        draw_run(options.plot, title, result.timelines[result.median_number], result.ready.num_blocks)
-        say(f"step times and KV use are plotted in {options.plot}")
-    return result
+
+
+def plot_result(result: BenchResult, path: Path) -> None:
+    """Draw the steps of the median run. Raises ConfigError if `path` cannot be written."""
+    title = f"{result.model}: {result.median.num_requests} requests, {result.median.output_rate:,.0f} tokens/s"
+    draw_run(path, title, result.timelines[result.median_number], result.ready.num_blocks)
 
 
 def _draw_requests(
@@ -231,13 +232,15 @@ def _make_images(path: Path, model: ModelConfig, per_prompt: int, size: tuple[in
 
 
 def _check_adapters(run: RunConfig, options: BenchOptions) -> None:
-    """Raise ConfigError for options about made-up adapters that contradict others."""
+    """Raise ConfigError for options about adapters that contradict others, or lack them."""
     if options.lora_rank is None and options.num_loras is not None:
         raise ConfigError(f"--num-loras {options.num_loras} is the number of made-up adapters; add their --lora-rank")
     if options.lora_rank is not None and run.lora is not None:
         raise ConfigError(
             f"--lora-rank {options.lora_rank} makes up adapters, and `lora` names others; leave one of the two out"
         )
+    if options.lora_mode is not None and options.lora_rank is None and run.lora is None:
+        raise ConfigError(f"--lora-mode {options.lora_mode} is for adapters, and there are none; add --lora-rank")
 
 
 def _make_adapters(
