@@ -101,6 +101,7 @@ def test_small_models_take_more_tokens_a_step(tmp_path: Path) -> None:
     shapes["in 8 bits"] = shapes["qwen3.5-35b-a3b"].with_quantization("fp8")
     assert tokens("in 8 bits", "cuda", quantization="fp8") == 16384
     assert tokens("qwen3-0.6b", "cuda", max_num_batched_tokens=1000) == 1000
+    assert tokens("qwen3-0.6b", "cuda", max_num_batched_tokens=1 << 30, max_num_seqs=9, max_model_len=5000) == 45000
     assert tokens("qwen3-8b", "cuda", max_num_seqs=9000) == 9000
 
 

@@ -163,9 +163,7 @@ def resolve_engine_config(
     dtype = run.dtype
     if dtype == "auto":
         dtype = model.dtype if device == "cuda" else "float32"
-    max_num_batched_tokens = run.max_num_batched_tokens
-    if max_num_batched_tokens is None:
-        max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)
+    max_num_batched_tokens = _max_num_batched_tokens(run, model, device, max_model_len)
     max_image_tokens = most_image_tokens(run, model_path, model, max_model_len)
     attention_backend = attention_choice(run.attention_backend)
     _check_attention_dp(run)
@@ -218,6 +216,15 @@ def resolve_engine_config(
         keeps_images_whole=keeps_images_whole(model, max_image_tokens, max_num_batched_tokens),
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
+
+
+def _max_num_batched_tokens(
+    run: RunConfig, model: ModelConfig, device: Literal["cpu", "cuda"], max_model_len: int
+) -> int:
+    """Return the maximum of tokens per step, no more than all requests can have: buffers have room for them."""
+    default = max(default_batched_tokens(model, device), run.max_num_seqs)
+    most = max(default, run.max_num_seqs * max_model_len)
+    return default if run.max_num_batched_tokens is None else min(run.max_num_batched_tokens, most)
 
 
 def _max_model_len(run: RunConfig, model: ModelConfig) -> int:
