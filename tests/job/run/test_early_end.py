@@ -73,6 +73,8 @@ def hint(output: Path, *flags: str, has_begun: bool = True) -> str:
 
 def test_the_command_is_quoted_and_does_not_undo_what_it_did(output: Path) -> None:
     manifest_path(output).touch()
+    assert hint(output).startswith("nothing was answered yet; start again with")
+    output.write_text("row\n")
     command = f"nvcli generate '{output.parent}/my in.jsonl' -m demo"
     for flags in ((), ("--overwrite",), ("--retry-errors",)):
         assert hint(output, "-m", "demo", *flags) == (

@@ -21,7 +21,7 @@ from nvcli.core.system.versions import describe_versions
 from nvcli.errors import NvcliError, WorkerError, reworded
 from nvcli.job.files import STREAM, choose_output, expand_inputs
 from nvcli.job.job import RETRYABLE_ERRORS, JobResult
-from nvcli.job.own_files import manifest_path, traceback_path
+from nvcli.job.own_files import manifest_path, rows_path, traceback_path
 from nvcli.job.shard import Shard
 
 _MOST_ROW_CHARS = 256 * 1024
@@ -158,12 +158,13 @@ def resume_hint(
         return "nothing was answered yet"
     if name == STREAM:
         return "the rows answered so far were written; standard output cannot be continued"
-    manifest = manifest_path(Path(name))
+    manifest, files = manifest_path(Path(name)), {Path(name), rows_path(Path(name))}
+    has_rows = any(file.is_file() and file.stat().st_size for file in files)
     if "--overwrite" in argv and not has_begun:  # what is there is still the output that was to be overwritten
         return f"nothing was answered yet; start again with:\n  {_command(argv)}"
-    if manifest.exists():
+    if has_rows and manifest.exists():
         return f"the rows answered so far are in {name}; continue with:\n  {resume_command(argv)}"
-    if Path(name).is_file() and Path(name).stat().st_size:
+    if has_rows:
         return f"the rows answered so far are in {name}; it cannot be continued, because its input was not a file"
     return f"nothing was answered yet; start again with:\n  {resume_command(argv)}"
 
