@@ -17,6 +17,7 @@ import pytest
 from held_engine import MakeLLM
 from nvcli import SamplingParams
 from nvcli.core.config import RunConfig
+from nvcli.core.lora_config import LoraConfig
 from nvcli.errors import ConfigError, RowError
 from nvcli.llm.keywords import HARMLESS, NO_EFFECT, read_config, understood_settings
 from nvcli.llm.llm import LLM
@@ -257,6 +258,7 @@ def test_settings_of_others(caplog: pytest.LogCaptureFixture) -> None:
     ]
     assert understood_settings("m", {"quantization": None, "max_model_len": None}) == {"max_model_len": None}
     assert read_config(Path("m"), None, {}, {"lora": Path("adapter")}).lora == "adapter"
+    assert read_config("m", None, {}, {"lora": {"adapters": {"a": Path("b")}}}).lora == LoraConfig(adapters={"a": "b"})
     assert {*HARMLESS, *NO_EFFECT}.isdisjoint(RunConfig.__struct_fields__)
 
 

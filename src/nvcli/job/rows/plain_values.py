@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
+from pathlib import PurePath
 from typing import Any
 from uuid import UUID
 
@@ -23,7 +24,7 @@ from nvcli.job.rows.raw_values import MAX_LEVELS, NestedTooDeep, decode, is_deep
 
 _encode = msgspec.json.Encoder().encode
 
-_WRITTEN_AS_TEXT = (date, time, timedelta, Decimal, UUID)
+_WRITTEN_AS_TEXT = (date, time, timedelta, Decimal, UUID, PurePath)
 """Types that become texts, as a template would show them."""
 
 
