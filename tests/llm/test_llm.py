@@ -326,6 +326,8 @@ def test_a_forked_process_cannot_use_the_llm(make_llm: MakeLLM, monkeypatch: pyt
         forked.setattr(os, "getpid", lambda: 1)
         with pytest.raises(ClosedError, match=rf"belongs to process {llm._session._pid}, and this is a fork"):
             llm.generate(["x"])
+        with pytest.raises(ClosedError, match="and this is a fork"):
+            next(answers)
         answers.close()
         llm._session.close()
     assert not make_llm.engines[0].closed

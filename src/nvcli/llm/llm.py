@@ -355,6 +355,7 @@ class _Results:
         self._llm._session.leave(self._call)
 
     def _take(self) -> JobResult | str | None:
+        self._llm._session.check_process()
         try:
             item = self._call.next()
         except BaseException:  # Ctrl-C too: the LLM stays usable, and free of work that no one reads

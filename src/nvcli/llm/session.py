@@ -300,10 +300,14 @@ class Session:
             self._changed.notify_all()
         return tokenizer
 
-    def _check_usable(self) -> None:
-        """Raise the error of a session that failed or was closed. The lock is held."""
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked child, where no thread brings results and locks may be held forever."""
         if os.getpid() != self._pid:
             raise ClosedError(f"this LLM belongs to process {self._pid}, and this is a fork of it; make a new LLM here")
+
+    def _check_usable(self) -> None:
+        """Raise the error of a session that failed or was closed. The lock is held."""
+        self.check_process()
         if self._failure is not None:
             way_out = "\nthis LLM has ended; make a new one" if self._was_ready else ""
             raise reworded(self._failure, f"{self._failure}{way_out}")
