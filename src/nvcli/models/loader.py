@@ -186,11 +186,14 @@ def _assignment(module: WeightModule, source: WeightSource) -> Assignment:
 
 def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:
     """Fill the model with random weights of realistic magnitude, the same in every run, for benchmarks. Returns
-    bytes."""
+    bytes.
+
+    Biases are 0: larger ones make rows alike, so that these use few experts.
+    """
     materialize(model, device)
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dtype in (torch.int16, torch.int32):
                 _random_words(parameter, generator)
             elif parameter.dtype == FP8:
@@ -200,7 +203,7 @@ def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) ->
                     values = torch.empty(rows.shape, device=device).normal_(0.0, _FP8_STD, generator=generator)
                     rows.copy_(values.clamp_(-FP8_MAX, FP8_MAX))  # larger values would be NaN
             elif parameter.dim() == 1:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
                 parameter.normal_(0.0, _STD, generator=generator)
         for module in model.modules():

@@ -30,9 +30,8 @@ _LAUNCH_BOUND_TOKENS = 6144
 _MOST_BATCHED_TOKENS = 32_768
 _EXPERT_ROWS = 600
 """Rows for each expert of a step; steps that would give fewer are twice as long. On an H200 that makes prompts of 100
-to 1,024 tokens, and of 8,000 to 24,000, so much faster: gpt-oss-120b with 256 rows, 10 and 8 %; Nemotron-3-Nano with
-384, 4 and 5 %; Qwen3-Next in FP8 with 320, 3 and 5 %; Qwen3.5-35B-A3B with 512, 3 and 6 %; GLM-4.5-Air in FP8 with 512,
-2 and 1 %. The 1,024 of Qwen3-30B-A3B and GLM-4.7-Flash gain nothing."""
+to 1,024 tokens, and of 8,000 to 24,000, so much faster: Nemotron-3-Nano with 384 rows, 4 and 5 %; Qwen3-Next in FP8
+with 320, 3 and 5 %; Qwen3.5-35B-A3B with 512, 3 and 6 %. The 1,024 of Qwen3-30B-A3B and GLM-4.7-Flash gain nothing."""
 _ACTIVATION_BYTES = 36
 """Bytes of activations per token for each of the hidden size, in a model with experts."""
 _MOST_ACTIVATION_BYTES = 2.5e9
