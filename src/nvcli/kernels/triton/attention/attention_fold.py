@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from nvcli.kernels.triton.attention.fp8_kv import numbers_of_words, scale_pointers
+from nvcli.kernels.whole_numbers import next_power_of_2
 
 LOG2_E = 1.4426950408889634
 ITEM_FIELDS = tl.constexpr(8)
@@ -64,6 +65,11 @@ class AttentionKind:
     """Elements from the key of one head to that of the next."""
     shared_column: int
     """The place in a token's row of the last 64 numbers of all heads' keys; 0: each head has its own."""
+
+    @property
+    def padded_group(self) -> int:
+        """The query heads for each KV head, padded to a power of 2."""
+        return next_power_of_2(self.group)
 
     @property
     def hopper_keys(self) -> int:

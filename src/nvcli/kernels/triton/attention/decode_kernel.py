@@ -30,9 +30,9 @@ from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before
 _LEAST = tl.constexpr(-1e30)
 """The initial maximum of the scores of a query, before any key: finite, so that it can be subtracted from itself."""
 _REDUCE_STAGES = tl.constexpr(3)
-"""Number of chunks whose results are loaded at a time, where that fits in shared memory."""
-_MOST_STAGED = tl.constexpr(8192)
-"""The most numbers of a tile's results in a chunk that are loaded at a time."""
+"""How many loads of results are under way at a time, where that fits in shared memory."""
+_MOST_STAGED, _FEW_STAGED = tl.constexpr(8192), tl.constexpr(4096)
+"""The most numbers of a tile's results in a chunk that are loaded at a time, and up to which several chunks are."""
 
 
 @triton.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
@@ -153,62 +153,22 @@ def decode_attention_kernel(
         arrived = tl.atomic_add(arrivals + place, 1, sem="acq_rel")
         if arrived == num_chunks - 1:
             tl.store(arrivals + place, 0)  # for the next layer
-            if starts is None and KIND.tail_dim == 0:
-                out_row = out + row.to(tl.int64) * (KIND.num_kv_heads * KIND.group * HEAD_DIM)
+            if HAS_TILES:
                 _reduce_chunks(
-                    out_row, log_sums, partial_out, partial_lse, row, tl.load(item + 4), num_chunks, kv_head, KIND
-                )
-            else:
-                _reduce_tile(
                     out, log_sums, partial_out, partial_lse, out_head, is_query, first_partial, num_places, num_chunks,
                     PARTIALS, ROWS, HEAD_DIM,
+                )  # fmt: skip
+            else:  # a tile may have more rows than there are heads
+                members = tl.arange(0, KIND.padded_group)
+                member_head = (token * KIND.num_kv_heads + kv_head) * KIND.group + members
+                _reduce_chunks(
+                    out, log_sums, partial_out, partial_lse, member_head, members < KIND.group, first_partial,
+                    num_places, num_chunks, PARTIALS, KIND.padded_group, HEAD_DIM,
                 )  # fmt: skip
 
 
 @triton.jit
 def _reduce_chunks(
-    out_row,  # [H, D], contiguous, written
-    log_sums,
-    partial_out,
-    partial_lse,
-    row,
-    first_partial,  # index of the row's first partial result
-    num_chunks,
-    kv_head,
-    KIND: tl.constexpr,
-):
-    """Combine a row's partial results for one KV head into its output, 16 chunks at a time."""
-    HEAD_DIM: tl.constexpr = KIND.head_dim
-    dims = tl.arange(0, HEAD_DIM)
-    lanes = tl.arange(0, 16)
-    for member in tl.range(0, KIND.group, num_stages=1):
-        highest = tl.full([1], -float("inf"), tl.float32)
-        weight_sum = tl.zeros([1], tl.float32)
-        acc = tl.zeros([HEAD_DIM], tl.float32)
-        for start in tl.range(0, num_chunks, 16, num_stages=1):
-            is_chunk = start + lanes < num_chunks
-            partial = ((first_partial + start + lanes) * KIND.num_kv_heads + kv_head) * KIND.group + member
-            # .cg bypasses the L1 cache, which may hold values from before the other programs stored theirs.
-            lse = tl.load(partial_lse + partial, mask=is_chunk, other=-float("inf"), cache_modifier=".cg")
-            value = tl.load(
-                partial_out + partial[:, None] * HEAD_DIM + dims[None, :],
-                mask=is_chunk[:, None], other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            new_highest = tl.maximum(highest, tl.max(lse, 0))
-            decay = tl.exp2(highest - new_highest)
-            weights = tl.exp2(lse - new_highest)
-            weight_sum = weight_sum * decay + tl.sum(weights, 0)
-            acc = acc * decay + tl.sum(value * weights[:, None], 0)
-            highest = new_highest
-        head = kv_head * KIND.group + member
-        tl.store(out_row + head * HEAD_DIM + dims, (acc / weight_sum).to(out_row.dtype.element_ty))
-        if log_sums is not None:
-            place = row * (KIND.num_kv_heads * KIND.group) + head + tl.arange(0, 1)
-            tl.store(log_sums + place, highest + tl.log2(weight_sum))
-
-
-@triton.jit
-def _reduce_tile(
     out,  # [T, H, D], contiguous, written
     log_sums,
     partial_out,
@@ -222,27 +182,30 @@ def _reduce_tile(
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Combine the partial results of a tile of queries into their outputs, one chunk at a time."""
+    """Combine the partial results of a tile of queries into their outputs, one or some chunks at a time."""
     WIDTH: tl.constexpr = HEAD_DIM if ROWS * HEAD_DIM <= _MOST_STAGED else _MOST_STAGED // ROWS
+    CHUNKS: tl.constexpr = max(1, _FEW_STAGED // (ROWS * WIDTH))
     lanes = tl.arange(0, ROWS)
+    chunks = tl.arange(0, CHUNKS)
     for first_dim in tl.static_range(0, HEAD_DIM, WIDTH):
         dims = first_dim + tl.arange(0, WIDTH)
         highest = tl.full([ROWS], _LEAST, tl.float32)
         weight_sum = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
-        for chunk in tl.range(0, num_chunks, num_stages=_REDUCE_STAGES):
-            partial = (first_partial + chunk * num_places) * PARTIALS + lanes
+        for start in tl.range(0, num_chunks, CHUNKS, num_stages=_REDUCE_STAGES):
+            is_read = (start + chunks < num_chunks)[:, None] & is_query[None, :]
+            partial = (first_partial + (start + chunks) * num_places)[:, None] * PARTIALS + lanes[None, :]
             # .cg bypasses the L1 cache, which may hold values from before the other programs stored theirs.
-            lse = tl.load(partial_lse + partial, mask=is_query, other=-float("inf"), cache_modifier=".cg")
+            lse = tl.load(partial_lse + partial, mask=is_read, other=-float("inf"), cache_modifier=".cg")
             value = tl.load(
-                partial_out + partial[:, None] * HEAD_DIM + dims[None, :],
-                mask=is_query[:, None], other=0.0, cache_modifier=".cg",
+                partial_out + partial[:, :, None] * HEAD_DIM + dims[None, None, :],
+                mask=is_read[:, :, None], other=0.0, cache_modifier=".cg",
             )  # fmt: skip
-            new_highest = tl.maximum(highest, lse)
+            new_highest = tl.maximum(highest, tl.max(lse, 0))
             decay = tl.exp2(highest - new_highest)
-            weight = tl.exp2(lse - new_highest)
-            weight_sum = weight_sum * decay + weight
-            acc = acc * decay[:, None] + value * weight[:, None]
+            weights = tl.exp2(lse - new_highest[None, :])
+            weight_sum = weight_sum * decay + tl.sum(weights, 0)
+            acc = acc * decay[:, None] + tl.sum(value * weights[:, :, None], 0)
             highest = new_highest
         acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
         tl.store(out + out_head[:, None] * HEAD_DIM + dims[None, :], acc.to(out.dtype.element_ty), is_query[:, None])
