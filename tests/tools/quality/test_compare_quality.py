@@ -249,10 +249,11 @@ def test_what_is_set_for_b_goes_over_the_flags(
         ({}, "x.jsonl", "same configuration; change B with --set-b"),
         ({"pipeline_parallel_size": 2}, "x.jsonl", "`pipeline_parallel_size` of B is 2"),
         ({"tensor_parallel_size": 2}, "x.jsonl", "`tensor_parallel_size` is 1 for A but 2 for B"),
+        ({"lora": {"adapters": {"a": "b"}}}, "x.jsonl", r"names adapters \(a\), .*without a name: --set-b lora=b"),
         ({"seed": 1}, "nowhere.txt", "nowhere.txt: cannot be read: No such file"),
         ({"seed": 1}, "nowhere.jsonl", "nowhere.jsonl"),
     ],
-    ids=["equal", "stages", "ranks", "no text", "no rows"],
+    ids=["equal", "stages", "ranks", "named adapters", "no text", "no rows"],
 )
 def test_what_cannot_be_compared(in_b: dict[str, object], input_file: str, words: str) -> None:
     settings: dict[str, object] = {"model": "demo", "tensor_parallel_size": 1, "device": "cpu"}

@@ -15,6 +15,7 @@ import msgspec
 from nvcli.core.byte_sizes import counted
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
+from nvcli.core.lora_config import adapter_choice
 from nvcli.errors import ConfigError, NvcliError, reworded
 from nvcli.job.planning.layout import resolve_layout
 from nvcli.job.run.resolve import ResolvedModel, resolve_settings
@@ -61,6 +62,11 @@ def compare_quality(
     differences = _differences(run_a, run_b)
     if not differences:
         raise ConfigError("A and B are the same configuration; change B with --set-b or --config-b")
+    for name, path in (*adapter_choice(run_a.lora).named.items(), *adapter_choice(run_b.lora).named.items()):
+        raise ConfigError(
+            f"`lora` names adapters ({name}), which rows choose from, and all rows are compared with the same models; "
+            f"give one without a name: --set-b lora={path}"
+        )
     a, b = resolve_settings(run_a), _resolve_b(run_b)
     configs = _engine_configs(a, b, say)
     passages = read_passages(a, input_file, limit=limit, context=context, max_answer_tokens=max_answer_tokens, say=say)
