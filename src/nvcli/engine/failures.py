@@ -13,8 +13,8 @@ MAX_BROKEN_PROMPTS = 16
 (`Request.changes_logits`) or have a LoRA adapter of their own do not count."""
 _ALL_BROKEN = (
     f"the logits of all of the first {MAX_BROKEN_PROMPTS} prompts are NaN or infinite, so no row can be answered: the "
-    "weights or the dtype are at fault. Compare the checkpoint's files with their source, or try another `dtype`: "
-    "float16 can overflow with a model trained in bfloat16"
+    "weights or the dtype are at fault. Compare the files of the checkpoint, and of an adapter for all rows (`lora`), "
+    "with their source, or try another `dtype`: float16 can overflow with a model trained in bfloat16"
 )
 
 
