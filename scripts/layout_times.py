@@ -51,7 +51,7 @@ def estimated(command: str, gpus: Sequence[SmiGpu]) -> tuple[str, float]:
         folder = write_shape(said.shape, Path(name), quantization=run.quantization)
         model = load_model(run, folder, found_device="cuda", gpus=gpus)
         run = msgspec.structs.replace(run, max_model_len=min(4096, model.max_position_embeddings))
-        config = resolve_engine_config(run, folder, model, found_device="cuda")
+        config = resolve_engine_config(run, folder, model, found_device="cuda", gpus=gpus)
     layout = choose_layout(
         gpus,
         model,

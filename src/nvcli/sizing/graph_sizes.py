@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal
 
 from nvcli.core.engine_config import UNEVEN_ROWS, EngineConfig
 from nvcli.models.config import ModelConfig
+from nvcli.models.tensor_spec import DTYPE_BYTES
 from nvcli.sizing.costs import model_costs
 
 _PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -31,13 +32,10 @@ _MOST_BATCHED_TOKENS = 32_768
 _EXPERT_ROWS = 600
 """Rows for each expert of a step; steps that would give fewer are twice as long. On an H200 that makes prompts of 100
 to 1,024 tokens, and of 8,000 to 24,000, so much faster: Nemotron-3-Nano with 384 rows, 4 and 5 %; Qwen3-Next in FP8
-with 320, 3 and 5 %; Qwen3.5-35B-A3B with 512, 3 and 6 %. The 1,024 of Qwen3-30B-A3B and GLM-4.7-Flash gain nothing."""
-_ACTIVATION_BYTES = 36
-"""Bytes of activations per token for each of the hidden size, in a model with experts."""
-_MOST_ACTIVATION_BYTES = 2.5e9
-_ACTIVATION_SHARE = 0.06
-"""The activations of such a longer step are at most this large, and this share of the experts: a GPU that holds these
-has room for them."""
+with 320, 3 and 5 %; Qwen3.5-35B-A3B with 512, 3 and 6 %, in FP8 4 and 8 %. The 1,024 of Qwen3-30B-A3B and GLM-4.7-Flash
+gain nothing."""
+_ACTIVATION_SHARE = 0.03
+"""Share of a GPU's memory that the activations of such a longer step take at most."""
 _MIN_PREFILL_ROWS = 32
 _TOKENS_PER_PREFILL_ROW = 16
 """A captured step holds one chunk per this many prompt tokens, or the minimum."""
@@ -60,19 +58,31 @@ def decode_sizes(max_num_decodes: int) -> list[int]:
     return [size for size in sizes if size < max_num_decodes] + [max_num_decodes]
 
 
-def default_batched_tokens(model: ModelConfig, device: Literal["cpu", "cuda"]) -> int:
-    """Return the default maximum of tokens per step, for a configuration that leaves it open."""
+def default_batched_tokens(
+    model: ModelConfig, device: Literal["cpu", "cuda"], gpu_bytes: Callable[[], int | None]
+) -> int:
+    """Return the default maximum of tokens per step, for a configuration that leaves it open. `gpu_bytes` returns the
+    memory of a GPU (None: not known), and is asked only if that matters."""
     if device == "cpu":
         return _BATCHED_TOKENS
     is_small = launch_bound_tokens(model) >= _LAUNCH_BOUND_TOKENS
     num_tokens = _SMALL_MODEL_BATCHED_TOKENS if is_small else _BATCHED_TOKENS
     experts = model_costs(model, model.dtype).experts
     rows_per_token = experts.experts_per_token / experts.num_experts
-    most_bytes = min(_MOST_ACTIVATION_BYTES, _ACTIVATION_SHARE * experts.num_bytes)
-    most = min(_MOST_BATCHED_TOKENS, most_bytes / (_ACTIVATION_BYTES * model.hidden_size))
-    while num_tokens * rows_per_token < _EXPERT_ROWS and 2 * num_tokens <= most:
-        num_tokens *= 2
+    if num_tokens * rows_per_token < _EXPERT_ROWS:
+        room = _ACTIVATION_SHARE * (gpu_bytes() or 0)
+        most = min(_MOST_BATCHED_TOKENS, room / _activation_bytes(model))
+        while num_tokens * rows_per_token < _EXPERT_ROWS and 2 * num_tokens <= most:
+            num_tokens *= 2
     return num_tokens
+
+
+def _activation_bytes(model: ModelConfig) -> int:
+    """Return the bytes of a token's activations on a GPU of its own, in the block that has the most."""
+    blocks = (block for layer in model.decoder.layer_kinds for block in layer.blocks)
+    return DTYPE_BYTES[model.dtype] * max(
+        block.activation_elements(model.hidden_size, model.ranks(1, block), model.quantization) for block in blocks
+    )
 
 
 def launch_bound_tokens(model: ModelConfig, tensor_parallel_size: int = 1) -> int:

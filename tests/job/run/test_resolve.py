@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from nvcli.core.config import AttentionBackends, RunConfig
 from nvcli.core.engine_config import EngineConfig
+from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
 from nvcli.job.run import device, resolve
@@ -20,6 +22,7 @@ from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.job.run.row_settings import sampling_defaults
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.bench.shapes import write_shape
+from nvcli.tools.check.machine import named_gpus
 
 
 def make_model(**changes: Any) -> ModelConfig:
@@ -83,13 +86,14 @@ def test_lengths_and_sizes() -> None:
 
 def test_small_models_take_more_tokens_a_step(tmp_path: Path) -> None:
     """Unless the configuration says otherwise, and never fewer than there are requests. So do models whose experts
-    would get few rows, if the step's activations are small beside these."""
+    would get few rows, if the GPU has room for the step's activations."""
     names = ("qwen3-0.6b", "qwen3-8b", "nemotron-3-nano-30b-a3b", "qwen3.5-35b-a3b", "deepseek-v3")
     shapes = {name: load_model_config(write_shape(name, tmp_path)) for name in names}
 
-    def tokens(shape: str, device: Any, **keys: Any) -> int:
+    def tokens(shape: str, device: Any, gpus: Sequence[SmiGpu] = (), **keys: Any) -> int:
         run = RunConfig(model="m", **keys)
-        return resolve_engine_config(run, Path("/m"), shapes[shape], found_device=device).max_num_batched_tokens
+        config = resolve_engine_config(run, Path("/m"), shapes[shape], found_device=device, gpus=gpus)
+        return config.max_num_batched_tokens
 
     assert [tokens("qwen3-0.6b", "cuda"), tokens("qwen3-8b", "cuda"), tokens("qwen3-0.6b", "cpu")] == [
         16384,
@@ -97,9 +101,10 @@ def test_small_models_take_more_tokens_a_step(tmp_path: Path) -> None:
         8192,
     ]
     few_rows = "nemotron-3-nano-30b-a3b", "qwen3.5-35b-a3b", "deepseek-v3"
-    assert [tokens(name, "cuda") for name in few_rows] == [16384, 32768, 8192]
-    shapes["in 8 bits"] = shapes["qwen3.5-35b-a3b"].with_quantization("fp8")
-    assert tokens("in 8 bits", "cuda", quantization="fp8") == 16384
+    expected = {"h200": [16384, 32768, 8192], "h100": [16384, 32768, 8192], "a100-40gb": [16384, 16384, 8192]}
+    for name, most in expected.items():
+        assert [tokens(shape, "cuda", named_gpus(name, 2) or ()) for shape in few_rows] == most, name
+    assert tokens("nemotron-3-nano-30b-a3b", "cuda") == 8192
     assert tokens("qwen3-0.6b", "cuda", max_num_batched_tokens=1000) == 1000
     assert tokens("qwen3-0.6b", "cuda", max_num_batched_tokens=1 << 30, max_num_seqs=9, max_model_len=5000) == 45000
     assert tokens("qwen3-8b", "cuda", max_num_seqs=9000) == 9000

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _SECONDS = 30.0
@@ -118,6 +118,14 @@ def visible_gpus(report: SmiReport | None = None, environ: Mapping[str, str] = o
     if any(not gpu.total_bytes for gpu in seen):
         return "nvidia-smi does not report how much memory a GPU has"
     return seen or f"CUDA_VISIBLE_DEVICES={listed} lists no GPU"
+
+
+def smallest_memory(gpus: Sequence[SmiGpu] | None = None) -> int | None:
+    """Return the memory of the smallest of `gpus` (None: those that a CUDA process sees), in bytes; None: not known."""
+    found = visible_gpus() if gpus is None else gpus
+    if isinstance(found, str):
+        return None
+    return min((gpu.total_bytes for gpu in found if gpu.total_bytes), default=None)
 
 
 class _Failed(Exception):

@@ -7,6 +7,7 @@ Starts no process and imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from nvcli.core.config import AttentionBackends, RunConfig
 from nvcli.core.config_types import ModelDtype
 from nvcli.core.engine_config import EngineConfig, kv_dtype
 from nvcli.core.lora_config import adapter_choice
-from nvcli.core.system.nvidia_smi import SmiGpu
+from nvcli.core.system.nvidia_smi import SmiGpu, smallest_memory
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.run.adapter_modes import find_modes
@@ -144,14 +145,15 @@ def resolve_engine_config(
     model: ModelConfig,
     *,
     found_device: Literal["cpu", "cuda"] | None = None,
+    gpus: Sequence[SmiGpu] | None = None,
     row_adapters: Mapping[str, Adapter] | None = None,
 ) -> EngineConfig:
     """Resolve every `auto` and null that can be decided here. Raises ConfigError.
 
     `model` is as `load_model` returns it: with the head that drafts, and with `quantization: auto` with the format in
     which weights are kept. An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is
-    the device that `device: auto` stands for; None: look for a GPU. `row_adapters` are the run's adapters with names;
-    None: read them.
+    the device that `device: auto` stands for; None: look for a GPU. `gpus` are the run's GPUs, as far as known; None:
+    those that nvidia-smi shows. `row_adapters` are the run's adapters with names; None: read them.
     """
     device = device_of(run, found_device)
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
@@ -163,7 +165,7 @@ def resolve_engine_config(
     dtype = run.dtype
     if dtype == "auto":
         dtype = model.dtype if device == "cuda" else "float32"
-    max_num_batched_tokens = _max_num_batched_tokens(run, model, device, max_model_len)
+    max_num_batched_tokens = _max_num_batched_tokens(run, model, device, max_model_len, gpus)
     max_image_tokens = most_image_tokens(run, model_path, model, max_model_len)
     attention_backend = attention_choice(run.attention_backend)
     _check_attention_dp(run)
@@ -219,10 +221,14 @@ def resolve_engine_config(
 
 
 def _max_num_batched_tokens(
-    run: RunConfig, model: ModelConfig, device: Literal["cpu", "cuda"], max_model_len: int
+    run: RunConfig,
+    model: ModelConfig,
+    device: Literal["cpu", "cuda"],
+    max_model_len: int,
+    gpus: Sequence[SmiGpu] | None,
 ) -> int:
     """Return the maximum of tokens per step, no more than all requests can have: buffers have room for them."""
-    default = max(default_batched_tokens(model, device), run.max_num_seqs)
+    default = max(default_batched_tokens(model, device, partial(smallest_memory, gpus)), run.max_num_seqs)
     most = max(default, run.max_num_seqs * max_model_len)
     return default if run.max_num_batched_tokens is None else min(run.max_num_batched_tokens, most)
 

@@ -18,7 +18,7 @@ from typing import Literal
 from nvcli.core.config import RunConfig
 from nvcli.core.config_types import KeptWeights
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.system.nvidia_smi import SmiGpu, visible_gpus
+from nvcli.core.system.nvidia_smi import SmiGpu, smallest_memory, visible_gpus
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
 from nvcli.models.adapters.adapter import Adapter
@@ -58,7 +58,7 @@ def keep_weights(
     has_fp8_units = all(capability >= FP8_CAPABILITY for capability in known)
     if model.quantisation.numbers == "fp8":
         return model.with_quantization("fp8" if has_fp8_units else "none")
-    smallest = min((gpu.total_bytes for gpu in gpus if gpu.total_bytes), default=None)
+    smallest = smallest_memory(gpus)
     if smallest is None:
         return model.with_quantization("none")
     plain, numbers = model.with_quantization("none"), model.quantisation.numbers

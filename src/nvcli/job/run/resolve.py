@@ -384,7 +384,7 @@ def _with_engines(
     model, adapter, row_adapters = load_with_adapters(
         run, path, settings.model, found_device=found_device, gpus=gpus, reads_images=needs.images
     )
-    config = resolve_engine_config(run, path, model, found_device=found_device, row_adapters=row_adapters)
+    config = resolve_engine_config(run, path, model, found_device=found_device, gpus=gpus, row_adapters=row_adapters)
     if needs.grammars:
         config = msgspec.structs.replace(config, prepare_grammars=True)
     resolved = model_of_rows(replace(settings, model=model), config, adapter=adapter, row_adapters=row_adapters)

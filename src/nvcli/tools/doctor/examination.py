@@ -119,9 +119,10 @@ def _layout(
         run = msgspec.structs.replace(run, lora=None)
     try:
         model = with_run_head(run, files.path, files.config, device)
-        gpus = visible_gpus(smi)
-        model = keep_weights(run, model, device, gpus=() if isinstance(gpus, str) else gpus, adapter=files.adapter)
-        config = resolve_engine_config(run, files.path, model, found_device=device)
+        found = visible_gpus(smi)
+        gpus = () if isinstance(found, str) else found
+        model = keep_weights(run, model, device, gpus=gpus, adapter=files.adapter)
+        config = resolve_engine_config(run, files.path, model, found_device=device, gpus=gpus)
         layout = resolve_layout(run, config, model, report=smi)
         sampling_defaults(run, files.config)
     except ConfigError as error:

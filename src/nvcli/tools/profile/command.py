@@ -49,7 +49,7 @@ def run_profile(
         gpus = None if total is None else [SmiGpu(index=0, uuid="", name="", total_bytes=total)]
         checkpoint = load_checkpoint(run, path)
         model, _, row_adapters = load_with_adapters(run, path, checkpoint, found_device=device, gpus=gpus)
-        config = resolve_engine_config(run, path, model, found_device=device, row_adapters=row_adapters)
+        config = resolve_engine_config(run, path, model, found_device=device, gpus=gpus, row_adapters=row_adapters)
         if shape is not None:
             config = msgspec.structs.replace(config, load_format="dummy")
         lengths = None
