@@ -10,7 +10,7 @@ from functools import lru_cache
 from nvcli.attention.kv_layout import KVDtype
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import EMBEDDING, HEAD, model_tensors
-from nvcli.models.mixers.mixer import Mixer, MixerCosts
+from nvcli.models.mixers.mixer import Block, Mixer, MixerCosts
 from nvcli.models.tensor_spec import DTYPE_BYTES, StoredDtype, TensorSpec
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
@@ -131,11 +131,8 @@ def model_costs(
     by_part = {part: [tensor for tensor in tensors.values() if tensor.part == part] for part in ("attention", "MLP")}
     blocks = [block for number in model.decoder.stage_layers(stage) for block in model.layers[number].blocks]
     mixers = Counter(block for block in blocks if isinstance(block, Mixer))
-    activations = sum(
-        block.activation_elements(model.hidden_size, model.ranks(tensor_parallel_size, block), model.quantization)
-        // (homes if isinstance(block, Mixer) else 1)
-        for block in blocks
-    )
+    elements = activation_elements(model, tensor_parallel_size)
+    activations = sum(elements[block] // (homes if isinstance(block, Mixer) else 1) for block in blocks)
     # A quantised product for a sum has one kernel more: its input is quantised, or its parts are added up.
     num_kernels = sum(block.num_kernels(model.ranks(tensor_parallel_size, block)) for block in blocks)
     num_kernels += sum(
@@ -155,6 +152,17 @@ def model_costs(
         num_kernels=num_kernels,
         num_sums=sum(not (model.attention_dp and isinstance(block, Mixer)) for block in blocks),
     )
+
+
+def activation_elements(model: ModelConfig, tensor_parallel_size: int) -> dict[Block, int]:
+    """Return the peak number of activations per token on a rank, by block."""
+    blocks = {block for layer in model.decoder.layer_kinds for block in layer.blocks}
+    return {
+        block: block.activation_elements(
+            model.hidden_size, model.ranks(tensor_parallel_size, block), model.quantization
+        )
+        for block in blocks
+    }
 
 
 def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel_size: int) -> MatrixCosts:

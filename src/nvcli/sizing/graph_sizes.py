@@ -9,7 +9,7 @@ from typing import Literal
 from nvcli.core.engine_config import UNEVEN_ROWS, EngineConfig
 from nvcli.models.config import ModelConfig
 from nvcli.models.tensor_spec import DTYPE_BYTES
-from nvcli.sizing.costs import model_costs
+from nvcli.sizing.costs import activation_elements, model_costs
 
 _PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 """Prompt tokens of captured steps for models of every size, each with the maximum number of decode rows."""
@@ -71,18 +71,11 @@ def default_batched_tokens(
     rows_per_token = experts.experts_per_token / experts.num_experts
     if num_tokens * rows_per_token < _EXPERT_ROWS:
         room = _ACTIVATION_SHARE * (gpu_bytes() or 0)
-        most = min(_MOST_BATCHED_TOKENS, room / _activation_bytes(model))
+        activation_bytes = DTYPE_BYTES[model.dtype] * max(activation_elements(model, 1).values())
+        most = min(_MOST_BATCHED_TOKENS, room / activation_bytes)
         while num_tokens * rows_per_token < _EXPERT_ROWS and 2 * num_tokens <= most:
             num_tokens *= 2
     return num_tokens
-
-
-def _activation_bytes(model: ModelConfig) -> int:
-    """Return the bytes of a token's activations on a GPU of its own, in the block that has the most."""
-    blocks = (block for layer in model.decoder.layer_kinds for block in layer.blocks)
-    return DTYPE_BYTES[model.dtype] * max(
-        block.activation_elements(model.hidden_size, model.ranks(1, block), model.quantization) for block in blocks
-    )
 
 
 def launch_bound_tokens(model: ModelConfig, tensor_parallel_size: int = 1) -> int:

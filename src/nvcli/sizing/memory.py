@@ -17,6 +17,7 @@ from nvcli.models.kv_groups import kv_groups
 from nvcli.models.mixers.mixer import Mixer, code_elements
 from nvcli.models.tensor_spec import DTYPE_BYTES
 from nvcli.sizing.adapters import AdapterMemory, adapter_memory
+from nvcli.sizing.costs import activation_elements
 from nvcli.sizing.graph_sizes import (
     bound_tokens_of_home,
     draft_graph_sizes,
@@ -124,11 +125,8 @@ def shared_sum_rows(max_num_batched_tokens: int, row_bytes: int) -> int:
 def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> int:
     """Return the peak of a batch of all homes' rows, in attention or in the MLP. Gate and up are multiplied in one
     kernel; without it they take three times as much."""
-    size, hidden = config.tensor_parallel_size, model.hidden_size
-    blocks = [block for layer in model.decoder.layer_kinds for block in layer.blocks]
-    elements = {
-        block: block.activation_elements(hidden, model.ranks(size, block), model.quantization) for block in blocks
-    }
+    hidden = model.hidden_size
+    elements = activation_elements(model, config.tensor_parallel_size)
     # Attention by rows has a home's rows, and the residual stream of the others is elsewhere.
     most = max(
         -(-count // config.num_homes) if isinstance(block, Mixer) else count for block, count in elements.items()
