@@ -228,9 +228,11 @@ def _max_num_batched_tokens(
     gpus: Sequence[SmiGpu] | None,
 ) -> int:
     """Return the maximum of tokens per step, no more than all requests can have: buffers have room for them."""
+    given, of_all = run.max_num_batched_tokens, run.max_num_seqs * max_model_len
+    if given is not None and given <= of_all:
+        return given
     default = max(default_batched_tokens(model, device, partial(smallest_memory, gpus)), run.max_num_seqs)
-    most = max(default, run.max_num_seqs * max_model_len)
-    return default if run.max_num_batched_tokens is None else min(run.max_num_batched_tokens, most)
+    return default if given is None else min(given, max(default, of_all))
 
 
 def _max_model_len(run: RunConfig, model: ModelConfig) -> int:

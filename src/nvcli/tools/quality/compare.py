@@ -62,7 +62,8 @@ def compare_quality(
     differences = _differences(run_a, run_b)
     if not differences:
         raise ConfigError("A and B are the same configuration; change B with --set-b or --config-b")
-    for name, path in (*adapter_choice(run_a.lora).named.items(), *adapter_choice(run_b.lora).named.items()):
+    if named := adapter_choice(run_a.lora).named or adapter_choice(run_b.lora).named:
+        name, path = next(iter(named.items()))
         raise ConfigError(
             f"`lora` names adapters ({name}), which rows choose from, and all rows are compared with the same models; "
             f"give one without a name: --set-b lora={path}"
