@@ -14,7 +14,8 @@ request that nothing can end before `max_tokens` has that length.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+import operator
+from bisect import bisect_left, bisect_right
 from collections import deque
 
 from nvcli.engine.state import RequestState
@@ -92,15 +93,9 @@ class _LengthClass:
         if at == len(self.lengths):
             return max(passed, self.longest) - self.mean_rest * math.log(place)
         wanted = place * self.survival[at]
-        low, high = at, len(self.lengths)
-        while low < high:  # the first length that so small a share outlives
-            middle = (low + high) // 2
-            if self.survival[middle + 1] <= wanted:
-                high = middle
-            else:
-                low = middle + 1
-        if low < len(self.lengths):
-            return self.lengths[low]
+        first = bisect_left(self.survival, -wanted, at + 1, key=operator.neg) - 1
+        if first < len(self.lengths):  # the first length that so small a share outlives
+            return self.lengths[first]
         return self.longest + self.mean_rest * math.log(self.survival[-1] / wanted)
 
 

@@ -133,15 +133,13 @@ def this_process() -> LockHolder:
 
 def _create(path: Path, data: bytes) -> None:
     """Create a file that must not exist yet. Raises FileExistsError, and other OSErrors."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        while data:
-            data = data[os.write(fd, data) :]
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
+    with path.open("xb") as file:
+        try:
+            file.write(data)
+            file.flush()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _is_running(holder: LockHolder) -> bool:
