@@ -45,6 +45,9 @@ hidden states."""
 MAX_KV_GROUPS = 16
 """The maximum KV groups of a model. The step channel is made before a rank can report their number."""
 
+TOKEN_BYTES = 4
+"""The bytes of a packed token id."""
+
 
 def pack(ids: Iterable[int]) -> bytes:
     """Pack integers as int32 in native byte order."""

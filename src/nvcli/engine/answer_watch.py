@@ -13,13 +13,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from nvcli.core.messages import TOKEN_BYTES
 from nvcli.core.sampling_params import MAX_INT, StopRepetition
 from nvcli.engine.request import Request, ThoughtLimit
 
 LOOP_STRIDE = 16
 """Tokens between two checks of an answer for loops."""
 _NEEDLE_TOKENS = 8
-_TOKEN_BYTES = 4
 _NEVER = MAX_INT
 
 
@@ -69,13 +69,13 @@ def ends_in_loop(tokens: array[int], rule: StopRepetition) -> bool:
     num_needle = max(1, min(_NEEDLE_TOKENS, rule.min_tokens // 2))  # only what every loop repeats
     most = max(rule.min_count * rule.max_pattern_size, rule.min_tokens)
     tail = tokens[-most:].tobytes()
-    needle = tail[-num_needle * _TOKEN_BYTES :]
-    first = max(0, len(tail) - (num_needle + rule.max_pattern_size) * _TOKEN_BYTES)
+    needle = tail[-num_needle * TOKEN_BYTES :]
+    first = max(0, len(tail) - (num_needle + rule.max_pattern_size) * TOKEN_BYTES)
     found = tail.rfind(needle, first, len(tail) - 1)
     while found >= 0:
         period = len(tail) - len(needle) - found
-        if period % _TOKEN_BYTES == 0:
-            length = max(rule.min_count * period, rule.min_tokens * _TOKEN_BYTES)
+        if period % TOKEN_BYTES == 0:
+            length = max(rule.min_count * period, rule.min_tokens * TOKEN_BYTES)
             if length <= len(tail) and tail[-length:-period] == tail[period - length :]:
                 return True
         found = tail.rfind(needle, first, found + len(needle) - 1)

@@ -13,9 +13,9 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-BlockHash = bytes
+from nvcli.core.messages import TOKEN_BYTES
 
-TOKEN_BYTES = 4  # token ids come packed as int32
+BlockHash = bytes
 
 
 def hash_blocks(token_bytes: bytes, block_size: int, parent: BlockHash = b"") -> list[BlockHash]:
@@ -29,6 +29,17 @@ def hash_blocks(token_bytes: bytes, block_size: int, parent: BlockHash = b"") ->
         parent = blake2b(token_bytes[start : start + step], digest_size=16, key=parent).digest()
         hashes.append(parent)
     return hashes
+
+
+def num_equal_blocks(left: bytes, right: bytes, block_bytes: int, least: int, most: int) -> int:
+    """Count the leading blocks that two prompts share, known to be from `least` to `most`."""
+    while least < most:
+        middle = (least + most + 1) // 2
+        if left.startswith(right[least * block_bytes : middle * block_bytes], least * block_bytes):
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 class BlockManager:

@@ -11,8 +11,7 @@ import random
 from array import array
 from typing import NamedTuple
 
-from nvcli.core.messages import unpack
-from nvcli.engine.block_manager import TOKEN_BYTES
+from nvcli.core.messages import TOKEN_BYTES, unpack
 from nvcli.engine.segment_forest import num_equal
 from nvcli.engine.state import RequestState
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from nvcli.engine.block_manager import TOKEN_BYTES, BlockHash, hash_blocks
+from nvcli.core.messages import TOKEN_BYTES
+from nvcli.engine.block_manager import BlockHash, hash_blocks, num_equal_blocks
 
 _MAX_BYTES = 16 * 1024 * 1024
 """Approximate maximum memory of the runs, beyond which the oldest are dropped. With blocks of 64 this is three million
@@ -51,7 +52,8 @@ class PromptHashes:
             if token_bytes.startswith(tokens, start):
                 hashes += known
             else:
-                count = _num_equal_blocks(tokens, token_bytes[start:end], block_bytes)
+                most = min(len(tokens), end - start) // block_bytes
+                count = num_equal_blocks(tokens, token_bytes[start:end], block_bytes, 1, most)
                 hashes += known[:count]
                 self._cut(key, run, count)
         return hashes
@@ -75,15 +77,3 @@ class PromptHashes:
 def _size(run: _Run) -> int:
     tokens, hashes = run
     return len(tokens) + _HASH_BYTES * len(hashes) + _RUN_BYTES
-
-
-def _num_equal_blocks(left: bytes, right: bytes, block_bytes: int) -> int:
-    """Count the leading blocks that two prompts share, at least one."""
-    low, high = 1, min(len(left), len(right)) // block_bytes
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left.startswith(right[low * block_bytes : middle * block_bytes], low * block_bytes):
-            low = middle
-        else:
-            high = middle - 1
-    return low

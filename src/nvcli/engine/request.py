@@ -13,6 +13,7 @@ from nvcli.core.messages import (
     DRAFT_SOURCES,
     FORBIDDEN,
     NO_ADAPTER,
+    TOKEN_BYTES,
     ForwardMode,
     PromptQueryResult,
     SlotSampling,
@@ -21,7 +22,6 @@ from nvcli.core.messages import (
 from nvcli.core.prompt_image import PromptImage
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint
-from nvcli.engine.block_manager import TOKEN_BYTES
 
 FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from nvcli.core.messages import CONSTRAINT_FAILED, NO_ADAPTER, NOT_FINITE, TokenLogprobs, pack, unpack
+from nvcli.core.messages import CONSTRAINT_FAILED, NO_ADAPTER, NOT_FINITE, TOKEN_BYTES, TokenLogprobs, pack, unpack
 from nvcli.engine.answer_watch import AnswerWatch, watch_of
-from nvcli.engine.block_manager import TOKEN_BYTES, BlockHash, hash_blocks
+from nvcli.engine.block_manager import BlockHash, hash_blocks
 from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.prompt_queries import PromptQueries
 from nvcli.engine.request import FinishReason, Request, RequestOutput

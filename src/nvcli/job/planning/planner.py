@@ -26,6 +26,8 @@ import heapq
 from collections import deque
 from collections.abc import Collection
 
+from nvcli.core.messages import TOKEN_BYTES
+from nvcli.engine.block_manager import num_equal_blocks
 from nvcli.job.text.prepare import PreparedRow
 
 _MAX_LENGTH_CLASS = 64
@@ -156,9 +158,6 @@ def _length_class(row: PreparedRow) -> int:
 
 Rank = tuple[int, int]
 """Order among rows that begin alike: the smallest rank goes first. Ranks are unique in a tree."""
-
-TOKEN_BYTES = 4
-"""Token ids come packed as int32."""
 
 _MAX_STALE = 64
 """Entries of taken rows that a heap may hold, beyond twice the waiting ones."""
@@ -291,7 +290,7 @@ class PrefixTree:
         """Return the node for the common prefix of `child` and `row` below `node`, creating it if needed."""
         other_ids = child.prompt_ids if isinstance(child, WaitingRow) else child.prefix_ids
         most = min(child.num_blocks, row.num_blocks)
-        shared = self._num_common(other_ids, row.prompt_ids, node.num_blocks + 1, most)
+        shared = num_equal_blocks(other_ids, row.prompt_ids, self._block_bytes, node.num_blocks + 1, most)
         if isinstance(child, Node) and shared == child.num_blocks:
             return child
         joint: Node = Node(row.prompt_ids[: shared * self._block_bytes], shared, node)
@@ -311,17 +310,6 @@ class PrefixTree:
 
     def _block(self, ids: bytes, number: int) -> bytes:
         return ids[number * self._block_bytes : (number + 1) * self._block_bytes]
-
-    def _num_common(self, a: bytes, b: bytes, least: int, most: int) -> int:
-        """Count the common leading blocks of two prompts, known to be from `least` to `most`."""
-        while least < most:
-            middle = (least + most + 1) // 2
-            part = slice(least * self._block_bytes, middle * self._block_bytes)
-            if a[part] == b[part]:
-                least = middle
-            else:
-                most = middle - 1
-        return least
 
     def check_integrity(self) -> None:
         """Assert that nodes, heaps and rows agree."""

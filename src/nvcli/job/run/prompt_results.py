@@ -85,7 +85,9 @@ def task_result(
 def prompt_scoring(prepared: PreparedRow) -> PromptScoring | None:
     """Return the query for the log-probabilities of a whole prompt; None: the row wants none, or there are none."""
     num_top = _num_prompt_top(prepared.sampling)
-    return PromptScoring(first=1, num_top=num_top) if num_top is not None and len(prepared.prompt_ids) > 4 else None
+    if num_top is None or prepared.num_prompt_tokens < 2:
+        return None
+    return PromptScoring(first=1, num_top=num_top)
 
 
 def _num_prompt_top(sampling: SamplingParams) -> int | None:

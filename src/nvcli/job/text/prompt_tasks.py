@@ -14,7 +14,7 @@ from hashlib import blake2b
 import msgspec
 
 from nvcli.core.config_types import OnTooLong
-from nvcli.core.messages import pack, unpack
+from nvcli.core.messages import TOKEN_BYTES, pack, unpack
 from nvcli.errors import RowError
 from nvcli.job.job import EmbedTask, Job, JobResult, PromptTask, ScoreTask
 from nvcli.job.text.special_tokens import SpecialTokenRule, frame
@@ -42,7 +42,7 @@ class PreparedTask(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_tokens(self) -> int:
         """Number of tokens of all texts."""
-        return sum(len(text.ids) for text in self.texts) // 4
+        return sum(len(text.ids) for text in self.texts) // TOKEN_BYTES
 
     def answer_key(self, prompt_ids: bytes, adapter: int) -> bytes:
         """Return a key that is equal for rows with equal answers, under an adapter (`Job.adapter`)."""
@@ -87,7 +87,7 @@ def scored_continuations(
                 f"`{where}` has no tokens of its own after this prompt; leave it out, or let the prompt end earlier",
             )
         texts.append(ScoredText(ids=pack(ids), text=text, num_bytes=len(text.encode())))
-    longest = max(len(text.ids) // 4 for text in texts)
+    longest = max(len(text.ids) // TOKEN_BYTES for text in texts)
     if len(prompt) + longest > max_model_len:
         if on_too_long == "error" or longest >= max_model_len:
             raise RowError(
@@ -133,7 +133,7 @@ def request_tokens(prompt_ids: bytes, text: ScoredText) -> tuple[bytes, int, int
     """Return a request's tokens for a text to score, packed: all but the last one; the position of the first, and the
     last one."""
     last = unpack(text.ids)[-1]
-    return prompt_ids + text.ids[:-4], len(prompt_ids) // 4, last
+    return prompt_ids + text.ids[:-TOKEN_BYTES], len(prompt_ids) // TOKEN_BYTES, last
 
 
 class Continuations:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from nvcli.core.hash_set import HashSet
-from nvcli.core.messages import NO_ADAPTER
-from nvcli.job.planning.planner import TOKEN_BYTES
+from nvcli.core.messages import NO_ADAPTER, TOKEN_BYTES
 
 _MAX_BLOCKS = 1 << 20
 """Maximum block hashes kept, at 11 to 22 bytes each. Half as many leave an error of about 0.1 %."""

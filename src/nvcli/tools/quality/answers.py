@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from nvcli.core.config import JobConfig, RunConfig
+from nvcli.engine.segment_forest import num_equal
 from nvcli.llm.llm import LLM
 from nvcli.tools.quality.passages import Passage
 
@@ -54,10 +55,6 @@ def agreement(a: Sequence[array[int] | None], b: Sequence[array[int] | None]) ->
         rows=len(both),
         failed=len(a) - len(both),
         equal=sum(one == other for one, other in both) / count,
-        mean_common_prefix=sum(_common_prefix(one, other) for one, other in both) / count,
+        mean_common_prefix=sum(num_equal(one, other) for one, other in both) / count,
         mean_tokens=sum(len(one) for one, _ in both) / count,
     )
-
-
-def _common_prefix(a: array[int], b: array[int]) -> int:
-    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -16,6 +16,7 @@ from nvcli.core.byte_sizes import counted
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.lora_config import adapter_choice
+from nvcli.core.messages import TOKEN_BYTES
 from nvcli.errors import ConfigError, NvcliError, reworded
 from nvcli.job.planning.layout import resolve_layout
 from nvcli.job.run.resolve import ResolvedModel, resolve_settings
@@ -80,7 +81,7 @@ def compare_quality(
         say(f"B answers {how_many}")
         agreed = agreement(answers_a, greedy_answers(run_b, passages, say))
     tasks = [_task(passage, answer) for passage, answer in zip(passages, answers_a, strict=True)]
-    lengths = [len(task.token_ids) // 4 for task in tasks]
+    lengths = [len(task.token_ids) // TOKEN_BYTES for task in tasks]
     if max(lengths) > configs[1].max_model_len:
         raise ConfigError(
             f"a passage has {max(lengths):,} tokens, but B's `max_model_len` is {configs[1].max_model_len:,}; raise it "
