@@ -178,75 +178,79 @@ class Preparer:
                 encoded = self._rule.encode(list(texts.values()), is_rendered=is_rendered)
                 prompts.update(zip(texts, encoded, strict=True))
         return [
-            row
-            if not isinstance(row, Job)
-            else self._prepare_row(row, prompts[at], pixels.get(at, ()))
-            if row.task is None
-            else self._prepare_task(row, row.task, prompts[at], wholes.get(at, ()), pixels.get(at, ()))
+            self._prepare_row(row, prompts[at], wholes.get(at, []), pixels.get(at, ())) if isinstance(row, Job) else row
             for at, row in enumerate(rows)
         ]
 
-    def _prepare_task(
+    def _prepare_row(
         self,
         job: Job,
-        task: PromptTask,
         prompt: list[int] | RowError,
         wholes: Sequence[list[int] | RowError],
         pixels: Sequence[Pixels],
     ) -> PreparedRow | JobResult:
-        """Prepare a row that is scored or embedded. `wholes` are its prompt with each continuation."""
-        problem = next((ids for ids in (prompt, *wholes) if isinstance(ids, RowError)), None)
-        if problem is not None:
-            return failed(job.context, problem)
-        assert isinstance(prompt, list)
-        limits = self._limits
+        """`wholes` are the prompt with each continuation to score."""
+        known = []
+        for ids in (prompt, *wholes):
+            if isinstance(ids, RowError):  # not raised: its traceback would hold the row, and the row's frame it
+                return failed(job.context, ids)
+            known.append(ids)
         try:
-            self._check_prompt(job, prompt, "`prompt_token_ids`")
-            texts: tuple[ScoredText, ...] = ()
-            known, images = [ids for ids in wholes if isinstance(ids, list)], None
-            if self._images is not None and pixels:
-                prompt, images = self._images.expand(prompt, pixels)
-                known = [self._images.expand(ids, pixels)[0] for ids in known]
-            num_tokens = len(prompt)
-            if isinstance(task, ScoreTask) and task.continuations is not None:
-                prompt, texts = scored_continuations(
-                    task,
-                    prompt,
-                    known,
-                    lead=self._wholes.lead,
-                    num_after=self._wholes.num_after if job.prompt is not None else 0,
-                    max_model_len=limits.max_model_len,
-                    on_too_long=limits.on_too_long,
-                )
-            if not prompt:
-                raise RowError("empty_prompt", "the prompt has no tokens, and the model no token to begin with")
-            if isinstance(task, EmbedTask):
-                check_dimensions(task, limits.hidden_size)
-            elif not texts and images is not None:
-                raise RowError(
-                    "unsupported_content", "the row has images, whose tokens have no probabilities; give a continuation"
-                )
-            if not texts:
-                fitting = fit_whole(prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long)
-                text, prompt = job.prompt if fitting is prompt else None, fitting
-                if isinstance(task, ScoreTask):
-                    prompt, texts = scored_prompt(prompt, text)
-            prompt_ids, prepared = packed(prompt, images, num_tokens), PreparedTask(task=task, texts=texts)
-            return PreparedRow(
-                context=job.context,
-                prompt_ids=prompt_ids,
-                num_prompt_tokens=len(prompt) + prepared.num_tokens,
-                max_tokens=1,
-                stop_ids=[],
-                sampling=msgspec.structs.replace(job.sampling, n=max(1, len(texts))),
-                answer_key=prepared.answer_key(prompt_ids, job.adapter),
-                adapter=job.adapter,
-                num_bytes=_num_bytes(job, prompt_ids, images) + 8 * prepared.num_tokens,
-                images=images,
-                task=prepared,
-            )
+            if job.task is None:
+                return self._prepare_answer(job, known[0], pixels)
+            return self._prepare_task(job, job.task, known[0], known[1:], pixels)
         except RowError as error:
             return failed(job.context, error)
+
+    def _prepare_task(
+        self, job: Job, task: PromptTask, prompt: list[int], wholes: list[list[int]], pixels: Sequence[Pixels]
+    ) -> PreparedRow:
+        """Prepare a row that is scored or embedded. Raises RowError."""
+        limits = self._limits
+        self._check_prompt(job, prompt, "`prompt_token_ids`")
+        texts: tuple[ScoredText, ...] = ()
+        images = None
+        if self._images is not None and pixels:
+            prompt, images = self._images.expand(prompt, pixels)
+            wholes = [self._images.expand(ids, pixels)[0] for ids in wholes]
+        num_tokens = len(prompt)
+        if isinstance(task, ScoreTask) and task.continuations is not None:
+            prompt, texts = scored_continuations(
+                task,
+                prompt,
+                wholes,
+                lead=self._wholes.lead,
+                num_after=self._wholes.num_after if job.prompt is not None else 0,
+                max_model_len=limits.max_model_len,
+                on_too_long=limits.on_too_long,
+            )
+        if not prompt:
+            raise RowError("empty_prompt", "the prompt has no tokens, and the model no token to begin with")
+        if isinstance(task, EmbedTask):
+            check_dimensions(task, limits.hidden_size)
+        elif not texts and images is not None:
+            raise RowError(
+                "unsupported_content", "the row has images, whose tokens have no probabilities; give a continuation"
+            )
+        if not texts:
+            fitting = fit_whole(prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long)
+            text, prompt = job.prompt if fitting is prompt else None, fitting
+            if isinstance(task, ScoreTask):
+                prompt, texts = scored_prompt(prompt, text)
+        prompt_ids, prepared = packed(prompt, images, num_tokens), PreparedTask(task=task, texts=texts)
+        return PreparedRow(
+            context=job.context,
+            prompt_ids=prompt_ids,
+            num_prompt_tokens=len(prompt) + prepared.num_tokens,
+            max_tokens=1,
+            stop_ids=[],
+            sampling=msgspec.structs.replace(job.sampling, n=max(1, len(texts))),
+            answer_key=prepared.answer_key(prompt_ids, job.adapter),
+            adapter=job.adapter,
+            num_bytes=_num_bytes(job, prompt_ids, images) + 8 * prepared.num_tokens,
+            images=images,
+            task=prepared,
+        )
 
     def _conversation(self, job: Job, messages: list[dict[str, Any]]) -> Conversation | RowError:
         """Return the input of the chat template for a row, or an error if it is not allowed."""
@@ -278,84 +282,73 @@ class Preparer:
         template = self._tokenizer.chat_template
         return frozenset(unknown_variables(template, ARGUMENTS) if template else ())
 
-    def _prepare_row(self, job: Job, prompt: list[int] | RowError, pixels: Sequence[Pixels]) -> PreparedRow | JobResult:
-        if isinstance(prompt, RowError):  # not raised: its traceback would hold the row, and the row's frame it
-            return failed(job.context, prompt)
+    def _prepare_answer(self, job: Job, prompt: list[int], pixels: Sequence[Pixels]) -> PreparedRow:
+        """Prepare a row that asks for answers. Raises RowError."""
         is_native = job.context.form is RowForm.NATIVE
         under = "sampling" if is_native else "body"
-        try:
-            if not prompt:
-                raise RowError("empty_prompt", "the prompt has no tokens")
-            self._check_prompt(job, prompt, "`prompt_token_ids`" if is_native else "`body.prompt`")
-            sampling = job.sampling
-            rules = self._rules_of(sampling, under)
-            images = None
-            if self._images is not None and pixels:
-                if sampling.prompt_logprobs is not None:
-                    raise RowError(
-                        "unsupported_parameter",
-                        f"`{under}.prompt_logprobs` is given beside images; leave one of the two out",
-                    )
-                prompt, images = self._images.expand(prompt, pixels)
-            ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under)
-            prompt_ids = packed(ids, images, len(prompt))
-            echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
-            reading = None
-            if job.messages is not None:
-                reading = self._reader.reading(ids, job.tools, _last_message(job))
-            constraint, called = rules.constraint, None
-            must_call = job.call_rule is not None and job.call_rule.is_required
-            if job.call_rule is not None:
-                called = self._calls.grammar(job, job.call_rule)
-                if called is not None:
-                    constraint = constraint_of(called, self._eos_ids, _CALLS_NAME)
-            if constraint is not None and reading is not None:
-                constraint = self._after_thought(constraint, reading, sampling, under, must_call=must_call)
-            thought_limit = None
-            if sampling.thinking_budget is not None:
-                thought_limit = self._thought_limit(job, ids, sampling.thinking_budget, under, must_call=must_call)
-            answer_key = None
-            caller = job.context.caller
-            if rules.answers_follow_from is not None and not (caller is not None and caller.streams):
-                read_as = echo.encode() if reading is None else echo.encode() + reading.digest
-                read_as += b"" if called is None else called.text.encode()
-                if job.context.part is not None and not sampling.is_greedy:
-                    read_as += b"prompt %d" % job.context.part.number  # which has random numbers of its own
-                if job.adapter:
-                    read_as += b"adapter %d" % job.adapter
-                # 128 bits: two different rows do not meet in practice.
-                answer_key = blake2b(
-                    b"%b%d:%b%b" % (rules.answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
-                ).digest()
-            num_bytes = _num_bytes(job, prompt_ids, images)
-            if rules.grammar is not None:
-                if rules.grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
-                    sampling = msgspec.structs.replace(sampling, structured=rules.grammar.wanted)
-                elif rules.grammar is not self._counted_grammar:
-                    self._counted_grammar = rules.grammar
-                    num_bytes += rules.grammar.num_bytes
-            if called is not None and called is not self._counted_grammar:
-                self._counted_grammar = called
-                num_bytes += called.num_bytes
-            return PreparedRow(
-                context=job.context,
-                prompt_ids=prompt_ids,
-                num_prompt_tokens=len(ids),
-                max_tokens=max_tokens,
-                stop_ids=rules.stop_ids,
-                sampling=sampling,
-                constraint=constraint,
-                rules=rules.rules,
-                echo=echo,
-                reading=reading,
-                thought_limit=thought_limit,
-                answer_key=answer_key,
-                adapter=job.adapter,
-                num_bytes=num_bytes,
-                images=images,
-            )
-        except RowError as error:
-            return failed(job.context, error)
+        if not prompt:
+            raise RowError("empty_prompt", "the prompt has no tokens")
+        self._check_prompt(job, prompt, "`prompt_token_ids`" if is_native else "`body.prompt`")
+        sampling = job.sampling
+        rules = self._rules_of(sampling, under)
+        images = None
+        if self._images is not None and pixels:
+            if sampling.prompt_logprobs is not None:
+                raise RowError(
+                    "unsupported_parameter",
+                    f"`{under}.prompt_logprobs` is given beside images; leave one of the two out",
+                )
+            prompt, images = self._images.expand(prompt, pixels)
+        ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under)
+        prompt_ids = packed(ids, images, len(prompt))
+        echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
+        reading = None
+        if job.messages is not None:
+            reading = self._reader.reading(ids, job.tools, _last_message(job))
+        constraint, called = rules.constraint, None
+        must_call = job.call_rule is not None and job.call_rule.is_required
+        if job.call_rule is not None:
+            called = self._calls.grammar(job, job.call_rule)
+            if called is not None:
+                constraint = constraint_of(called, self._eos_ids, _CALLS_NAME)
+        if constraint is not None and reading is not None:
+            constraint = self._after_thought(constraint, reading, sampling, under, must_call=must_call)
+        thought_limit = None
+        if sampling.thinking_budget is not None:
+            thought_limit = self._thought_limit(job, ids, sampling.thinking_budget, under, must_call=must_call)
+        answer_key = None
+        if rules.answers_follow_from is not None:
+            read_as = echo.encode() + (reading.digest if reading else b"") + (called.text.encode() if called else b"")
+            answer_key = _answer_key(job, rules.answers_follow_from, max_tokens, prompt_ids, read_as)
+        num_bytes = _num_bytes(job, prompt_ids, images) + self._bytes_once(called)
+        if rules.grammar is not None and rules.grammar.wanted is not sampling.structured:
+            sampling = msgspec.structs.replace(sampling, structured=rules.grammar.wanted)  # an earlier row's equal one
+        else:
+            num_bytes += self._bytes_once(rules.grammar)
+        return PreparedRow(
+            context=job.context,
+            prompt_ids=prompt_ids,
+            num_prompt_tokens=len(ids),
+            max_tokens=max_tokens,
+            stop_ids=rules.stop_ids,
+            sampling=sampling,
+            constraint=constraint,
+            rules=rules.rules,
+            echo=echo,
+            reading=reading,
+            thought_limit=thought_limit,
+            answer_key=answer_key,
+            adapter=job.adapter,
+            num_bytes=num_bytes,
+            images=images,
+        )
+
+    def _bytes_once(self, grammar: Grammar | None) -> int:
+        """Return the bytes of a grammar, or 0 if an earlier row has brought it."""
+        if grammar is None or grammar is self._counted_grammar:
+            return 0
+        self._counted_grammar = grammar
+        return grammar.num_bytes
 
     def _check_prompt(self, job: Job, ids: list[int], name: str) -> None:
         """Raise RowError if a token of a prompt is not one of the model. `name` is the key of its ids in the row."""
@@ -438,6 +431,19 @@ class Preparer:
             max_model_len=max_len,
             on_too_long=on_too_long,
         )
+
+
+def _answer_key(job: Job, follows_from: bytes, max_tokens: int, prompt_ids: bytes, read_as: bytes) -> bytes | None:
+    """Return `PreparedRow.answer_key`. `follows_from`: `SamplingRules.answers_follow_from`; `read_as`: what else an
+    answer depends on."""
+    if job.context.caller is not None and job.context.caller.streams:
+        return None
+    if job.context.part is not None and not job.sampling.is_greedy:
+        read_as += b"prompt %d" % job.context.part.number  # which has random numbers of its own
+    if job.adapter:
+        read_as += b"adapter %d" % job.adapter
+    # 128 bits: two different rows do not meet in practice.
+    return blake2b(b"%b%d:%b%b" % (follows_from, max_tokens, prompt_ids, read_as), digest_size=16).digest()
 
 
 def _last_message(job: Job) -> str | None:
