@@ -28,7 +28,7 @@ from nvcli.sizing.graph_sizes import (
 from nvcli.sizing.images import image_buffer_bytes, tower_bytes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.memory_plan import by_item
-from nvcli.sizing.weights import largest_stage, weight_bytes
+from nvcli.sizing.weights import rank_weights
 from nvcli.worker.distributed.stage import Stage
 
 _CONTEXT_BYTES = 800_000_000
@@ -53,12 +53,7 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
 
     The KV cache is negative if the rest does not fit. `stage` None: the largest need of any stage's ranks.
     """
-    weights = weight_bytes(
-        model,
-        config.dtype,
-        tensor_parallel_size=config.tensor_parallel_size,
-        stage=stage or largest_stage(model, config.pipeline_parallel_size),
-    )
+    weights = rank_weights(config, model, stage)
     samples = stage is None or stage.is_last
     tower = model.vision if model.has_tower and (stage is None or stage.is_first) else None
     budget = int(total * config.gpu_memory_utilization)
@@ -85,9 +80,8 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
 
 def planned_adapters(config: EngineConfig, model: ModelConfig, total: int, stage: Stage | None = None) -> AdapterMemory:
     """Plan the LoRA adapters that rows choose from, for one rank of a stage on a GPU of `total` bytes."""
-    size, largest = config.tensor_parallel_size, stage or largest_stage(model, config.pipeline_parallel_size)
-    weights = weight_bytes(model, config.dtype, tensor_parallel_size=size, stage=largest)
-    free = max(0, total - sum(weights.values()) - _buffers(config, model, total, stage) - _other(config))
+    weights = sum(rank_weights(config, model, stage).values())
+    free = max(0, total - weights - _buffers(config, model, total, stage) - _other(config))
     return adapter_memory(config, model, free, stage)
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import get_args
 
+from nvcli.core.engine_config import EngineConfig
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import model_tensors
 from nvcli.models.tensor_spec import Part, StoredDtype
@@ -25,6 +26,12 @@ def weight_bytes(
     for tensor in model_tensors(model, dtype, stage):
         parts[tensor.part] += tensor.kept_bytes(tensor_parallel_size)
     return MappingProxyType({part: size for part, size in parts.items() if size})
+
+
+def rank_weights(config: EngineConfig, model: ModelConfig, stage: Stage | None = None) -> Mapping[str, int]:
+    """Return the bytes of the weights of one rank of a stage, by kind; `stage` None: of the stage with the most."""
+    stage = stage or largest_stage(model, config.pipeline_parallel_size)
+    return weight_bytes(model, config.dtype, tensor_parallel_size=config.tensor_parallel_size, stage=stage)
 
 
 def largest_stage(model: ModelConfig, num_stages: int) -> Stage:

@@ -29,7 +29,7 @@ from nvcli.job.planning.job_time import Lengths, gpu_speed, replica_seconds
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.kv_cache import block_bytes, state_blocks, state_share, tokens_in
 from nvcli.sizing.memory import estimate
-from nvcli.sizing.weights import largest_stage, weight_bytes
+from nvcli.sizing.weights import rank_weights
 
 _USUAL_TOKENS = 512
 _LARGE_JOB = 64
@@ -214,8 +214,7 @@ def estimate_layout(
     tp, dp = layout.tensor_parallel_size, layout.data_parallel_size
     config = msgspec.structs.replace(config, tensor_parallel_size=tp, gpus=())
     each = config.num_ranks
-    stage = largest_stage(model, config.pipeline_parallel_size)
-    weights = sum(weight_bytes(model, config.dtype, tensor_parallel_size=tp, stage=stage).values())
+    weights = sum(rank_weights(config, model).values())
     rooms = [_room(gpu, model, config) for gpu in gpus]
     # Neighbours share a replica.
     chosen = sorted(sorted(range(len(gpus)), key=lambda index: -rooms[index])[: each * dp])
@@ -299,14 +298,13 @@ def _nearest(
 
 def _smaller_weights(config: EngineConfig, model: ModelConfig) -> str:
     """Suggest FP8 weights and say what they would take, if they are possible and not used."""
-    size, stage = config.tensor_parallel_size, largest_stage(model, config.pipeline_parallel_size)
     try:
         kept = model.with_quantization("fp8")
     except ConfigError:  # layers that are left alone cannot be told
         return ""
-    if config.quantization == "fp8" or not kept.divides_by(size):
+    if config.quantization == "fp8" or not kept.divides_by(config.tensor_parallel_size):
         return ""
-    num_bytes = sum(weight_bytes(kept, config.dtype, tensor_parallel_size=size, stage=stage).values())
+    num_bytes = sum(rank_weights(config, kept).values())
     return f", or --set quantization=fp8, with which weights take {format_bytes(num_bytes)}"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nvcli.core.engine_config import EngineConfig
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.ram import ram_of_weights, ways_to_less_ram
-from nvcli.sizing.weights import largest_stage, weight_bytes
+from nvcli.sizing.weights import rank_weights
 from nvcli.tools.doctor.device_probe import GpuReport
 from nvcli.tools.doctor.findings import Finding, format_gib, ok, problem, warning
 
@@ -25,8 +25,7 @@ def check_fit(
     size = config.tensor_parallel_size
     if config.device == "cpu":
         return _fit_ram(config, model, num_replicas=num_replicas, ram=ram)
-    stage = largest_stage(model, config.pipeline_parallel_size)
-    weights = sum(weight_bytes(model, config.dtype, tensor_parallel_size=size, stage=stage).values())
+    weights = sum(rank_weights(config, model).values())
     needed = gpus[: config.num_ranks * num_replicas]
     if not needed:
         return warning("memory", f"{format_gib(weights)} of weights per GPU, but no GPU to hold them", "see above")
