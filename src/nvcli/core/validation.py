@@ -8,9 +8,10 @@ configuration and by the rows of a job, so that both speak the same language.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -99,6 +100,11 @@ def list_some(names: Sequence[str], most: int) -> str:
     """List the first `most` names, and say how many more there are."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+
+
+def is_integer(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
+    """Tell whether a value is an integer from `least` to `most`; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_text(value: str) -> bool:

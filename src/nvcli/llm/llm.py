@@ -27,7 +27,7 @@ from nvcli.core.config import RunConfig, flag_keys
 from nvcli.core.config_types import Order, ParallelSize
 from nvcli.core.sampling_params import MAX_INT
 from nvcli.core.task_config import Normalization, ScoreConfig, Task
-from nvcli.core.validation import InvalidValue, convert, show
+from nvcli.core.validation import InvalidValue, convert, is_integer, show
 from nvcli.core.weight_changes import LoadWeights, Sleep, Wake
 from nvcli.errors import ClosedError, ConfigError, LoadError
 from nvcli.job.job import JobResult
@@ -441,7 +441,7 @@ def _collect(session: Session) -> None:
 
 
 def _check_seed(seed: int | None) -> None:
-    if seed is not None and not (isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= MAX_INT):
+    if seed is not None and not is_integer(seed, 0, MAX_INT):
         raise ConfigError(f"seed={show(seed)}: allowed: an integer from 0 to {MAX_INT}")
 
 

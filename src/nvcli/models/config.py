@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nvcli.core.config_types import KeptWeights
-from nvcli.core.validation import show
+from nvcli.core.validation import is_integer, show
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
 from nvcli.models.config_overrides import NO_OVERRIDES, check_overrides, with_overrides
@@ -362,7 +362,7 @@ def _eos_token_ids(*files: JsonFile) -> tuple[int, ...]:
     for file in files:
         value = file.values.get("eos_token_id")
         for token in value if isinstance(value, list) else [] if value is None else [value]:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_INT:
+            if not is_integer(token, 0, MAX_INT):
                 raise file.error("eos_token_id", f"{show(value)} is not a token id or a list of them")
             ids[token] = None
         if len(ids) > MAX_EOS_IDS:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ray.data
 
 from nvcli.core.config import RunConfig, flag_keys
-from nvcli.core.validation import show
+from nvcli.core.validation import is_integer, show
 from nvcli.errors import ConfigError
 from nvcli.llm.keywords import read_config
 from nvcli.ray.replica import Replica
@@ -91,6 +91,6 @@ def _pool(concurrency: int | tuple[int, int]) -> ray.data.ActorPoolStrategy:
 
 
 def _at_least_one(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_integer(value, 1):
         raise ConfigError(f"{name}={show(value)}: allowed: an integer of at least 1")
     return value

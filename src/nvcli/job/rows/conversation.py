@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from nvcli.core.validation import InvalidValue, Path, convert, join_path, show, suggest
+from nvcli.core.validation import InvalidValue, Path, convert, is_integer, join_path, show, suggest
 from nvcli.errors import RowError
 from nvcli.job.job import CallRule
 from nvcli.job.rows.pdf_part import PDF, pdf_pages
@@ -143,7 +143,7 @@ def _read_image(part: dict[str, Any], name: str) -> dict[str, Any]:
         )
     limits = {key: part[key] for key in ("min_pixels", "max_pixels") if part.get(key) is not None}
     for key, pixels in limits.items():
-        if not isinstance(pixels, int) or isinstance(pixels, bool) or pixels < 1:
+        if not is_integer(pixels, 1):
             raise InvalidValue((), f"`{name}.{key}` is {show(pixels)}; allowed: a number of pixels")
     if detail is None:
         return {"type": IMAGE, IMAGE: value, **limits}

@@ -12,7 +12,7 @@ import msgspec
 
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.core.sampling_params import MAX_INT, SamplingParams
-from nvcli.core.validation import InvalidValue, convert, show
+from nvcli.core.validation import InvalidValue, convert, is_integer, show
 from nvcli.errors import RowError
 from nvcli.job.job import Job, JobId, PromptTask, RowContext
 from nvcli.job.rows.conversation import check_messages, conversation_options, image_parts, with_images
@@ -96,9 +96,7 @@ class RowDefaults:
 
 def native_id(value: Any, key: str) -> JobId | None:
     """Return the id in a row's `key`; None if there is none."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and -MAX_INT - 1 <= value <= MAX_INT:
+    if value is None or isinstance(value, str) or is_integer(value, -MAX_INT - 1, MAX_INT):
         return value
     raise RowError("invalid_id", f"`{key}` is {show(value)}; allowed: text or an integer of 64 bits")
 

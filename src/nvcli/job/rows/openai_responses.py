@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from nvcli.core.validation import show
+from nvcli.core.validation import is_integer, show
 from nvcli.errors import RowError
 from nvcli.job.job import Choice, JobResult
 from nvcli.job.rows.openai_structured import unsupported_key, unsupported_value
@@ -46,7 +46,7 @@ def chat_body(given: Mapping[str, Any]) -> dict[str, Any]:
     body["messages"] = _messages(given)
     if "max_output_tokens" in given:
         most = given["max_output_tokens"]
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        if not is_integer(most, 1):
             raise RowError("invalid_sampling", f"`body.max_output_tokens` is {show(most)}; allowed: an integer from 1")
         body["max_tokens"] = most
     body |= _text_options(given.get("text", {})) | _reasoning(given.get("reasoning", {}))

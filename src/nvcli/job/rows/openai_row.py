@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nvcli.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from nvcli.core.validation import Path, convert, show
+from nvcli.core.validation import Path, convert, is_integer, show
 from nvcli.errors import RowError
 from nvcli.job.job import Job, Prompt, RowContext, RowForm, prompt_fields
 from nvcli.job.rows.conversation import (
@@ -198,7 +198,7 @@ def _chat_parameters(given: dict[str, Any]) -> dict[str, Any]:
     if count is not None:
         if not wanted:
             raise RowError("invalid_sampling", "`body.top_logprobs` is given without `body.logprobs`: true")
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_LOGPROBS:
+        if not is_integer(count, 0, MAX_LOGPROBS):
             raise RowError(
                 "invalid_sampling",
                 f"`body.top_logprobs` is {show(count)}; allowed: an integer from 0 to {MAX_LOGPROBS}",

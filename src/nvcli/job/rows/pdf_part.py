@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES
-from nvcli.core.validation import InvalidValue, show
+from nvcli.core.validation import InvalidValue, is_integer, show
 from nvcli.errors import RowError
 
 PDF = "pdf"
@@ -32,7 +32,7 @@ def pdf_pages(part: dict[str, Any], name: str) -> tuple[str, list[dict[str, Any]
     if not isinstance(file, str) or not file:
         raise InvalidValue((), f"`{name}` is {show(part)}; allowed: {_FORM}")
     dpi = part.get(DPI, DEFAULT_DPI)
-    if not isinstance(dpi, int) or isinstance(dpi, bool) or not 1 <= dpi <= _MOST_DPI:
+    if not is_integer(dpi, 1, _MOST_DPI):
         raise InvalidValue((), f"`{name}.{DPI}` is {show(dpi)}; allowed: 1 to {_MOST_DPI}")
     return file, [{**page, DPI: dpi} for page in _pages(part.get("pages"), f"{name}.pages")]
 

@@ -10,7 +10,7 @@ import msgspec
 
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.task_config import EmbeddingEncoding, ScoreConfig
-from nvcli.core.validation import convert, show
+from nvcli.core.validation import convert, is_integer, show
 from nvcli.errors import RowError
 from nvcli.job.job import EmbedTask, Job, PromptTask, RowContext, RowForm, ScoreTask
 from nvcli.job.rows.openai_row import check_request, job_of, prompts_of
@@ -140,7 +140,7 @@ def _answer(value: Any, key: str, choices: tuple[str, ...]) -> int | None:
         number = string.ascii_uppercase.index(found)
     elif isinstance(found, str) and found.isascii() and found.isdigit() and len(found) < 10:
         number = int(found)
-    elif isinstance(found, int) and not isinstance(found, bool):
+    elif is_integer(found):
         number = found
     if number is None or not 0 <= number < len(choices):
         raise RowError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nvcli.core.validation import show
+from nvcli.core.validation import is_integer, show
 from nvcli.models.json_file import MAX_INT, JsonFile
 from nvcli.models.other_checkpoints import ADAPTER_CONFIG
 from nvcli.models.patterns import BadPattern, compile_pattern
@@ -212,7 +212,7 @@ def _numbers(
 
 
 def _rank(file: JsonFile, value: Any, key: str) -> float:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:
+    if not is_integer(value, 1, MAX_RANK):
         raise file.error(key, f"{show(value)} is not a rank; allowed: from 1 to {MAX_RANK:,}")
     return value
 

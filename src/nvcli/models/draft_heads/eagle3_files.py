@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvcli.core.system.regular_file import open_regular
-from nvcli.core.validation import list_some, show
+from nvcli.core.validation import is_integer, list_some, show
 from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_tensors
 from nvcli.models.config import CONFIG_FILE, ModelConfig
@@ -174,7 +174,7 @@ def _aux_layers(file: ModelFile, own: ModelFile, target: ModelConfig) -> tuple[i
             raise file.error(_IDS, f"missing, and a model of {count} layers is too small for the usual ones")
         return usual
     found: Any = source.values[_IDS]
-    are_numbers = isinstance(found, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in found)
+    are_numbers = isinstance(found, list) and all(map(is_integer, found))
     if not are_numbers or not 0 < len(found) <= MAX_LAYERS:
         raise source.error(_IDS, f"{show(found)} is not a list of numbers of layers")
     shift = 0 if source is file else 1
