@@ -16,6 +16,7 @@ from nvcli.core.config import JobConfig, RunConfig
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError, InputChanged
 from nvcli.job.files import check_inputs, choose_output, expand_inputs
+from nvcli.job.images.image_parts import images_of_row
 from nvcli.job.images.pdf_files import count_pages_of_inputs
 from nvcli.job.input.known_input import know_inputs
 from nvcli.job.input.reader import RowReader
@@ -135,12 +136,11 @@ def test_a_file_that_changes_during_the_run_ends_it(
     assert [row.images is not None for row in prepared if isinstance(row, PreparedRow)] == [True] * 3
     ((*_, page),) = job.make_reader().batches()
     assert isinstance(page, Job)
-    assert page.messages is not None
-    ((drawn,),) = images.read([page.messages])  # type: ignore[misc]
+    ((drawn,),) = images.read([images_of_row(page)])  # type: ignore[misc]
     del drawn  # what a row holds is not drawn again
     os.utime("a.pdf", ns=(1, 1))
     with pytest.raises(InputChanged, match=r"a\.pdf was changed during the run: another program wrote to it"):
-        images.read([page.messages])
+        images.read([images_of_row(page)])
     images.close()
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nvcli.errors import first_line
+
 HUB_TIMEOUT = 5.0
 """Seconds without an answer after which the hub counts as unreachable."""
 
@@ -84,8 +86,7 @@ def hub_problem(error: Exception, name: str, kind: Literal["model", "adapter", "
             f"cannot be stored in the Hugging Face cache: {error.strerror}{place}; set HF_HUB_CACHE to a folder that "
             "can be written to"
         )
-    first_line = (str(error).splitlines() or [""])[0]
     return (
         "no such folder, not in the local Hugging Face cache, and the hub cannot be reached "
-        f"({type(error).__name__}: {first_line}); give a local folder, or connect to the network"
+        f"({first_line(error)}); give a local folder, or connect to the network"
     )

@@ -9,20 +9,17 @@ from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.conversation import IMAGE
 
 
-def images_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the parts of messages that are images, in order."""
+def images_of_row(row: Job | JobResult) -> list[dict[str, Any]]:
+    """Return the parts of a row's messages that are images, in order; of a row with an error none."""
+    if not isinstance(row, Job) or row.messages is None:
+        return []
     return [
         part
-        for message in messages
+        for message in row.messages
         if isinstance(content := message.get("content"), list)
         for part in content
         if part.get("type") == IMAGE
     ]
-
-
-def images_of_row(row: Job | JobResult) -> list[dict[str, Any]]:
-    """Return the parts of a row that are images; of a row with an error none."""
-    return images_of(row.messages) if isinstance(row, Job) and row.messages is not None else []
 
 
 def without_images(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from nvcli.core.validation import shorten, show
 from nvcli.errors import CapacityError, RowError
 from nvcli.job.images.all_pages import with_all_pages
 from nvcli.job.images.image_fetch import refused
-from nvcli.job.images.image_parts import images_of, images_of_row
+from nvcli.job.images.image_parts import images_of_row
 from nvcli.job.images.image_process import PageCount, Question
 from nvcli.job.images.image_processes import AHEAD, ImageProcesses
 from nvcli.job.images.image_source import ImageFolders
@@ -114,12 +114,11 @@ class RowImages:
         for image in images:
             self._begun.pop(id(image), None)
 
-    def read(self, conversations: Sequence[Sequence[dict[str, Any]]]) -> list[list[Pixels] | RowError]:
-        """Prepare the images of conversations; the first one that cannot be read is its conversation's error.
+    def read(self, rows: Sequence[Sequence[dict[str, Any]]]) -> list[list[Pixels] | RowError]:
+        """Prepare the images of rows (`images_of_row`); the first one that cannot be read is its row's error.
 
         Raises WorkerError if no process can be started, and CapacityError if there is no memory for pixels.
         """
-        rows = [images_of(messages) for messages in conversations]
         for images in rows:
             self._begin(images)
         found: list[list[Pixels] | RowError] = []

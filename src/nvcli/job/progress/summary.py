@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from nvcli.engine.request import SpeculationFigures
 from nvcli.job.output.manifest import Finished
 from nvcli.job.progress.display import Verbosity, format_seconds
 from nvcli.job.run.counts import Counts, Example
+from nvcli.job.run.prompt_results import perplexity
 from nvcli.job.run.settings import DEFAULT, Setting, is_worth_showing, sampling_name
 
 _SHOWN_SECONDS = 0.05
@@ -137,15 +138,14 @@ def _score_lines(counts: Counts) -> Iterator[str]:
         share = scores.rows_correct / scores.rows_with_answer
         yield f"  accuracy  {share:.2%}: {scores.rows_correct:,} of {_rows(scores.rows_with_answer)} with an answer"
     if scores.prompts:
-        perplexity = math.exp(min(-scores.prompt_logprob / scores.prompt_tokens, 700.0))
         tokens = f"{counted(scores.prompt_tokens, 'token')} of {_rows(scores.prompts)}"
-        yield f"  text      perplexity {perplexity:,.4g} over {tokens}"
+        yield f"  text      perplexity {perplexity(scores.prompt_logprob, scores.prompt_tokens):,.4g} over {tokens}"
 
 
 def _error_lines(summary: Summary) -> Iterator[str]:
     examples = summary.counts.outcomes.error_examples
     head = "failed"
-    for kind, count in sorted(summary.errors.items(), key=lambda item: -item[1]):
+    for kind, count in Counter(summary.errors).most_common():
         line = f"  {head:<9} {kind} {count:,}"
         if kind in examples:
             example = examples[kind][0]
@@ -155,7 +155,7 @@ def _error_lines(summary: Summary) -> Iterator[str]:
 
 
 def _by_type(summary: Summary) -> str:
-    return ", ".join(f"{kind} {count:,}" for kind, count in sorted(summary.errors.items(), key=lambda item: -item[1]))
+    return ", ".join(f"{kind} {count:,}" for kind, count in Counter(summary.errors).most_common())
 
 
 def _id(example: Example) -> str:

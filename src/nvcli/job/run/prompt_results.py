@@ -35,7 +35,6 @@ _NOT_FINITE = (
 
 def task_requests(prepared: PreparedRow, task: PreparedTask, first_id: int) -> list[Request]:
     """Return a request for each text to score, or the one of a row to embed."""
-
     wanted: list[tuple[bytes, PromptScoring | Pooling]] = []
     if isinstance(task.task, EmbedTask):
         wanted.append((prepared.prompt_ids, Pooling(position=task.task.position)))
@@ -149,7 +148,7 @@ def _scores(
                 num_tokens=len(logprobs),
                 num_bytes=text.num_bytes,
                 score=total / divisor if divisor else None,
-                perplexity=_perplexity(total, len(logprobs)),
+                perplexity=perplexity(total, len(logprobs)),
                 is_greedy=b"".join(part.best_ids for part in parts) == text.ids,
                 **details,
             )
@@ -158,7 +157,7 @@ def _scores(
     return ScoreAnswer(choices=choices, best=best, correct=None if task.answer is None else best == task.answer)
 
 
-def _perplexity(logprob: float, num_tokens: int) -> float:
+def perplexity(logprob: float, num_tokens: int) -> float:
     """Return exp(-logprob / num_tokens), at most the largest float."""
     return math.exp(min(-logprob / num_tokens, 700.0))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nvcli.job.compression import compression_of
 from nvcli.job.file_formats import input_format, is_pdf
-from nvcli.job.images.image_parts import images_of
+from nvcli.job.images.image_parts import images_of_row
 from nvcli.job.input.pdf_source import PdfFile
 from nvcli.job.input.reader import RowReader, first_rows
 from nvcli.job.job import Job, JobResult
@@ -73,7 +73,7 @@ def _have_images(inputs: Sequence[str], first_rows: Iterable[Job | JobResult]) -
     """
     if any(map(is_pdf, inputs)):
         return True
-    if any(isinstance(row, Job) and row.messages is not None and images_of(row.messages) for row in first_rows):
+    if any(map(images_of_row, first_rows)):
         return True
     left = _MAX_BYTES
     for name in inputs:

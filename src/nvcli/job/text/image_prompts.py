@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nvcli.core.messages import pack
 from nvcli.errors import RowError
-from nvcli.job.images.image_parts import images_of
+from nvcli.job.images.image_parts import images_of_row
 from nvcli.job.images.pixel_memory import Pixels
 from nvcli.job.images.row_images import PromptImages, RowImages
 from nvcli.job.job import Job, JobResult
@@ -26,8 +26,7 @@ def read_images(
 ) -> dict[int, list[Pixels]]:
     """Return the pixels of the rows that have images. Rows whose images cannot be read get an error in `prompts`,
     and are taken out of `conversations`; with `images` None that is all of them, and `why_none` says why."""
-    messages = {at: row.messages for at in conversations if isinstance(row := rows[at], Job) and row.messages}
-    having = {at: each for at, each in messages.items() if images_of(each)}
+    having = {at: parts for at in conversations if (parts := images_of_row(rows[at]))}
     if not having:
         return {}
     found: Sequence[list[Pixels] | RowError]

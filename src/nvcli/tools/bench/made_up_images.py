@@ -97,7 +97,7 @@ def _key(seed: int, row: int, number: int) -> bytes:
 
 
 def _prepared(reader: RowImages, photos: Sequence[str], size: tuple[int, int]) -> list[Pixels]:
-    found = reader.read([[{"role": "user", "content": [{"type": IMAGE, IMAGE: photo}]}] for photo in photos])
+    found = reader.read([[{"type": IMAGE, IMAGE: photo}] for photo in photos])
     prepared = [pixels for each in found if isinstance(each, list) for pixels in each]
     problem = next((each for each in found if not isinstance(each, list)), None)
     if problem is not None:

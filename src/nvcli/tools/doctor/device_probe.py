@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from nvcli.core.system.versions import driver_cuda
+from nvcli.errors import first_line
 
 
 class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +94,7 @@ def _probe_gpu(index: int) -> GpuReport:
         if result != 64.0**3:
             failure = f"a matrix product of ones gave {result:g} and not {64.0**3:g}"
     except Exception as error:  # torch raises many classes of errors for a device
-        failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        failure = first_line(error)
     return GpuReport(
         index=index,
         name=properties.name,
