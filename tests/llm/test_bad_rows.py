@@ -139,6 +139,7 @@ KINDS: dict[str, tuple[Any, str]] = {
     "JSON as the sampling": ({"prompt": "x", "sampling": msgspec.Raw(b"[" * 999)}, "expected an object with keys"),
     "a set": (sampling(stop={"x"}), "`sampling.stop` is an object of the type `set`"),
     "an object as the row": (object(), "expected a dict"),
+    "a number as the row": (np.int64(5), "; token ids are a row together: [[1, 2, 3]]"),
     "an object that raises, as the row": (Rude(), "the row cannot be read: LookupError: no"),
     "an object that raises, as the prompt": ({"prompt": Rude()}, "`prompt` cannot be read: LookupError: no"),
     "an object that raises, in a variable": (variables(a=Rude()), "`chat_template_kwargs` cannot be read: LookupError"),

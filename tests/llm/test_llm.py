@@ -201,7 +201,7 @@ def test_sampling_and_seeds(make_llm: MakeLLM) -> None:
     (second,) = llm.generate(
         [{"prompt": "hello", "sampling": {"max_tokens": 2}}], sampling={"max_tokens": 4, "top_k": 9}
     )
-    (third,) = llm.generate(["hello"], seed=6)
+    (third,) = llm.generate(["hello"], seed=np.int64(6))  # type: ignore[arg-type]
     assert [answer.text for answer in (first, second, third)] == ["oll", "ol", "oll"]
     requests = make_llm.engines[0].received
     assert [(request.seed, request.row) for request in requests] == [(5, 0), (5, 0), (6, 0)]
@@ -300,9 +300,13 @@ def test_wrong_arguments(make_llm: MakeLLM) -> None:
         ({"rows": b"x"}, "give an iterable"),
         ({"rows": [], "order": "random"}, 'order="random": allowed: input or completion'),
         ({"rows": [], "seed": -1}, "seed=-1: allowed"),
+        ({"rows": [], "seed": np.float32(1.5)}, "seed=.*1.5.*: allowed"),
     ]:
         with pytest.raises(ConfigError, match=message):
             llm.generate(**arguments)  # type: ignore[arg-type]
+    for kept, message in ((llm, "an LLM cannot be pickled"), (llm.generate([]), r"list\(answers\) waits")):
+        with pytest.raises(TypeError, match=message):
+            pickle.dumps(kept)
 
 
 def test_an_interrupt_leaves_the_llm_usable(make_llm: MakeLLM) -> None:

@@ -39,7 +39,7 @@ from nvcli.llm.answer import Answer, make_answer
 from nvcli.llm.call import Call
 from nvcli.llm.call_defaults import Lora
 from nvcli.llm.keywords import METHODS, read_config, says_what_to_use
-from nvcli.llm.rows import Row, as_conversation, check_rows
+from nvcli.llm.rows import Row, as_conversation, check_rows, plain_setting
 from nvcli.llm.sampling import read_samplings
 from nvcli.llm.session import Session
 
@@ -253,20 +253,20 @@ class LLM:
         If the row asks for several answers (`n`), the text is that of the first; with `best_of` it is that of the best,
         in one piece. The other arguments and the errors are those of `generate`.
         """
-        _check_seed(seed)
         self._check_task("generate")
         own = read_samplings(sampling_params, sampling)
-        call = self._session.open_call([row], order="input", sampling=own, lora=lora, seed=seed, streams=True)
+        call = self._session.open_call(
+            [row], order="input", sampling=own, lora=lora, seed=_read_seed(seed), streams=True
+        )
         return AnswerStream(self, call)
 
     def _generate(
         self, rows: Any, sampling_params: object, sampling: object, seed: int | None, **options: Any
     ) -> Answers:
         """Answer rows. `options` are those of `_answer`."""
-        _check_seed(seed)
         self._check_task("generate")
         own = read_samplings(sampling_params, sampling)
-        return self._answer(rows, sampling=own, seed=seed, **options)
+        return self._answer(rows, sampling=own, seed=_read_seed(seed), **options)
 
     def _check_task(self, task: Task) -> None:
         """Raise ConfigError unless the engines do what a method needs."""
@@ -342,6 +342,9 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self.config.model!r})"
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM cannot be pickled or copied, as its engines belong to its process; make one in each")
+
 
 class _Results:
     """A call as its consumer sees it. It keeps the LLM alive, and ends the call when it is closed or collected."""
@@ -371,6 +374,9 @@ class _Results:
     def __del__(self) -> None:
         if hasattr(self, "_call"):
             self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("answers that are still to come cannot be pickled or copied; list(answers) waits for them")
 
 
 class Answers(_Results):
@@ -440,9 +446,12 @@ def _collect(session: Session) -> None:
     atexit.unregister(session.close)
 
 
-def _check_seed(seed: int | None) -> None:
-    if seed is not None and not is_integer(seed, 0, MAX_INT):
+def _read_seed(seed: object) -> int | None:
+    """Return a seed, which may be an integer of numpy. Raises ConfigError."""
+    value = plain_setting("seed", seed)
+    if value is not None and not is_integer(value, 0, MAX_INT):
         raise ConfigError(f"seed={show(seed)}: allowed: an integer from 0 to {MAX_INT}")
+    return value
 
 
 def _is_conversation(messages: object) -> bool:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nvcli.core.validation import show
+from nvcli.core.validation import is_integer, show
 from nvcli.errors import ConfigError, RowError, first_line, unexpected
 from nvcli.job.job import Caller, Job, JobResult
 from nvcli.job.rows.native_row import RowDefaults, RowKeys
@@ -39,8 +39,10 @@ def as_row(row: Row, keys: RowKeys) -> dict[str, Any] | str:
     items = row.tolist() if hasattr(row, "tolist") else row  # numpy arrays and the like
     if isinstance(items, Sequence) and not isinstance(items, bytes | bytearray):
         return {keys.messages if all(isinstance(item, Mapping) for item in items) else keys.prompt_token_ids: items}
+    way_out = "; token ids are a row together: [[1, 2, 3]]" if is_integer(items) else ""
     raise RowError(
-        "not_an_object", f"expected a dict such as {{'prompt': …}}, a text, messages or token ids, got {show(row)}"
+        "not_an_object",
+        f"expected a dict such as {{'prompt': …}}, a text, messages or token ids, got {show(row)}{way_out}",
     )
 
 
