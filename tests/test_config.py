@@ -57,6 +57,10 @@ ERRORS_IN_FILES = [
         "model: m\nlora: {adapters: {a: b}, most: 2}",
         r"run.yaml:2: unknown key `lora.most`; known: adapters, max_loaded, mode",
     ),
+    (
+        "model: m\nsampling.top_k: 1",
+        r"run.yaml:2: unknown key `sampling.top_k`; `top_k` is a key of the mapping `sampling`: `sampling: {top_k: …}`",
+    ),
     ("dtype: fp16", r'run.yaml:1: `dtype` is "fp16"; allowed: auto, bfloat16, float16, float32'),
     ("quantization: fp4", r'run.yaml:1: `quantization` is "fp4"; allowed: auto, fp8, none'),
     ("model: m\nsampling: {bad_words: ['']}", r"`sampling.bad_words\[0\]` is \"\"; allowed: text that is not empty"),

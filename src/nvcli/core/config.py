@@ -281,6 +281,9 @@ def _in_its_section(error: InvalidValue) -> str | None:
     if not error.unknown_key or len(error.path) != 1:
         return None
     key = str(error.path[0])
+    if key in all_keys():  # with a dot, as `--set` takes it
+        outer, _, name = key.partition(".")
+        return f"unknown key `{key}`; `{name}` is a key of the mapping `{outer}`: `{outer}: {{{name}: …}}`"
     own = next((path for path in own_keys().get(key, ()) if path.partition(".")[0] in SECTIONS), None)
     if own is None:
         section = next((name for name, kind in SECTIONS.items() if key in kind.__struct_fields__), None)

@@ -109,11 +109,13 @@ class ConfigSource:
             self._put((key,), value, origin, flag=key)
 
     def origin(self, path: KeyPath) -> str:
-        """Return the file and line, or the flag with its value, that set a value or the section around it.
+        """Return the file and line, or the flag with its value, that set a value, a part of it or its section.
 
         Empty for a default.
         """
-        return self._origins.get(self._set_path(path), "")  # () is the whole file, if there is one
+        around = self._set_path(path)
+        parts = [] if around == path else [key for key in self._origins if key[: len(path)] == path]
+        return self._origins.get(parts[-1] if parts else around, "")  # () is the whole file, if there is one
 
     def setter(self, path: KeyPath) -> str | None:
         """Return the file and line, or the flag without its value, that set a key; None for a default."""
