@@ -29,6 +29,7 @@ PARAMETERS = 8_190_735_360
         ("float32", "cpu", 1, 4 * PARAMETERS + 1, None),
         ("float32", "cpu", 1, 4 * PARAMETERS, "weights take 30.51 GiB in float32, but 30.51 GiB of RAM are free"),
         ("float32", "cpu", 2, 6 * PARAMETERS, "--dtype bfloat16, which halves it, fewer copies than --dp 2"),
+        ("bfloat16", "cpu", 2, 4 * PARAMETERS + 1, "weights and processes of 2 copies take 30.64 GiB"),
         ("bfloat16", "cpu", 1, 2 * PARAMETERS, "use a smaller model, more RAM, or a GPU"),
         ("bfloat16", "cuda", 1, 1, None),
     ],

@@ -9,6 +9,9 @@ from nvcli.models.config import ModelConfig
 from nvcli.sizing.adapters import adapter_memory
 from nvcli.sizing.weights import weight_bytes
 
+_COPY_BYTES = 128 << 20
+"""The least that a copy's processes take beside the weights, once torch is imported."""
+
 
 def ram_of_weights(config: EngineConfig, model: ModelConfig, *, num_replicas: int) -> int:
     """Return the bytes of all replicas' weights and of the LoRA adapters beside them, on a CPU."""
@@ -28,13 +31,13 @@ def ways_to_less_ram(config: EngineConfig, *, num_replicas: int) -> str:
 
 
 def check_ram(config: EngineConfig, model: ModelConfig, *, num_replicas: int, available: int) -> None:
-    """Raise CapacityError if the weights of a run on a CPU do not fit the `available` bytes of RAM.
+    """Raise CapacityError if the weights of a run on a CPU, or so many copies, do not fit the `available` bytes of RAM.
 
     They must leave something for activations and the KV cache, so using up everything is too much already.
     """
-    needed = ram_of_weights(config, model, num_replicas=num_replicas)
+    needed = ram_of_weights(config, model, num_replicas=num_replicas) + (num_replicas - 1) * _COPY_BYTES
     if config.device == "cpu" and needed >= available:
-        copies = f" of {num_replicas} copies" if num_replicas > 1 else ""
+        copies = f" and processes of {num_replicas} copies" if num_replicas > 1 else ""
         raise CapacityError(
             f"the weights{copies} take {format_bytes(needed)} in {config.weights_type}, but {format_bytes(available)} "
             f"of RAM are free. To make it fit: {ways_to_less_ram(config, num_replicas=num_replicas)}"
