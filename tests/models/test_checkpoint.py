@@ -119,6 +119,15 @@ def test_gguf_files_and_folders_say_what_they_are(tmp_path: Path, name: str) -> 
         resolve_model(str(tmp_path))
 
 
+def test_a_folder_of_checkpoints_names_them(tmp_path: Path) -> None:
+    for name in ("checkpoint-100", "checkpoint-200", "logs"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-100", "checkpoint-200"):
+        (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(LoadError, match=r"no model, but a folder with checkpoint-100, checkpoint-200; name one: "):
+        resolve_model(str(tmp_path))
+
+
 def test_an_adapter_is_named_with_its_base_model_and_how_to_give_both(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
     (tmp_path / "adapter_model.safetensors").write_text("")

@@ -16,6 +16,7 @@ from model_facts import rope_of
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.checkpoint import INDEX_FILE, check_weight_files, read_tensors, weight_files
 from nvcli.models.config import load_model_config
+from nvcli.models.json_file import read_json
 from nvcli.models.safetensors_header import read_header
 
 DEEP = '{"a":' * 100_000
@@ -195,6 +196,14 @@ def test_a_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
         stream.write(struct.pack("<Q", 3 << 30))
         stream.truncate(4 << 30)  # takes no room on the disk
     assert_refused(lambda: read_header(file), "a header of 3,221,225,472 bytes, more than the 100,000,000")
+
+
+def test_what_git_leaves_in_place_of_large_files_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:5f\nsize 135\n")
+    for read in (read_json, read_header):
+        with pytest.raises(LoadError, match=r"model.safetensors: git left a reference in place of this file; run `git"):
+            read(file)
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ _LEAST, _MOST = 1e-30, 1e30
 MAX_INT = (1 << 31) - 1
 """The largest count, size or token id, as they are sent in 32 bits."""
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+GIT_LFS = b"version https://git-lfs"
+"""The beginning of the text that git leaves in place of a large file."""
+GET_LFS = "git left a reference in place of this file; run `git lfs pull` in its folder, or download it"
 _MOST_BYTES = 100_000_000
 """The largest JSON file of a checkpoint that is read; the largest known index is about a hundredth of this."""
 
@@ -38,7 +41,8 @@ def read_json(path: Path) -> Any:
     except RecursionError:
         raise LoadError(f"{path}: nested too deeply to be read; download the file again") from None
     except ValueError as error:  # bad JSON or bad UTF-8
-        raise LoadError(f"{path}: not valid JSON ({error}); download the file again") from None
+        problem = GET_LFS if text.startswith(GIT_LFS) else f"not valid JSON ({error}); download the file again"
+        raise LoadError(f"{path}: {problem}") from None
 
 
 class JsonFile:

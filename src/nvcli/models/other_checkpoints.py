@@ -1,11 +1,11 @@
-"""Errors for LoRA adapters and GGUF files that are given as models: they say what was given and what to do."""
+"""Errors for LoRA adapters, GGUF files and folders of models that are given as models: what was given, what to do."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from nvcli.core.validation import show
+from nvcli.core.validation import list_some, show
 from nvcli.errors import LoadError
 from nvcli.models.json_file import JsonFile
 
@@ -17,7 +17,7 @@ _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 
 
 def check_kind(folder: Path, name: str) -> None:
-    """Raise LoadError if the folder of the model `name` holds only an adapter, or only weights for llama.cpp."""
+    """Raise LoadError if the folder of the model `name` holds only an adapter, weights for llama.cpp, or models."""
     has_weights = any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors"))
     if has_weights:
         return
@@ -25,6 +25,9 @@ def check_kind(folder: Path, name: str) -> None:
         raise LoadError(_adapter(folder, name))
     if any(folder.glob(f"*{_GGUF}")):
         raise gguf_error(name)
+    models = sorted(file.parent.name for file in folder.glob("*/config.json"))  # such as a trainer's checkpoints
+    if models and not (folder / "config.json").exists():
+        raise LoadError(f"{name}: no model, but a folder with {list_some(models, 3)}; name one: {name}/{models[-1]}")
 
 
 def check_repository(name: str, files: list[str]) -> None:

@@ -15,6 +15,7 @@ from msgspec import Meta
 from nvcli.core.system.regular_file import open_regular
 from nvcli.core.validation import show
 from nvcli.errors import LoadError
+from nvcli.models.json_file import GET_LFS, GIT_LFS
 from nvcli.models.tensor_info import StoredTensor, TensorInfo
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,7 +41,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             start = stream.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or length > size - 8:
-                raise LoadError(f"{file}: truncated or not a safetensors file ({size:,} bytes); download it again")
+                is_lfs = (start + stream.read(len(GIT_LFS))).startswith(GIT_LFS)
+                problem = f"truncated or not a safetensors file ({size:,} bytes); download it again"
+                raise LoadError(f"{file}: {GET_LFS if is_lfs else problem}")
             if length > _MOST_HEADER_BYTES:
                 raise LoadError(
                     f"{file}: corrupt: a header of {length:,} bytes, more than the {_MOST_HEADER_BYTES:,} that "

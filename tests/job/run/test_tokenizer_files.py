@@ -17,6 +17,7 @@ import pytest
 from fake_command import ENVIRON
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError, RowError
+from nvcli.job.text import tokenizer
 from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files
 from warm_process import run_warm
 
@@ -115,6 +116,19 @@ def test_the_file_at_fault_is_named(folder: Path, file: str, text: str, message:
     assert str(caught.value).startswith(f"{folder / file}: ")
     assert message in str(caught.value)
     assert "again" in str(caught.value) or "belongs" in str(caught.value), "a way out"
+
+
+def test_a_tokenizer_that_needs_a_package_or_code_says_which(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / TOKENIZER).unlink()
+    (folder / CONFIG).write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (folder / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
+    monkeypatch.setattr(tokenizer, "find_spec", lambda name: None)
+    with pytest.raises(LoadError, match=r"tokenizer.model: cannot be read without sentencepiece; pip install"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer.model").rename(folder / "tiktoken.model")
+    (folder / CONFIG).write_text('{"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", null]}}')
+    with pytest.raises(LoadError, match=r"which nvcli never runs; copy a tokenizer.json"):
+        check_tokenizer_files(folder)
 
 
 @pytest.mark.parametrize("token_id", [4_000_000_000, 2**70])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,7 @@ _VOCABULARIES = (
 """A folder with none of these files has no tokenizer."""
 _READ = (*_VOCABULARIES, "*.json", "*.jinja", "*.model", "*.spm", "merges.txt")
 """Files that libraries may open to load a tokenizer."""
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _MOST_BYTES = {".jinja": MAX_TEMPLATE_BYTES, "": 250_000_000}
 """Maximum size of a file by suffix (`""`: any other), because they are read whole."""
@@ -213,11 +215,13 @@ _PLAIN_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenize
 def check_tokenizer_files(model_path: Path) -> None:
     """Raise LoadError if there is no tokenizer, or one of its files is too large or not a regular file.
 
-    Nothing is opened. Without a tokenizer, transformers would make an empty one for some families.
+    No vocabulary is opened. Without one, transformers would make an empty tokenizer for some families.
     """
     names = _names(model_path)
     if not any(fnmatch(name, pattern) for name in names for pattern in _VOCABULARIES):
-        raise LoadError(f"{model_path}: no tokenizer (such as tokenizer.json); copy the model's tokenizer files there")
+        raise _needs_code(model_path) or LoadError(
+            f"{model_path}: no tokenizer (such as tokenizer.json); copy the model's tokenizer files there"
+        )
     for name in names:
         file = model_path / name
         try:
@@ -278,15 +282,28 @@ def load_error(model_path: Path, error: BaseException) -> LoadError:
                 raise
             reason = f"cannot load the tokenizer: {_reason(cause)}"
             return LoadError(f"{model_path / _TOKENIZER}: {reason}; download the file again")
-    config = _read_config(model_path)
-    if "auto_map" in config:
+    if (needs_code := _needs_code(model_path)) is not None:
+        return needs_code
+    sentences = next((model_path / name for name in _SENTENCEPIECE if (model_path / name).is_file()), None)
+    if sentences is not None and find_spec("sentencepiece") is None:
         return LoadError(
-            f"{model_path / _CONFIG}: `auto_map` is {show(config['auto_map'])}: the tokenizer is code that comes with "
-            "the checkpoint, which nvcli never runs; copy a tokenizer.json of the model there and take the key out"
+            f"{sentences}: cannot be read without sentencepiece; pip install sentencepiece protobuf, or copy a "
+            "tokenizer.json of the model there"
         )
-    place = model_path / _CONFIG if config else model_path
+    place = model_path / _CONFIG if _read_config(model_path) else model_path
     return LoadError(
         f"{place}: cannot load the tokenizer: {_reason(error)}; download the model's tokenizer files again"
+    )
+
+
+def _needs_code(model_path: Path) -> LoadError | None:
+    """Return the error for a tokenizer that is code of the checkpoint's; None if it is none. Raises LoadError."""
+    config = _read_config(model_path)
+    if "auto_map" not in config:
+        return None
+    return LoadError(
+        f"{model_path / _CONFIG}: `auto_map` is {show(config['auto_map'])}: the tokenizer is code that comes with "
+        "the checkpoint, which nvcli never runs; copy a tokenizer.json of the model there and take the key out"
     )
 
 
