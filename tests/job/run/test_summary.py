@@ -60,7 +60,7 @@ def test_what_a_user_wants_to_know() -> None:
         "995 of 1,000 rows answered in 1m15s (996 by an earlier run) → out.jsonl",
         "  equal     17 rows answered with the answer of an equal row (1,234 tokens not computed)",
         '  stop      2 answers, such as r0: "one two\u241b[31m"',
-        '  length    1 answer cut at `max_tokens`, such as r2: "one two\u241b[31m"',
+        '  length    1 answer cut at `max_tokens` or `max_model_len`, such as r2: "one two\u241b[31m"',
         "  failed    prompt_too_long 4",
         "            invalid_json 1, such as bad: line 10: not valid JSON",
         "  tokens    prompt 12,345 (300 not computed: in the prefix cache, 2%), generated 50,000",

@@ -128,7 +128,7 @@ def _row_lines(counts: Counts) -> Iterator[str]:
     for reason, count in counts.outcomes.finish_reasons.most_common():
         example = counts.outcomes.answer_examples[reason][0]
         answers = counted(count, "answer")
-        why = " cut at `max_tokens`" if reason == "length" else ""
+        why = " cut at `max_tokens` or `max_model_len`" if reason == "length" else ""
         yield f'  {reason:<9} {answers}{why}, such as {_id(example)}: "{one_line(example.text, _EXAMPLE_CHARS)}"'
 
 
