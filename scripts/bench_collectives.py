@@ -22,6 +22,7 @@ import torch.distributed as dist
 from benchmark import Case, Figures, gpu_microseconds, measure_cases
 from nvcli.kernels.norm import add_rms_norm
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
+from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.worker.distributed.peer_memory import open_peer_memory
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
@@ -68,8 +69,8 @@ def measure(memory: PeerMemory, num_rows: int, hidden_size: int, device: torch.d
         dist.all_reduce(x)
         add_rms_norm(x, residual, weight, 1e-6)
 
-    def fused() -> None:
-        memory.add_rms_norm(memory.part(num_rows), residual, weight, 1e-6)
+    def fused(scaling: FP8Scaling | None = None) -> None:
+        memory.add_rms_norm(memory.part(num_rows), residual, weight, 1e-6, scaling)
 
     def exchange() -> None:
         # Keys need a sum between one exchange and the next: its time is taken away again.
@@ -83,6 +84,7 @@ def measure(memory: PeerMemory, num_rows: int, hidden_size: int, device: torch.d
     for name, two_shot_rows in (("one shot", NEVER), ("two shots", 1)):
         memory.two_shot_rows = two_shot_rows
         found[name] = microseconds(fused, device)
+        found[f"{name}, FP8"] = microseconds(partial(fused, "channel"), device)
     found["NCCL keys"] = microseconds(lambda: dist.all_reduce(keys, op=dist.ReduceOp.MAX), device)
     found["keys"] = microseconds(exchange, device) - found["two shots"]
     return found

@@ -214,7 +214,8 @@ def launch_rare(runner: ModelRunner) -> None:
     for num_rows in (rows, 2 * rows):
         residual = torch.empty(num_rows, model.hidden_size, dtype=runner.dtype, device=device)
         memory.sum(residual)
-        memory.add_rms_norm(memory.part(num_rows), residual, residual[0], 1e-6)
+        for scaling in (None, "channel", "block"):
+            memory.add_rms_norm(memory.part(num_rows), residual, residual[0], 1e-6, scaling)
     memory.max(packed)
     launch_adapters(model.hidden_size, runner.dtype, device)
     if fp4_rows.has_kernel(device):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.peer_memory import PeerMemory
+from nvcli.kernels.weight_formats import FP8Scaling
 
 EPS = 1e-6
 NEVER = 1 << 30
@@ -55,7 +56,7 @@ class Drift:
     def count(self, kind: int, wrong: Tensor) -> None:
         self.bad[kind] += wrong.sum()
 
-    def one_pass(self, num_rows: int, num_sums: int, num_keys: int, two_shot: bool) -> None:
+    def one_pass(self, num_rows: int, num_sums: int, num_keys: int, two_shot: bool, scaling: FP8Scaling | None) -> None:
         """A forward pass: its first sum, sums with norms, and tokens chosen."""
         memory, total = self.memory, self.total[:num_rows]
         memory.two_shot_rows = 1 if two_shot else NEVER
@@ -65,12 +66,19 @@ class Drift:
         for _ in range(num_sums):
             part = self.next_part(num_rows)
             expected = expected + total * self.scale
-            out = memory.add_rms_norm(part, residual, self.weight, EPS)
+            out = memory.add_rms_norm(part, residual, self.weight, EPS, scaling)
             self.delay()
             rows = slice(self.rank, None, memory.layout.num_ranks) if two_shot else slice(None)
             self.count(1, residual[rows].float() != expected[rows])
             wanted = rms_norm(expected.to(torch.bfloat16), self.weight, EPS).float()
-            self.count(2, (out.float() - wanted).abs() > 0.01 * wanted.abs() + 0.001)
+            error = 0.01
+            if not isinstance(out, Tensor):
+                groups = out.scales.view(num_rows, -1)
+                out, error = (
+                    (out.codes.float().unflatten(1, (groups.shape[1], -1)) * groups[:, :, None]).flatten(1),
+                    0.07,
+                )
+            self.count(2, (out.float() - wanted).abs() > error * wanted.abs() + error / 10)
         offset = self.scale.long()  # keys of another pass differ
         for _ in range(2 if num_keys else 0):  # a second time without a sum in between
             best = memory.max(self.my_keys[:num_keys] + offset)
@@ -78,9 +86,10 @@ class Drift:
             self.count(3, best != self.largest_keys[:num_keys] + offset)
             offset = offset + 7
 
-    def random_pass(self) -> tuple[int, int, int, bool]:
-        rows = self.common.choice([1, 2, 3, 5, 17, 64, 150, 300, DRIFT_ROWS])
-        return rows, self.common.randrange(1, 5), self.common.choice([0, 1, 7, 40, 300]), self.common.random() < 0.5
+    def random_pass(self) -> tuple[int, int, int, bool, FP8Scaling | None]:
+        choice = self.common.choice
+        rows, num_keys = choice([1, 2, 3, 5, 17, 64, 150, 300, DRIFT_ROWS]), choice([0, 1, 7, 40, 300])
+        return rows, self.common.randrange(1, 5), num_keys, choice([False, True]), choice([None, "channel", "block"])
 
 
 def drift(

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
+from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import add_rms_norm
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
+from nvcli.kernels.triton.elementwise import fp8 as kernels
+from nvcli.kernels.weight_formats import FP8Scaling
 
 pytestmark = MARKS
 
@@ -71,7 +74,9 @@ def test_add_rms_norm_of_the_sum(num_ranks: int, hidden_size: int, dtype: torch.
             outs = []
             for memory, place, there in zip(memories, places, residuals, strict=True):
                 let_pass(memories, blocks)  # also what the rank before this one has set: it is further now
-                outs.append(memory.add_rms_norm(place, there, weight.to(DEVICE), EPS))
+                out = memory.add_rms_norm(place, there, weight.to(DEVICE), EPS)
+                assert isinstance(out, torch.Tensor)
+                outs.append(out)
             residual_32 = residual.float()
             expected = add_rms_norm(torch.stack(parts).float().sum(dim=0), residual_32, weight.float(), EPS)
             residual = residual_32.to(dtype)
@@ -80,6 +85,37 @@ def test_add_rms_norm_of_the_sum(num_ranks: int, hidden_size: int, dtype: torch.
                 assert torch.equal(out, outs[0]), "all ranks get the same bits"
                 rows = slice(rank, None, num_ranks) if two_shot else slice(None)
                 torch.testing.assert_close(there[rows].cpu(), residual[rows], rtol=TOLERANCE[dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", ["channel", "block"])
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_a_quantised_result_is_that_of_two_steps(two_shot: bool, scaling: FP8Scaling) -> None:
+    size, num_rows = 192, 5  # one and a half groups of 128
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(4, num_rows, size, generator=generator).to(dtype)
+    weight = torch.rand(size, generator=generator).to(DEVICE, dtype)
+
+    def sums(scaling: FP8Scaling | None) -> list[Activations]:
+        memories, blocks = make_ranks(4, size, dtype)
+        outs = []
+        for memory, part in zip(memories, parts, strict=True):
+            memory.two_shot_rows = 1 if two_shot else MAX_ROWS + 1
+            memory.part(num_rows).copy_(part)
+            memory.part(num_rows)  # the next one's place; `memory.part` below is the first's again
+        for memory in memories:
+            let_pass(memories, blocks)
+            residual = torch.zeros(num_rows, size, dtype=dtype, device=DEVICE)
+            outs.append(memory.add_rms_norm(memory.part(num_rows), residual, weight, EPS, scaling))
+        return outs
+
+    for plain, quantised in zip(sums(None), sums(scaling), strict=True):
+        assert isinstance(plain, torch.Tensor)
+        assert not isinstance(quantised, torch.Tensor)
+        expected = kernels.quantise(plain, scaling)
+        assert torch.equal(quantised.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(quantised.scales, expected.scales)
+        assert quantised.scaling == scaling
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)

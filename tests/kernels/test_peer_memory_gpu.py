@@ -56,7 +56,9 @@ def compare_sizes(group: TensorParallelGroup) -> list[str]:
             for two_shot_rows in (1, NEVER):
                 memory.two_shot_rows = two_shot_rows
                 ours = residual.clone()
-                out = memory.add_rms_norm(memory.part(num_rows).copy_(mine), ours, weight, EPS).float()
+                out = memory.add_rms_norm(memory.part(num_rows).copy_(mine), ours, weight, EPS)
+                assert isinstance(out, Tensor)
+                out = out.float()
                 rows = slice(group.rank, None, group.size) if two_shot_rows == 1 else slice(None)
                 for name, a, b in (("norm", out, expected), ("residual", ours[rows].float(), expected_residual[rows])):
                     if a.numel() and not torch.allclose(a, b, atol=2e-2, rtol=1.6e-2):
@@ -104,7 +106,9 @@ def replay_and_eager(group: TensorParallelGroup) -> dict[str, Any]:
 
     def step() -> Tensor:
         memory.sum(memory.part(64, first=True).zero_())
-        return memory.add_rms_norm(memory.part(64).copy_(mine), residual, weight, EPS)
+        out = memory.add_rms_norm(memory.part(64).copy_(mine), residual, weight, EPS)
+        assert isinstance(out, Tensor)
+        return out
 
     outs: dict[str, list[Tensor]] = {"one": [], "two": [], "graph one": [], "graph two": []}
     for name, two_shot_rows in (("one", NEVER), ("two", 1)):

@@ -489,5 +489,5 @@ def test_every_layer_is_told_how_products_are_added_up(tmp_path: Path, monkeypat
         assert len(kept) == 4 * config.num_layers
         assert {method.accumulation for method in kept} == {accumulation}
         x = fp8.quantise(torch.ones(2, 16), "channel")
-        fp8._scaled_product(x, torch.ones(16, 16).to(FP8), torch.ones(16), accumulation)
+        fp8._scaled_product(x, torch.ones(16, 16).to(FP8), torch.ones(16), None, accumulation)
     assert asked == [False, True]

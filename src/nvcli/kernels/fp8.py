@@ -193,11 +193,13 @@ def _product(
         return kernels.fp8_linear(x, weight, scales, launch, out)
     if scales.dim() == 2:
         return fp8_block_product.block_product(x, weight, scales)
-    return _scaled_product(x, weight, scales, accumulation)
+    return _scaled_product(x, weight, scales, out, accumulation)
 
 
-def _scaled_product(x: QuantisedRows, weight: Tensor, scales: Tensor, accumulation: FP8Accumulation) -> Tensor:
-    """x Wᵀ by the library's kernel, with a scale for each row of both."""
+def _scaled_product(
+    x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor | None, accumulation: FP8Accumulation
+) -> Tensor:
+    """x Wᵀ by the library's kernel, with a scale for each row of both, in `out` if that is bfloat16."""
     product: Tensor = torch._scaled_mm(  # which rounds to bfloat16 where rows have scales
         x.codes,
         weight.t(),
@@ -205,6 +207,7 @@ def _scaled_product(x: QuantisedRows, weight: Tensor, scales: Tensor, accumulati
         scale_b=scales.unsqueeze(0),
         out_dtype=torch.bfloat16,
         use_fast_accum=accumulation == "fast",
+        **({"out": out} if out is not None and out.dtype == torch.bfloat16 else {}),
     )
     return product.to(x.dtype)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nvcli.kernels.weight_formats import FP8Scaling
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -52,6 +52,13 @@ class QuantisedRows(NamedTuple):
     values: Tensor | None = None
     """[T, in], the values before they were quantised, if LoRA adapters may need them."""
 
+    @staticmethod
+    def empty(num_rows: int, size: int, scaling: FP8Scaling, like: Tensor) -> QuantisedRows:
+        """Make room for [num_rows, size] of the type and on the device of another tensor."""
+        shape = (num_rows,) if scaling == "channel" else (num_rows, -(-size // FP8_BLOCK))
+        codes = torch.empty(num_rows, size, dtype=FP8, device=like.device)
+        return QuantisedRows(codes, torch.empty(shape, dtype=torch.float32, device=like.device), like.dtype)
+
     @property
     def shape(self) -> torch.Size:
         return self.codes.shape
@@ -59,6 +66,14 @@ class QuantisedRows(NamedTuple):
     @property
     def scaling(self) -> FP8Scaling:
         return "channel" if self.scales.dim() == 1 else "block"
+
+    def first_rows(self, num_rows: int) -> QuantisedRows:
+        """Return views of the first rows. There are no `values`."""
+        return QuantisedRows(self.codes[:num_rows], self.scales[:num_rows], self.dtype)
+
+    def clone(self) -> QuantisedRows:
+        values = None if self.values is None else self.values.clone()
+        return QuantisedRows(self.codes.clone(), self.scales.clone(), self.dtype, values)
 
 
 class LowRankSum(NamedTuple):

@@ -2,9 +2,10 @@
 
 A library's collective costs more than the bytes that it moves, the more so the fewer they are. Here a linear layer
 writes its part of a sum where the other ranks can read it, and the kernel that needs the sum reads it there:
-all-reduce, residual sum and RMSNorm are one launch (`triton/peer_memory.py`). What it has to equal is the process
-group's all-reduce, then `norm.add_rms_norm`. Everything is on the device, so the calls work in CUDA graphs, eagerly,
-and in any mixture, with any number of rows each time; all ranks make the same calls in the same order.
+all-reduce, residual sum, RMSNorm and FP8 codes are one launch (`triton/sums/peer_memory.py`). What it has to equal is
+the process group's all-reduce, then `norm.add_rms_norm`, then `fp8.quantise`. Everything is on the device, so the calls
+work in CUDA graphs, eagerly, and in any mixture, with any number of rows each time; all ranks make the same calls in
+the same order.
 
 **Why nothing is overwritten too early** (`tests/kernels/test_peer_protocol.py` is a model of it). Call a sum, or an
 exchange of keys, an *exchange*. All of a rank's work is in the order of one stream, and no exchange ends on a rank
@@ -37,6 +38,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nvcli.kernels.fp8_types import FP8, Activations, QuantisedRows
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+
 SUPPORTED_RANKS = (2, 4, 8)
 
 _TWO_SHOT_BYTES = {4: 512 << 10, 8: 96 << 10}
@@ -68,14 +72,24 @@ class PeerLayout:
 
     @property
     def out_offset(self) -> int:
-        """The offset of the results of two-shot sums, [max_rows, hidden_size], after the parts."""
+        """The offset of the results of two-shot sums, [max_rows, hidden_size], or their codes, after the parts."""
         return _PARTS * self.part_bytes
+
+    @property
+    def scales_offset(self) -> int:
+        """The offset of the scales of results in FP8: [max_rows, 1 or num_groups] float32."""
+        return self.out_offset + _aligned(self.max_rows * self.hidden_size)
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.hidden_size // FP8_BLOCK)
 
     @property
     def flags_offset(self) -> int:
         """The offset of the flags, [max_rows, num_ranks] int32: the last epoch in which each rank's part of a row was
         there."""
-        return self.out_offset + self.part_bytes
+        end_of_scales = self.scales_offset + _aligned(self.max_rows * self.num_groups * 4)
+        return max(self.out_offset + self.part_bytes, end_of_scales)
 
     @property
     def done_offset(self) -> int:
@@ -103,18 +117,25 @@ class PeerMemory:
         self.rank = rank
         self._handle = handle
         device = blocks[rank].device
-        row_bytes = layout.hidden_size * layout.dtype.itemsize
 
-        def matrices(offset: int) -> tuple[Tensor, ...]:
-            """View a matrix [max_rows, hidden_size] in each rank's block."""
-            end = offset + layout.max_rows * row_bytes
-            return tuple(block[offset:end].view(layout.dtype).view(-1, layout.hidden_size) for block in blocks)
+        def matrices(offset: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+            """View a matrix [max_rows, columns] in each rank's block."""
+            end = offset + layout.max_rows * columns * dtype.itemsize
+            return [block[offset:end].view(dtype).view(-1, columns) for block in blocks]
 
         def addresses(offset: int) -> Tensor:
             return torch.tensor([block.data_ptr() + offset for block in blocks], dtype=torch.int64, device=device)
 
-        self._parts = [matrices(i * layout.part_bytes) for i in range(_PARTS)]
-        self._outs = matrices(layout.out_offset)
+        hidden_size = layout.hidden_size
+        self._parts = [tuple(matrices(i * layout.part_bytes, hidden_size, layout.dtype)) for i in range(_PARTS)]
+        codes = matrices(layout.out_offset, hidden_size, FP8)
+        row_scales = [column[:, 0] for column in matrices(layout.scales_offset, 1, torch.float32)]
+        group_scales = matrices(layout.scales_offset, layout.num_groups, torch.float32)
+        self._outs: dict[FP8Scaling | None, Sequence[Activations]] = {
+            None: matrices(layout.out_offset, hidden_size, layout.dtype),
+            "channel": [QuantisedRows(*pair, layout.dtype) for pair in zip(codes, row_scales, strict=True)],
+            "block": [QuantisedRows(*pair, layout.dtype) for pair in zip(codes, group_scales, strict=True)],
+        }
         self._flags = addresses(layout.flags_offset)
         self._done = addresses(layout.done_offset)
         self._words = addresses(layout.words_offset)
@@ -122,6 +143,7 @@ class PeerMemory:
         self._key_epochs = torch.zeros_like(self._epochs)
         self._next = 0
         most_bytes = _TWO_SHOT_BYTES.get(layout.num_ranks)
+        row_bytes = hidden_size * layout.dtype.itemsize
         self.two_shot_rows = layout.max_rows + 1 if most_bytes is None else max(1, most_bytes // row_bytes)
         """Sums of this many rows and more take two shots. The number is the same on all ranks."""
 
@@ -147,7 +169,9 @@ class PeerMemory:
 
     def sum(self, part: Tensor) -> Tensor:
         """Sum the ranks' parts into a new tensor. A part that lies outside the block is the first of a pass."""
-        return self._sum(self._parts_of(part, first=True), torch.empty_like(part))
+        out = torch.empty_like(part)
+        self._sum(self._parts_of(part, first=True), out)
+        return out
 
     def own_rows(self, residual: Tensor, rows: Tensor) -> Tensor:
         """Write the rows of a residual stream that this rank owns, and zeros for those of others, as this rank's part
@@ -159,34 +183,44 @@ class PeerMemory:
         is_own = rows % self.layout.num_ranks == self.rank
         return torch.where(is_own[:, None], residual[rows], torch.zeros_like(part), out=part)
 
-    def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Apply `norm.add_rms_norm` to the sum of the ranks' parts. The result holds until the next sum.
+    def add_rms_norm(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, scaling: FP8Scaling | None = None
+    ) -> Activations:
+        """Apply `norm.add_rms_norm` to the sum of the ranks' parts, and quantise the result as `scaling` says. The
+        result holds until the next sum.
 
         A rank may update only those rows of `residual` that it will read again. With two shots they are the rows that
         it owns, which are the same ones for every sum of as many rows.
         """
-        parts = self._parts_of(part, first=False)
-        has_two_shots = len(part) >= self.two_shot_rows
-        out = self._outs[self.rank][: len(part)] if has_two_shots else torch.empty_like(part)
-        return self._sum(parts, out, residual, weight, eps, has_two_shots=has_two_shots)
+        parts, num_rows = self._parts_of(part, first=False), len(part)
+        outs = None
+        if num_rows >= self.two_shot_rows:
+            outs = self._outs[scaling]
+            whole = outs[self.rank]
+            out = whole[:num_rows] if isinstance(whole, Tensor) else whole.first_rows(num_rows)
+        else:
+            out = (
+                torch.empty_like(part)
+                if scaling is None
+                else QuantisedRows.empty(num_rows, part.shape[1], scaling, part)
+            )
+        self._sum(parts, out, residual, weight, eps, outs)
+        return out
 
     def _sum(
         self,
         parts: tuple[Tensor, ...],
-        out: Tensor,
+        out: Activations,
         residual: Tensor | None = None,
         weight: Tensor | None = None,
         eps: float = 0.0,
-        *,
-        has_two_shots: bool = False,
-    ) -> Tensor:
+        outs: Sequence[Activations] | None = None,
+    ) -> None:
         from nvcli.kernels.triton.sums import peer_memory
 
-        outs = self._outs if has_two_shots else None
         peer_memory.add_rms_norm(
             parts, outs, self._flags, self._done, self._epochs, residual, weight, out, eps, self.rank
         )
-        return out
 
     def max(self, keys: Tensor) -> Tensor:
         """Find the largest of all ranks' keys, row by row: [N] int64 → [N] int64, N at most layout.max_rows."""

@@ -99,7 +99,7 @@ class DecoderLayer(nn.Module):
         none."""
         x = _input(self.before_attention, delta, residual)
         if stream is not None:
-            if self.group.size > 1 and isinstance(x, Tensor):
+            if self.group.size > 1:
                 x = x.clone()  # a group's result holds until its next call
             stream.copy_(self.group.whole_residual(residual))
         mixed = self.mixer(x, angles, batch)

@@ -59,7 +59,7 @@ class InputNorm(Norm):
     """Adds `delta` to `residual` in place (None: there is nothing to add) and norms the sum. [T, H] → [T, H].
 
     `delta` is this rank's part of a sum, or the sum itself if `is_summed`. If the next layer multiplies in FP8, the
-    result is quantised in the same kernel, unless other ranks have parts of the sum.
+    result is quantised in the same kernel, unless adapters want its values and other ranks have parts of the sum.
     """
 
     def __init__(self, build: BuildContext, path: str, config: NormConfig, *, is_summed: bool = False) -> None:
@@ -94,8 +94,10 @@ class InputNorm(Norm):
             )
         if delta is None:
             return rms_norm(residual, self.weight, self.eps, is_centered=self.is_centered)
-        add = add_rms_norm if self.is_summed else self.group.add_rms_norm
-        return add(delta, residual, self.weight, self.eps, is_centered=self.is_centered)
+        if self.is_summed:
+            return add_rms_norm(delta, residual, self.weight, self.eps, is_centered=self.is_centered)
+        scaling = None if self._keeps_values else self._scaling
+        return self.group.add_rms_norm(delta, residual, self.weight, self.eps, scaling, is_centered=self.is_centered)
 
 
 class ResultNorm(Norm):

@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nvcli.kernels.fp8 import norm_and_quantise
+from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import add_rms_norm, rms_norm, sum_in_order, sum_rms_norm
 from nvcli.kernels.peer_memory import PeerMemory
+from nvcli.kernels.weight_formats import FP8Scaling
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -75,19 +78,29 @@ class TensorParallelGroup:
         return self._all_reduce(part) if memory is None else memory.sum(part)
 
     def add_rms_norm(
-        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False
-    ) -> Tensor:
-        """Sum the ranks' parts, add the sum to `residual` in place, and norm the result. [T, H] each → [T, H].
+        self,
+        part: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        scaling: FP8Scaling | None = None,
+        *,
+        is_centered: bool = False,
+    ) -> Activations:
+        """Sum the ranks' parts, add the sum to `residual` in place, norm the result, and quantise it as `scaling` says.
+        [T, H] each → [T, H].
 
         A lone rank may give float32 parts [P, T, H] instead, which are summed here. The result holds until the next
         call. `residual` may be read by the next call only: a rank updates the rows that it will read again, and maybe
         no others.
         """
         memory = None if is_centered else self._peer_memory_for(part.shape, part.dtype)
-        if memory is None:
-            summed = self._parts(part) if self.sums_in_order else self._all_reduce(part)
+        if memory is not None:
+            return memory.add_rms_norm(part, residual, weight, eps, scaling)
+        summed = self._parts(part) if self.sums_in_order else self._all_reduce(part)
+        if scaling is None:
             return add_rms_norm(summed, residual, weight, eps, is_centered=is_centered)
-        return memory.add_rms_norm(part, residual, weight, eps)
+        return norm_and_quantise(summed, residual, weight, eps, scaling, is_centered=is_centered)
 
     def sum_rms_norm(self, part: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         """Sum the ranks' parts and norm the sum: [T, H], or a lone rank's float32 parts [P, T, H] → [T, H] of `dtype`.
@@ -101,7 +114,9 @@ class TensorParallelGroup:
             return sum_rms_norm(self._parts(part), weight, eps, dtype)
         if memory is None:
             return rms_norm(self._all_reduce(part), weight, eps)
-        return memory.add_rms_norm(part, torch.zeros_like(part), weight, eps)
+        normed = memory.add_rms_norm(part, torch.zeros_like(part), weight, eps)
+        assert isinstance(normed, Tensor)
+        return normed
 
     def residual_rows(self, residual: Tensor, rows: Tensor) -> Tensor:
         """Select rows of the residual stream, up to date on every rank: [T, H], [N] int64 → [N, H].

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.activation import Activation
-from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
+from nvcli.kernels.fp8_types import FP8_MAX, LEAST_MAX, QuantisedRows
 from nvcli.kernels.triton.elementwise.activation import activate
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
@@ -53,18 +53,22 @@ def store_quantised(
     BLOCK: tl.constexpr,
     BY_GROUPS: tl.constexpr,
 ):
-    """Write the codes of BLOCK columns of a row and their scales: one, or BY_GROUPS one for each group."""
+    """Write the codes of BLOCK columns of a row and their scales: one, or BY_GROUPS one for each group.
+
+    A thread writes eight codes at a time, not sixteen: it would otherwise load sixteen neighbours of the row, too, in
+    two loads that each use half of what they bring."""
     if BY_GROUPS:
         NUM_GROUPS: tl.constexpr = BLOCK // FP8_GROUP
         tile = tl.reshape(values, (NUM_GROUPS, FP8_GROUP))
         scales = tl.maximum(tl.max(tl.abs(tile), axis=1), _LEAST) / _MAX
         group = tl.arange(0, NUM_GROUPS)
         columns = first + group[:, None] * FP8_GROUP + tl.arange(0, FP8_GROUP)[None, :]
+        columns = tl.max_contiguous(columns, [1, 8])
         tl.store(codes_ptr + columns, _encode(tile, scales[:, None]), mask=columns < SIZE)
         tl.store(scales_ptr + first // FP8_GROUP + group, scales, mask=first + group * FP8_GROUP < SIZE)
     else:
         scale = tl.maximum(tl.max(tl.abs(values), axis=0), _LEAST) / _MAX
-        columns = tl.arange(0, BLOCK)
+        columns = tl.max_contiguous(tl.arange(0, BLOCK), 8)
         tl.store(codes_ptr + columns, _encode(values, scale), mask=columns < SIZE)
         tl.store(scales_ptr, scale)
 
@@ -266,7 +270,7 @@ def share_scales(codes: Tensor, exponents: Tensor) -> Tensor:
 def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
     """See `nvcli.kernels.fp8.quantise`."""
     if scaling == "channel" and _rows_together(*x.shape) > 1:
-        out = empty_rows(len(x), x.shape[1], scaling, x)
+        out = QuantisedRows.empty(len(x), x.shape[1], scaling, x)
         _quantise_short_rows(x, out)
         return out
     return _quantise(x, scaling)
@@ -299,7 +303,7 @@ def _quantise(x: Tensor, scaling: FP8Scaling, activation: Activation | None = No
     """Quantise rows, or with an activation that of gate and up projection."""
     num_rows, size = len(x), x.shape[1] // (1 if activation is None else 2)
     assert x.stride(1) == 1
-    out = empty_rows(num_rows, size, scaling, x)
+    out = QuantisedRows.empty(num_rows, size, scaling, x)
     part = min(_block(size), _GROUPS_CHUNK if scaling == "block" else _WARP_PART.value * _warps_of_row(size))
     _quantise_kernel[(num_rows, ceil_div(size, part) if scaling == "block" else 1)](
         x,
@@ -308,7 +312,7 @@ def _quantise(x: Tensor, scaling: FP8Scaling, activation: Activation | None = No
         x.stride(0),
         SIZE=size,
         PART=part,
-        NUM_SCALES=_num_scales(size, scaling),
+        NUM_SCALES=1 if scaling == "channel" else ceil_div(size, FP8_BLOCK),
         BY_GROUPS=scaling == "block",
         GATED=activation is not None,
         GELU=activation == "gelu_tanh",
@@ -318,24 +322,10 @@ def _quantise(x: Tensor, scaling: FP8Scaling, activation: Activation | None = No
     return out
 
 
-def empty_rows(num_rows: int, size: int, scaling: FP8Scaling, like: Tensor) -> QuantisedRows:
-    """Make room for quantised rows of the type and on the device of another tensor."""
-    shape = (num_rows,) if scaling == "channel" else (num_rows, _num_scales(size, scaling))
-    return QuantisedRows(
-        torch.empty(num_rows, size, dtype=FP8, device=like.device),
-        torch.empty(shape, dtype=torch.float32, device=like.device),
-        like.dtype,
-    )
-
-
 def _rows_together(num_rows: int, size: int) -> int:
     """Choose how many rows of `size` columns a program holds: one, or of many short ones several, which are read and
     written as fast as memory allows."""
     return _MANY_SHORT.value if num_rows >= _MANY_ROWS and size <= _SHORT_ROW else 1
-
-
-def _num_scales(size: int, scaling: FP8Scaling) -> int:
-    return 1 if scaling == "channel" else -(-size // FP8_BLOCK)
 
 
 def _block(size: int) -> int:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
-from nvcli.kernels.triton.elementwise.fp8 import FP8_GROUP, empty_rows, store_quantised
+from nvcli.kernels.triton.elementwise.fp8 import FP8_GROUP, store_quantised
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
@@ -184,7 +184,7 @@ def norm_and_quantise(
 ) -> QuantisedRows:
     """See `nvcli.kernels.fp8.norm_and_quantise`. Last dimensions are dense."""
     num_rows, size = residual.shape
-    out = empty_rows(num_rows, size, scaling, residual)
+    out = QuantisedRows.empty(num_rows, size, scaling, residual)
     if keeps_values:
         out = out._replace(values=torch.empty(num_rows, size, dtype=residual.dtype, device=residual.device))
     x = residual if delta is None else delta

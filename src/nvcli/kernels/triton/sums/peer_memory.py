@@ -1,10 +1,11 @@
 """Sums over the ranks of a group through memory that each may read and write, fused with what follows a sum.
 
-One program for each row. A rank's part of row r lies in its own memory, finished by the kernel before. Programs tell
-each other so by flags: a word of every (row, writing rank) in the memory of the rank that waits for it. A row's *epoch*
-is the number of sums it took part in, kept on the device by each rank and alike on all of them; a flag holds the
-writer's epoch and only grows, and a program waits until it is at least the program's own. Programs of lower rows start
-first on every rank, and each sets its flags before it waits for others, so that the programs that run can finish.
+A program takes a row, or with two shots a row of each owner. A rank's part of row r lies in its own memory, finished by
+the kernel before. Programs tell each other so by flags: a word of every (row, writing rank) in the memory of the rank
+that waits for it. A row's *epoch* is the number of sums it took part in, kept on the device by each rank and alike on
+all of them; a flag holds the writer's epoch and only grows, and a program waits until it is at least the program's own.
+Programs of lower rows start first on every rank, and each sets its flags before it waits for others, so that the
+programs that run can finish.
 
 Kernels get the ranks' matrices as a tuple of pointers, which lie among their arguments: nothing has to be looked up
 once the wait is over. Where the flags of each rank lie is in tables of int64 addresses, [ranks] each.
@@ -16,11 +17,16 @@ order of ranks, in float32, so that all ranks get the same bits, by either way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.triton.elementwise.fp8 import FP8_GROUP, store_quantised
+from nvcli.kernels.weight_formats import FP8_BLOCK
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
 
 _KEY_ROWS = tl.constexpr(32)
@@ -39,32 +45,30 @@ _SET_RELAXED = tl.constexpr(_SET.replace("ORDER", "relaxed"))
 
 
 @triton.jit
-def _signal(addresses, epoch, RELEASE: tl.constexpr, ON_GPU: tl.constexpr):
-    """Set the flags at `addresses` [R] int64. With RELEASE all that this program wrote before is visible to whoever
-    sees them; without, what kernels before this one wrote: they have finished, and it lies in this GPU's L2, where
-    others read it. One warp does it: a warp holds any tensor of up to 32 elements whole."""
+def _signal(addresses, epochs, RELEASE: tl.constexpr, ON_GPU: tl.constexpr):
+    """Set the flags at `addresses` [R] int64 to `epochs` [R] int32. With RELEASE all that this program wrote before is
+    visible to whoever sees them; without, what kernels before this one wrote: they have finished, and it lies in this
+    GPU's L2, where others read it. One warp does it: a warp holds any tensor of up to 32 elements whole."""
     if ON_GPU:
-        words = epoch + tl.zeros_like(addresses).to(tl.int32)
         if RELEASE:
             tl.debug_barrier()
         tl.inline_asm_elementwise(
             _SET_RELEASED if RELEASE else _SET_RELAXED,
             "=r,l,r",
-            [addresses, words],
+            [addresses, epochs],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        tl.store(addresses.to(tl.pointer_type(tl.int32)), epoch)
+        tl.store(addresses.to(tl.pointer_type(tl.int32)), epochs)
 
 
 @triton.jit
-def _wait(addresses, epoch, ON_GPU: tl.constexpr):
-    """Wait until the flags at `addresses` [R] int64 are `epoch` or later. One warp looks, and the whole program waits
-    for it. In the interpreter they must be so already."""
+def _wait(addresses, epochs, ON_GPU: tl.constexpr):
+    """Wait until the flags at `addresses` [R] int64 are `epochs` [R] int32 or later. One warp looks, and the whole
+    program waits for it. In the interpreter they must be so already."""
     if ON_GPU:
-        words = epoch + tl.zeros_like(addresses).to(tl.int32)
         tl.inline_asm_elementwise(
             """{
                 .reg .pred other, early;
@@ -81,7 +85,7 @@ def _wait(addresses, epoch, ON_GPU: tl.constexpr):
                 mov.u32 $0, 0;
             }""",
             "=r,l,r",
-            [addresses, words],
+            [addresses, epochs],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -89,7 +93,7 @@ def _wait(addresses, epoch, ON_GPU: tl.constexpr):
         tl.debug_barrier()
     else:
         found = tl.load(addresses.to(tl.pointer_type(tl.int32)))
-        tl.device_assert(tl.min(found - epoch) >= 0)
+        tl.device_assert(tl.min(found - epochs) >= 0)
 
 
 @triton.jit
@@ -109,6 +113,26 @@ def _normed(x, weight, eps, SIZE: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight
 
 
+@triton.jit
+def _store_row(
+    x,  # [BLOCK], in the type of the residual stream, 0 behind SIZE
+    row,
+    out_ptr,  # [T, SIZE], written
+    scales_ptr,  # [T] or BY_GROUPS [T, SIZE / 128, rounded up] float32, written; None: the result is not quantised
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
+):
+    """Write a row of the result, or its codes and scales."""
+    if scales_ptr is None:
+        columns = tl.arange(0, BLOCK)
+        tl.store(out_ptr + row * SIZE + columns, x, mask=columns < SIZE)
+    else:
+        NUM_SCALES: tl.constexpr = (SIZE + FP8_GROUP - 1) // FP8_GROUP if BY_GROUPS else 1
+        codes, scales = out_ptr + row * SIZE, scales_ptr + row * NUM_SCALES
+        store_quantised(x.to(tl.float32), codes, scales, 0, SIZE, BLOCK, BY_GROUPS)
+
+
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot_kernel(
     parts,  # a tuple with each rank's [T, SIZE]
@@ -117,12 +141,14 @@ def _one_shot_kernel(
     residual_ptr,  # [T, SIZE], updated with NORM
     weight_ptr,  # [SIZE], with NORM
     out_ptr,  # [T, SIZE], written
+    scales_ptr,  # see `_store_row`
     eps,
     rank,
     NUM_RANKS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     """Program (row). Every rank reads all parts of every row. out = sum; with NORM: residual += sum and
@@ -130,8 +156,9 @@ def _one_shot_kernel(
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, NUM_RANKS)
     epoch = tl.load(epochs_ptr + row) + 1
+    epochs = epoch + tl.zeros_like(ranks)
     flags_of_row = row * (NUM_RANKS * 4)
-    _signal(tl.load(flags_ptr + ranks) + flags_of_row + rank * 4, epoch, False, ON_GPU)
+    _signal(tl.load(flags_ptr + ranks) + flags_of_row + rank * 4, epochs, False, ON_GPU)
     row_start = row * SIZE
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -140,20 +167,21 @@ def _one_shot_kernel(
     if NORM:  # on their way while others are waited for
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         residual = tl.load(residual_ptr + row_start + columns, mask=inside, other=0.0).to(tl.float32)
-    _wait(tl.load(flags_ptr + rank) + flags_of_row + ranks * 4, epoch, ON_GPU)
+    _wait(tl.load(flags_ptr + rank) + flags_of_row + ranks * 4, epochs, ON_GPU)
     x = _sum_of_parts(parts, row_start, columns, inside, NUM_RANKS)
     if NORM:
         total = (x + residual).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row_start + columns, total, mask=inside)
         x = _normed(total.to(tl.float32), weight, eps, SIZE)
-    tl.store(out_ptr + row_start + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
+    _store_row(x.to(residual_ptr.dtype.element_ty), row, out_ptr, scales_ptr, SIZE, BLOCK, BY_GROUPS)
     tl.store(epochs_ptr + row, epoch)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "num_rows"])
 def _two_shot_kernel(
     parts,  # a tuple with each rank's [T, SIZE]
     outs,  # a tuple with each rank's [T, SIZE], written
+    scales,  # a tuple with each rank's, or with None for each: see `_store_row`
     flags_ptr,  # [NUM_RANKS] int64, addresses of each rank's flags [T, NUM_RANKS] int32
     done_ptr,  # [NUM_RANKS] int64, addresses of each rank's [T] int32
     epochs_ptr,  # [T] int32, advanced
@@ -161,38 +189,41 @@ def _two_shot_kernel(
     weight_ptr,  # [SIZE]
     eps,
     rank,
+    num_rows,
     NUM_RANKS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """Program (row). Rank r % NUM_RANKS owns row r: it alone reads the row's parts, keeps its residual, and writes the
-    normed sum to all ranks' memory. The others flag when their part is there, and wait for the owner's flag."""
-    row = tl.program_id(0).to(tl.int64)
-    owner = row % NUM_RANKS
+    """Program (NUM_RANKS rows, one of each owner). Rank r % NUM_RANKS owns row r: it alone reads the row's parts, keeps
+    its residual, and writes the normed sum to all ranks' memory. A program tells the owners that its rank's parts are
+    there, sums its own row, and waits for the results of the others."""
     ranks = tl.arange(0, NUM_RANKS)
-    epoch = tl.load(epochs_ptr + row) + 1
-    flags_of_row = row * (NUM_RANKS * 4)
-    # The owner tells itself too, which saves an exception.
-    _signal(tl.load(flags_ptr + owner) + flags_of_row + rank * 4 + ranks * 0, epoch, False, ON_GPU)
-    if owner == rank:
+    first = tl.program_id(0).to(tl.int64) * NUM_RANKS
+    rows = tl.minimum(first + ranks, num_rows - 1)  # the last one stands for those that there are not
+    epochs = tl.load(epochs_ptr + rows) + 1
+    # An owner tells itself too, which saves an exception.
+    _signal(tl.load(flags_ptr + rows % NUM_RANKS) + (rows * NUM_RANKS + rank) * 4, epochs, False, ON_GPU)
+    row = first + rank
+    if row < num_rows:
         row_start = row * SIZE
         columns = tl.arange(0, BLOCK)
         inside = columns < SIZE
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         residual = tl.load(residual_ptr + row_start + columns, mask=inside, other=0.0).to(tl.float32)
         done = tl.load(done_ptr + ranks) + row * 4
-        _wait(tl.load(flags_ptr + rank) + flags_of_row + ranks * 4, epoch, ON_GPU)
+        epochs_of_row = tl.load(epochs_ptr + row) + 1 + tl.zeros_like(ranks)
+        _wait(tl.load(flags_ptr + rank) + (row * NUM_RANKS + ranks) * 4, epochs_of_row, ON_GPU)
         total = _sum_of_parts(parts, row_start, columns, inside, NUM_RANKS) + residual
         total = total.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row_start + columns, total, mask=inside)
         normed = _normed(total.to(tl.float32), weight, eps, SIZE).to(residual_ptr.dtype.element_ty)
         for peer in tl.static_range(NUM_RANKS):
-            tl.store(outs[peer] + row_start + columns, normed, mask=inside)
-        _signal(done, epoch, True, ON_GPU)
-    else:
-        _wait(tl.load(done_ptr + rank) + row * 4 + ranks * 0, epoch, ON_GPU)
-    tl.store(epochs_ptr + row, epoch)
+            _store_row(normed, row, outs[peer], scales[peer], SIZE, BLOCK, BY_GROUPS)
+        _signal(done, epochs_of_row, True, ON_GPU)
+    _wait(tl.load(done_ptr + rank) + rows * 4, epochs, ON_GPU)
+    tl.store(epochs_ptr + rows, epochs)
 
 
 @triton.jit
@@ -288,46 +319,61 @@ def _max_kernel(
 
 def add_rms_norm(
     parts: tuple[Tensor, ...],
-    outs: tuple[Tensor, ...] | None,
+    outs: Sequence[Activations] | None,
     flags: Tensor,
     done: Tensor,
     epochs: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
-    out: Tensor,
+    out: Activations,
     eps: float,
     rank: int,
 ) -> None:
     """Sum all ranks' `parts` into `out` [T, H]. With a residual [T, H] and a weight [H], the sum is added to the
-    residual, in place, and `out` is the norm of the result.
+    residual, in place, and `out` is the norm of the result, which may be quantised.
 
     With `outs` it takes two shots: the result is written to these, [at least T, H] of each rank, of which `out` is this
     rank's, and only the rows of `residual` that this rank owns (with row % ranks == rank) are read and updated. parts:
     [at least T, H] of each rank; flags, done: [ranks] int64 addresses; epochs: [at least T] int32.
     """
     num_rows, size = out.shape
-    assert out.is_contiguous()
+    result, scales = _targets(out)
+    assert result.is_contiguous()
     assert residual is None or (residual.is_contiguous() and residual.shape == out.shape)
-    block = next_power_of_2(size)
-    constants = {"NUM_RANKS": len(parts), "SIZE": size, "BLOCK": block, "ON_GPU": out.is_cuda}
+    by_groups = scales is not None and scales.dim() == 2
+    block = max(next_power_of_2(size), FP8_BLOCK if by_groups else 1)
+    constants = {
+        "NUM_RANKS": len(parts),
+        "SIZE": size,
+        "BLOCK": block,
+        "BY_GROUPS": by_groups,
+        "ON_GPU": result.is_cuda,
+        "num_warps": warps_of_row(block),
+    }
     if outs is not None:
-        _two_shot_kernel[(num_rows,)](
-            parts, outs, flags, done, epochs, residual, weight, eps, rank, **constants, num_warps=warps_of_row(block)
+        results, all_scales = zip(*map(_targets, outs), strict=True)
+        _two_shot_kernel[(ceil_div(num_rows, len(parts)),)](
+            parts, results, all_scales, flags, done, epochs, residual, weight, eps, rank, num_rows, **constants
         )
         return
     _one_shot_kernel[(num_rows,)](
         parts,
         flags,
         epochs,
-        out if residual is None else residual,
-        out if weight is None else weight,
-        out,
+        result if residual is None else residual,
+        result if weight is None else weight,
+        result,
+        scales,
         eps,
         rank,
         NORM=residual is not None,
         **constants,
-        num_warps=warps_of_row(block),
     )
+
+
+def _targets(out: Activations) -> tuple[Tensor, Tensor | None]:
+    """Return what is written: a result and no scales, or codes and scales."""
+    return (out, None) if isinstance(out, Tensor) else (out.codes, out.scales)
 
 
 def max_of_keys(keys: Tensor, words: Tensor, epochs: Tensor, rank: int) -> Tensor:
