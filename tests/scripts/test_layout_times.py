@@ -15,7 +15,7 @@ from nvcli.tools.check.machine import named_gpus
         ("h200s-layouts-2", 0.97, 1.10),
         ("h200s-layouts-4", 0.96, 1.06),
         ("h200s-tp-2", 0.90, 1.13),
-        ("h200s-tp-4", 0.97, 1.08),
+        ("h200s-tp-4", 0.95, 1.05),
         ("h200-fp8", 0.95, 1.15),
         ("h200-w4a16", 0.97, 1.06),
         ("h200-glm-4.7-flash", 0.97, 1.08),
