@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.language import constexpr
 
 
 class Block(Tensor):
@@ -98,7 +99,7 @@ def run(
         split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), dim=-1),
         convert_layout=lambda x, layout: x, multiple_of=lambda x, size: x, static_range=range,
     )  # fmt: skip
-    names = dict(vars(module))
+    names = {name: value.value if isinstance(value, constexpr) else value for name, value in vars(module).items()}
     for name, value in vars(module).items():
         function = getattr(value, "fn", None)
         if isinstance(function, types.FunctionType):

@@ -25,7 +25,6 @@ from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton.attention import attention_launch, decode_attention, fp8_decode_attention
-from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
 
 # Compiled kernels are for 16 bits, and most of what is interpreted is in float32.
@@ -170,14 +169,13 @@ def numbers(words: Tensor) -> tuple[Tensor, ...]:
     ],
 )
 def test_decode_rows_straight_to_registers(kind: Callable[..., AnyBench], many_rows: int, geometry: Any) -> None:
-    """Simulated: rows of one chunk and of several, padding, and rows behind segments that they share. What belongs to
-    no key is NaN."""
+    """Simulated: rows of one chunk and of several, clusters of chunks, padding, and rows behind segments that they
+    share. What belongs to no key is NaN."""
     kernel = SimulatedKernel(
         fp8_decode_attention,
         "fp8_decode_attention_kernel",
         {
             "numbers_of_bytes": lambda words, pack: numbers(words),
-            "ITEM_FIELDS": ITEM_FIELDS.value,
             "_log2": torch.log2,
             "_transposed": lambda x: block(x.unflatten(0, (-1, 8)).transpose(1, 2).flatten(0, 1)),
         },
@@ -185,6 +183,7 @@ def test_decode_rows_straight_to_registers(kind: Callable[..., AnyBench], many_r
     with (
         patch.multiple(decode_attention, _FEWEST_ROWS=0, _MANY_ROWS=many_rows, decode_attention_kernel=None),
         patch.object(decode_attention, "_load_direct_kernel", lambda *args: kernel),
+        patch.multiple(fp8_decode_attention, _MOST_CHUNKS=2, _CLUSTER=2),
     ):
         bench = kind(TritonBackend, **{"block_size": 64, **geometry}, dtype=torch.float16, kv_dtype=FP8)
         bench.leave_garbage(float("nan"))

@@ -140,7 +140,7 @@ class DecodeAttention:
         if has_plain_blocks and not is_beside and not is_invariant and not any(self._lists) and serves_latents(shape):
             self._latents = LatentDecode(shape, max_rows=max_rows, max_width=max_width)
         most_chunks = max(one.max_partials for one in self._lists.values())
-        most_queries, most_tiles = most_chunks * shape.group, max_rows
+        most_queries, most_tiles = most_chunks * shape.group, max(max_rows, most_chunks)
         self._has_tiles = shape.tail_dim > 0 and not is_invariant
         for width in range(1 if self._has_tiles else 2, max_width + 1):
             num_rows, num_tiles = min(max_rows, max_tokens // width) if width > 1 else max_rows, self._num_tiles(width)

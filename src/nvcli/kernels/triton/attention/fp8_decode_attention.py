@@ -39,6 +39,15 @@ from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.attention.gluon_fp8 import numbers_of_bytes
 from nvcli.kernels.triton.launch.triton_version import barrier
 
+_STAGED = gl.constexpr(2048)
+"""The most numbers of partial results that are loaded at a time, 64 in each thread: with 128 they would decide how many
+registers the kernel has."""
+
+_CLUSTER = gl.constexpr(8)
+"""Chunks of a long row that are reduced together, before what they come to is."""
+_MOST_CHUNKS = gl.constexpr(24)
+"""The most chunks of a row that are all reduced together: the sum of a cluster takes a round trip to memory more."""
+
 
 @gluon.constexpr_function
 def _powers(first, count):
@@ -69,6 +78,12 @@ def _value_pairs(tile, num_words):
     keys = [[0, 0, key] for key in _powers(1, (tile // 8).bit_length() - 1)]
     lanes = [[1, 0, 0], [2, 0, 0], [0, piece, 0], [0, 2 * piece, 0], [0, 4 * piece, 0]]
     return gl.DistributedLinearLayout([[0, 0, tile // 8], *words, *keys], lanes, [], [], [4, num_words, tile // 4])
+
+
+@gluon.constexpr_function
+def _reduction_layout(head_dim):
+    """[chunks, queries, head_dim]: a thread has 4 dimensions of all chunks and queries, or of every other query."""
+    return gl.BlockedLayout([1, 1, 4], [1, 128 // head_dim, head_dim // 4], [1, 1, 1], [2, 1, 0])
 
 
 @gluon.jit
@@ -374,62 +389,99 @@ def fp8_decode_attention_kernel(
         if log_sums is not None:
             gl.store(row_sums + head, highest + gl.log2(weight_sum), mask=in_group)
     else:
-        first_partial = gl.load(item + 4)
-        partial = ((first_partial + gl.load(item + 5)) * KIND.num_kv_heads + kv_head) * PARTIALS
-        gl.store(partial_out + ((partial + group)[:, None] * HEAD_DIM + dims[None, :]), acc, mask=in_group[:, None])
-        gl.store(partial_lse + partial + group, highest + gl.log2(weight_sum), mask=in_group)
-        # All threads have stored before one of them says so; acquire and release order it across programs.
-        barrier()
-        arrived = gl.atomic_add(arrivals + row * KIND.num_kv_heads + kv_head, 1, sem="acq_rel")
-        if arrived == num_chunks - 1:
-            gl.store(arrivals + row * KIND.num_kv_heads + kv_head, 0)  # for the next layer
+        ROWS: gl.constexpr = KIND.padded_group if starts is None else QUERIES
+        first = gl.load(item + 4) * KIND.num_kv_heads + kv_head
+        chunk = gl.load(item + 5)
+        partial = (first + chunk * KIND.num_kv_heads) * PARTIALS + group
+        gl.store(partial_out + (partial[:, None] * HEAD_DIM + dims[None, :]), acc, mask=in_group[:, None])
+        gl.store(partial_lse + partial, highest + gl.log2(weight_sum), mask=in_group)
+        lanes = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(0, _reduction_layout(HEAD_DIM))))
+        is_last = True
+        count = num_chunks
+        step = KIND.num_kv_heads
+        if num_chunks > _MOST_CHUNKS:
+            number = chunk // _CLUSTER
+            members = gl.minimum(_CLUSTER, num_chunks - number * _CLUSTER)
+            begin_of_cluster = first + number * (_CLUSTER * KIND.num_kv_heads)
+            is_last = _is_last(arrivals + begin_of_cluster, members)
+            if is_last:
+                _reduce_chunks(
+                    partial_out, partial_lse, begin_of_cluster * PARTIALS + lanes, partial_out, partial_lse,
+                    begin_of_cluster, members, step, num_queries, KIND, ROWS, PARTIALS,
+                )  # fmt: skip
+            count = (num_chunks + (_CLUSTER - 1)) // _CLUSTER
+            step = _CLUSTER * KIND.num_kv_heads
+        if is_last:
+            # No cluster begins at the second chunk.
+            is_last = _is_last(arrivals + first + KIND.num_kv_heads, count)
+        if is_last:
+            out_head = kv_head * KIND.group + lanes % KIND.group
+            out_head += lanes // KIND.group * (KIND.num_kv_heads * KIND.group)
             _reduce_chunks(
-                out_row, row_sums, partial_out, partial_lse, head, in_group, first_partial, num_chunks, kv_head,
-                in_memory, KIND, QUERIES, PARTIALS,
+                out_row, row_sums, out_head, partial_out, partial_lse, first, count, step, num_queries, KIND, ROWS,
+                PARTIALS,
             )  # fmt: skip
 
 
 @gluon.jit
+def _is_last(arrivals, count):
+    """Tell others that what the program has stored is there, and return whether it is the last of `count` to do so."""
+    # All threads have stored before one of them says so; acquire and release order it across programs.
+    barrier()
+    is_last = gl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1
+    if is_last:
+        gl.store(arrivals, 0)  # for the next layer
+    return is_last
+
+
+@gluon.jit
 def _reduce_chunks(
-    out_row,
-    row_sums,
+    out,
+    sums,
+    places,  # [ROWS], the place of each query among the results
     partial_out,
     partial_lse,
-    head,  # [QUERIES], the place of each query among the row's heads
-    in_group,
-    first_partial,
-    num_chunks,
-    kv_head,
-    layout: gl.constexpr,
+    first,  # the KV head's results in the first chunk, in results of a KV head in a chunk
+    count,
+    step,  # from one result to the next
+    num_queries,
     KIND: gl.constexpr,
-    QUERIES: gl.constexpr,
+    ROWS: gl.constexpr,
     PARTIALS: gl.constexpr,
 ):
-    """Weigh a row's partial results for one KV head into its output, a chunk at a time for all queries."""
+    """Weigh partial results of a row for one KV head into one, some chunks at a time for all queries."""
     HEAD_DIM: gl.constexpr = KIND.head_dim
-    group = gl.arange(0, QUERIES, gl.SliceLayout(1, layout))
-    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
-    highest = gl.full([QUERIES], -1e30, gl.float32, gl.SliceLayout(1, layout))
-    weight_sum = gl.zeros([QUERIES], gl.float32, gl.SliceLayout(1, layout))
-    acc = gl.zeros([QUERIES, HEAD_DIM], gl.float32, layout)
-    TOGETHER: gl.constexpr = 32 // QUERIES  # chunks that are loaded together
-    for first in range(0, num_chunks, TOGETHER):
-        for chunk in gl.static_range(TOGETHER):
-            is_chunk = in_group & (first + chunk < num_chunks)
-            partial = ((first_partial + first + chunk) * KIND.num_kv_heads + kv_head) * PARTIALS + group
-            # .cg: past the L1 cache, which may hold what was there before the other programs stored.
-            lse = gl.load(partial_lse + partial, mask=is_chunk, other=-1e30, cache_modifier=".cg")
-            value = gl.load(
-                partial_out + (partial[:, None] * HEAD_DIM + dims[None, :]),
-                mask=is_chunk[:, None], other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            new_highest = gl.maximum(highest, lse)
-            decay = gl.exp2(highest - new_highest)
-            weight = gl.exp2(lse - new_highest)
-            weight_sum = weight_sum * decay + weight
-            acc = acc * decay[:, None] + value * weight[:, None]
-            highest = new_highest
-    places = head[:, None] * HEAD_DIM + dims[None, :]
-    gl.store(out_row + places, (acc / weight_sum[:, None]).to(out_row.dtype.element_ty), mask=in_group[:, None])
-    if row_sums is not None:
-        gl.store(row_sums + head, highest + gl.log2(weight_sum), mask=in_group)
+    CHUNKS: gl.constexpr = _STAGED // (ROWS * HEAD_DIM)
+    layout: gl.constexpr = _reduction_layout(HEAD_DIM)
+    of_query: gl.constexpr = gl.SliceLayout(2, layout)
+    by_query: gl.constexpr = gl.SliceLayout(0, of_query)
+    of_sum: gl.constexpr = gl.SliceLayout(0, layout)
+    by_sum: gl.constexpr = gl.SliceLayout(1, of_sum)
+    chunks = gl.arange(0, CHUNKS, gl.SliceLayout(1, of_query))
+    lanes = gl.arange(0, ROWS, by_query)
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    highest = gl.full([ROWS], -1e30, gl.float32, by_query)
+    weight_sum = gl.zeros([ROWS], gl.float32, by_query)
+    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, of_sum)
+    for start in range(0, count, CHUNKS):
+        is_read = (start + chunks < count)[:, None] & (lanes < num_queries)[None, :]
+        partial = (first + (start + chunks) * step)[:, None] * PARTIALS + lanes[None, :]
+        # .cg: past the L1 cache, which may hold what was there before the other programs stored.
+        lse = gl.load(partial_lse + partial, mask=is_read, other=-float("inf"), cache_modifier=".cg")
+        value = gl.load(
+            partial_out + (partial[:, :, None] * HEAD_DIM + dims[None, None, :]),
+            mask=is_read[:, :, None], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_highest = gl.maximum(highest, gl.max(lse, 0))
+        decay = gl.exp2(highest - new_highest)
+        weights = gl.exp2(lse - new_highest[None, :])
+        weight_sum = weight_sum * decay + gl.sum(weights, 0)
+        acc = acc * gl.convert_layout(decay, by_sum)[:, None] + gl.sum(value * weights[:, :, None], 0)
+        highest = new_highest
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, of_sum))
+    is_query = gl.arange(0, ROWS, by_sum) < num_queries
+    acc = acc / gl.convert_layout(gl.where(weight_sum > 0, weight_sum, 1.0), by_sum)[:, None]
+    barrier()  # all threads have read: the place may be that of a chunk
+    gl.store(out + (places[:, None] * HEAD_DIM + dims[None, :]), acc.to(out.dtype.element_ty), mask=is_query[:, None])
+    if sums is not None:
+        gl.store(sums + places, gl.convert_layout(highest + gl.log2(weight_sum), by_sum), mask=is_query)
