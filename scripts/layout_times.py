@@ -45,13 +45,14 @@ def estimated(command: str, gpus: Sequence[SmiGpu]) -> tuple[str, float]:
             flags[flag] = True if flag in ("--ep", "--attention-dp") else next(rest)
     sizes = {flag: int(value) if str(value).isdecimal() else value for flag, value in flags.items()}
     run = load_run_config(None, overrides, sizes, needs_model=False)
+    run = msgspec.structs.replace(run, device="cuda")
     prompt, answer = (sum(map(int, text.split(":"))) / 2 for text in (said.input_len, said.output_len))
     lengths = Lengths(prompt=prompt, computed=prompt, answer=answer)
     with tempfile.TemporaryDirectory() as name:
         folder = write_shape(said.shape, Path(name), quantization=run.quantization)
-        model = load_model(run, folder, found_device="cuda", gpus=gpus)
+        model = load_model(run, folder, gpus=gpus)
         run = msgspec.structs.replace(run, max_model_len=min(4096, model.max_position_embeddings))
-        config = resolve_engine_config(run, folder, model, found_device="cuda", gpus=gpus)
+        config = resolve_engine_config(run, folder, model, gpus=gpus)
     layout = choose_layout(
         gpus,
         model,

@@ -79,9 +79,9 @@ def test_nothing_is_kept_on_a_cpu_or_where_layers_cannot_be_told(models: dict[st
 @pytest.mark.parametrize(("kind", "kept"), [("h200", "fp8"), ("l40s", "fp8"), ("a100", "none")])
 def test_what_is_kept_is_what_the_engine_gets(kind: str, kept: str, paths: dict[str, Path]) -> None:
     """`check --gpu` names GPUs that are not here."""
-    run = RunConfig(model="m")
-    model = load_model(run, paths["blocks"], found_device="cuda", gpus=named_gpus(kind, None))
-    config = resolve_engine_config(run, paths["blocks"], model, found_device="cuda")
+    run = RunConfig(model="m", device="cuda")
+    model = load_model(run, paths["blocks"], gpus=named_gpus(kind, None))
+    config = resolve_engine_config(run, paths["blocks"], model)
     assert model.quantization == config.quantization == kept
     assert config.weights_type == (f"{model.dtype}, linear layers in FP8" if kept == "fp8" else model.dtype)
 
@@ -112,14 +112,14 @@ def test_fast_accumulation(
     paths: dict[str, Path],
     models: dict[str, ModelConfig],
 ) -> None:
-    run = RunConfig(model="m", fp8_accumulation="fast", **keys)
+    run = RunConfig(model="m", device=device, fp8_accumulation="fast", **keys)
     model = keep_weights(run, models[name], device, gpus=gpus_of(", 9.0"))
     if said is None:
-        config = resolve_engine_config(run, paths[name], model, found_device=device)
+        config = resolve_engine_config(run, paths[name], model)
         assert config.fp8_accumulation == "fast"
         return
     with pytest.raises(ConfigError, match=rf"`fp8_accumulation` is fast, but .*{said}"):
-        resolve_engine_config(run, paths[name], model, found_device=device)
+        resolve_engine_config(run, paths[name], model)
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,11 @@ def test_experts_in_mxfp4_become_fp8_only_where_gpus_multiply_in_fp8(tmp_path: P
     for capability, kept in (((8, 0), "none"), ((8, 9), "fp8"), ((9, 0), "fp8")):
         gpus = [dataclasses.replace(card, capability=capability)]
         assert keep_weights(run, model, "cuda", gpus=gpus).quantization == kept
-    cut = RunConfig(model="m", tensor_parallel_size=4)  # 720 features of each rank are no whole groups
+    cut = RunConfig(model="m", device="cuda", tensor_parallel_size=4)  # 720 features of each rank are no whole groups
     old = keep_weights(cut, model, "cuda", gpus=[dataclasses.replace(card, capability=(8, 0))])
     assert old.quantization == "none"
     line = "become bfloat16, as they cannot be cut over 4 GPUs .*; --quantization fp8 takes half the memory"
-    assert re.search(line, explain_choice(cut, old, resolve_engine_config(cut, tmp_path, old, found_device="cuda")))
+    assert re.search(line, explain_choice(cut, old, resolve_engine_config(cut, tmp_path, old)))
 
 
 def test_auto_leaves_the_rest_alone(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_auto_leaves_the_rest_alone(tmp_path: Path) -> None:
 
 def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
     write_shape("qwen3-32b", tmp_path, quantization="w4a16")
-    run = RunConfig(model="m")
+    run = RunConfig(model="m", device="cuda")
     checkpoint = load_checkpoint(run, tmp_path)
-    model, _, _ = load_with_adapters(run, tmp_path, checkpoint, found_device="cuda", gpus=gpus_of(48 * GIB))
-    config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
+    model, _, _ = load_with_adapters(run, tmp_path, checkpoint, gpus=gpus_of(48 * GIB))
+    config = resolve_engine_config(run, tmp_path, model)
     assert model.quantization == config.quantization == "w4a16"
     assert config.weights_type == "bfloat16, linear layers in 4 bits"
     with pytest.raises(ConfigError, match=r"is w4a16.* this one is not quantised: use quantization: none"):
@@ -120,9 +120,9 @@ def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
 def test_the_choice_is_said(
     name: str, gib: int, device: Literal["cpu", "cuda"], keys: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
-    run = RunConfig(model="m", **keys)
+    run = RunConfig(model="m", device=device, **keys)
     model = keep_weights(run, shape(name, tmp_path), device, gpus=gpus_of(gib * GIB))
-    config = resolve_engine_config(run, tmp_path, model, found_device=device)
+    config = resolve_engine_config(run, tmp_path, model)
     assert re.search(line, explain_choice(run, model, config))
 
 
@@ -140,9 +140,9 @@ def test_the_choice_is_said(
 def test_how_nvfp4_is_kept(gib: int, keys: dict[str, Any], kept: str, line: str, tmp_path: Path) -> None:
     write_shape("qwen3-8b", tmp_path)
     edit_json(tmp_path / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
-    run, shape = RunConfig(model="m", **keys), load_model_config(tmp_path)
+    run, shape = RunConfig(model="m", device="cuda", **keys), load_model_config(tmp_path)
     model = keep_weights(run, shape, "cuda", gpus=gpus_of(gib * GIB))
-    config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
+    config = resolve_engine_config(run, tmp_path, model)
     assert model.quantization == kept
     assert re.search(line, explain_choice(run, model, config))
     edit_json(tmp_path / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"})
@@ -171,18 +171,18 @@ def test_plans_know_what_4_bits_take(tmp_path: Path) -> None:
     found = sum(weight_bytes(kept, "bfloat16").values())
     linear = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
     assert found == sum(weight_bytes(plain, "bfloat16").values()) - linear * 2 + linear * 17 // 32
-    run = RunConfig(model="m", max_model_len=4096, speculation=SpeculationConfig(method="none"))
-    config = resolve_engine_config(run, tmp_path, plain, found_device="cuda")
+    run = RunConfig(model="m", device="cuda", max_model_len=4096, speculation=SpeculationConfig(method="none"))
+    config = resolve_engine_config(run, tmp_path, plain)
     plans = [estimate(config, model, 80 * GIB).planned["activations"] for model in (plain, kept)]
     assert plans[1] - plans[0] >= 2 * 24576 * 4096
 
 
 def test_advice_offers_the_bits_of_the_checkpoint(tmp_path: Path) -> None:
-    run = RunConfig(model="m", max_model_len=4096, quantization="none")
+    run = RunConfig(model="m", device="cuda", max_model_len=4096, quantization="none")
     offers = []
     for stored in ("w4a16", "none"):
         model = shape("qwen3-8b", tmp_path, stored).with_quantization("none")
-        config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
+        config = resolve_engine_config(run, tmp_path, model)
         use = estimate(config, model, 24 * GIB)
         offers.append([one.change for one in advise(config, model, use, request_len=4096, longest=None)])
     assert ["--set quantization=w4a16" in found for found in offers] == [True, False]

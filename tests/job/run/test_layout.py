@@ -44,7 +44,7 @@ def shapes(tmp_path: Path) -> Any:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         model = load_model_config(write_shape(name, folder))
-        return model, resolve_engine_config(RunConfig(model=name, **keys), folder, model, found_device="cuda")
+        return model, resolve_engine_config(RunConfig(model=name, device="cuda", **keys), folder, model)
 
     return shape
 

@@ -41,8 +41,11 @@ def make_model(**changes: Any) -> ModelConfig:
         ({"dtype": "float16"}, "cpu", "cpu", "float16"),
     ],
 )
-def test_device_and_dtype(keys: dict[str, Any], found: Any, device: str, dtype: str) -> None:
-    config = resolve_engine_config(RunConfig(model="m", **keys), Path("/m"), make_model(), found_device=found)
+def test_device_and_dtype(
+    keys: dict[str, Any], found: Any, device: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nvcli.job.run.device.detect_device", lambda: found)
+    config = resolve_engine_config(RunConfig(model="m", **keys), Path("/m"), make_model())
     assert (config.device, config.dtype) == (device, dtype)
 
 
@@ -68,12 +71,12 @@ def test_batch_invariance_is_refused_where_it_cannot_be_had(tmp_path: Path) -> N
 
 
 def test_lengths_and_sizes() -> None:
-    run = RunConfig(model="m", kv_cache_memory="2MiB")
-    config = resolve_engine_config(run, Path("/m"), make_model(), found_device="cpu")
+    run = RunConfig(model="m", device="cpu", kv_cache_memory="2MiB")
+    config = resolve_engine_config(run, Path("/m"), make_model())
     assert (config.max_model_len, config.kv_cache_memory) == (4096, 2 * 2**20)
 
     def resolved(**keys: Any) -> EngineConfig:
-        return resolve_engine_config(RunConfig(model="m", **keys), Path("/m"), make_model(), found_device="cpu")
+        return resolve_engine_config(RunConfig(model="m", device="cpu", **keys), Path("/m"), make_model())
 
     assert resolved(max_model_len=100).max_model_len == 100
     with pytest.raises(ConfigError, match="`max_model_len` is 4097, and m was made for at most 4096"):
@@ -91,8 +94,8 @@ def test_small_models_take_more_tokens_a_step(tmp_path: Path) -> None:
     shapes = {name: load_model_config(write_shape(name, tmp_path)) for name in names}
 
     def tokens(shape: str, device: Any, gpus: Sequence[SmiGpu] = (), **keys: Any) -> int:
-        run = RunConfig(model="m", **keys)
-        config = resolve_engine_config(run, Path("/m"), shapes[shape], found_device=device, gpus=gpus)
+        run = RunConfig(model="m", device=device, **keys)
+        config = resolve_engine_config(run, Path("/m"), shapes[shape], gpus=gpus)
         return config.max_num_batched_tokens
 
     assert [tokens("qwen3-0.6b", "cuda"), tokens("qwen3-8b", "cuda"), tokens("qwen3-0.6b", "cpu")] == [
@@ -115,8 +118,8 @@ def test_the_block_size_follows_from_the_model(tmp_path: Path) -> None:
     shapes = {name: load_model_config(write_shape(name, tmp_path)) for name in ("qwen3-8b", "qwen3.5-35b-a3b")}
 
     def tokens(shape: str, **keys: Any) -> int:
-        run = RunConfig(model="m", **keys)
-        return resolve_engine_config(run, Path("/m"), shapes[shape], found_device="cuda").block_size
+        run = RunConfig(model="m", device="cuda", **keys)
+        return resolve_engine_config(run, Path("/m"), shapes[shape]).block_size
 
     assert [tokens("qwen3-8b"), tokens("qwen3.5-35b-a3b"), tokens("qwen3.5-35b-a3b", dtype="float32")] == [64, 192, 128]
     assert tokens("qwen3.5-35b-a3b", tensor_parallel_size=2) == 192
@@ -125,8 +128,8 @@ def test_the_block_size_follows_from_the_model(tmp_path: Path) -> None:
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
-    run = RunConfig(model="m", tensor_parallel_size=2, pipeline_parallel_size=3, max_num_seqs=8)
-    config = resolve_engine_config(run, Path("/m"), make_model(), found_device="cpu")
+    run = RunConfig(model="m", device="cpu", tensor_parallel_size=2, pipeline_parallel_size=3, max_num_seqs=8)
+    config = resolve_engine_config(run, Path("/m"), make_model())
     assert (config.num_ranks, config.output_rank, config.max_num_decodes, config.max_steps_in_flight) == (6, 4, 3, 3)
     assert [config.stage_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
     assert config.rank_name(3) == "rank 3 of stage 1"
@@ -143,8 +146,8 @@ def test_ranks_are_numbered_stage_by_stage() -> None:
     ],
 )
 def test_the_attention_backend_is_passed_on_as_a_choice(choice: Any, told: str) -> None:
-    run = RunConfig(model="m", attention_backend=choice)
-    assert resolve_engine_config(run, Path("/m"), make_model(), found_device="cpu").attention_backend == told
+    run = RunConfig(model="m", device="cpu", attention_backend=choice)
+    assert resolve_engine_config(run, Path("/m"), make_model()).attention_backend == told
 
 
 def test_sampling_defaults_lie_over_those_of_the_checkpoint() -> None:

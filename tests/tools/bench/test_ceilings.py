@@ -35,7 +35,7 @@ def test_the_device_whose_steps_are_timed(
         return subprocess.CompletedProcess(command, 0, '{"bytes_per_second": 1.0, "flops_per_second": 2.0}', "")
 
     path = write_shape("qwen3-0.6b", tmp_path)
-    config = resolve_engine_config(RunConfig(model="x", **values), path, load_model_config(path), found_device="cuda")
+    config = resolve_engine_config(RunConfig(model="x", **{"device": "cuda"} | values), path, load_model_config(path))
     monkeypatch.setattr(subprocess, "run", run)
     assert measure_ceilings(msgspec.structs.replace(config, gpus=gpus)).flops_per_second == 2.0
     assert asked == expected

@@ -39,8 +39,8 @@ GIB = 1 << 30
 def setting(folder: Path, shape: str = "qwen3-8b", **values: Any) -> tuple[EngineConfig, ModelConfig]:
     path = write_shape(shape, folder)
     model = load_model_config(path)
-    run = RunConfig(model=shape, speculation=SpeculationConfig(method="none"), **values)
-    return resolve_engine_config(run, path, model, found_device="cuda"), model
+    run = RunConfig(model=shape, device="cuda", speculation=SpeculationConfig(method="none"), **values)
+    return resolve_engine_config(run, path, model), model
 
 
 def test_weights_and_blocks_of_qwen3_8b(tmp_path: Path) -> None:

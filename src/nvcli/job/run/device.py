@@ -20,9 +20,9 @@ def detect_device(environ: Mapping[str, str] = os.environ, dev: Path = _DEV) -> 
     return "cuda" if _sees_gpu(environ, dev) and _torch_has_cuda() else "cpu"
 
 
-def device_of(run: RunConfig, found: Literal["cpu", "cuda"] | None = None) -> Literal["cpu", "cuda"]:
-    """Return the device of a run. `found` is what `device: auto` stands for; None: look for a GPU."""
-    return (found or detect_device()) if run.device == "auto" else run.device
+def device_of(run: RunConfig) -> Literal["cpu", "cuda"]:
+    """Return the device of a run; `auto`: look for a GPU."""
+    return detect_device() if run.device == "auto" else run.device
 
 
 def unused_gpu(run: RunConfig, environ: Mapping[str, str] = os.environ, dev: Path = _DEV) -> str | None:

@@ -38,17 +38,11 @@ _FEW_SEQS = 16
 """Most requests at a time of a run that uses the checkpoint's head by itself."""
 
 
-def load_model(
-    run: RunConfig,
-    model_path: Path,
-    *,
-    found_device: Literal["cpu", "cuda"] | None = None,
-    gpus: Sequence[SmiGpu] | None = None,
-) -> ModelConfig:
+def load_model(run: RunConfig, model_path: Path, *, gpus: Sequence[SmiGpu] | None = None) -> ModelConfig:
     """Load a checkpoint's configuration, with weights in the format that a run's ranks keep. The rest is as in
     `load_with_adapters`."""
     model = load_checkpoint(run, model_path)
-    return load_with_adapters(run, model_path, model, found_device=found_device, gpus=gpus)[0]
+    return load_with_adapters(run, model_path, model, gpus=gpus)[0]
 
 
 def load_checkpoint(run: RunConfig, model_path: Path) -> ModelConfig:
@@ -67,17 +61,14 @@ def load_with_adapters(
     model_path: Path,
     model: ModelConfig,
     *,
-    found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
     reads_images: bool = True,
 ) -> tuple[ModelConfig, Adapter | None, dict[str, Adapter]]:
     """Return the model of a checkpoint (`load_checkpoint`) with weights in the format that a run's ranks keep, the LoRA
     adapter for all rows (None: the run has none) and those that rows choose, by name.
 
-    `found_device` is the device that `device: auto` stands for (None: look for a GPU). `gpus` are the run's GPUs (None:
-    those of this machine).
-    `reads_images` false: with `images: auto` the vision tower is left out. Raises LoadError and ConfigError, also if an
-    adapter does not fit the model.
+    `gpus` are the run's GPUs (None: those of this machine). `reads_images` false: with `images: auto` the vision tower
+    is left out. Raises LoadError and ConfigError, also if an adapter does not fit the model.
     """
     if run.images == "always" or (run.images == "auto" and reads_images):
         model = with_tower(run, model_path, model)
@@ -92,7 +83,7 @@ def load_with_adapters(
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
-    device = device_of(run, found_device)
+    device = device_of(run)
     model = with_run_head(run, model_path, model, device)
     return keep_weights(run, model, device, gpus=gpus, adapter=adapter), adapter, named
 
@@ -144,18 +135,17 @@ def resolve_engine_config(
     model_path: Path,
     model: ModelConfig,
     *,
-    found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
     row_adapters: Mapping[str, Adapter] | None = None,
 ) -> EngineConfig:
     """Resolve every `auto` and null that can be decided here. Raises ConfigError.
 
     `model` is as `load_model` returns it: with the head that drafts, and with `quantization: auto` with the format in
-    which weights are kept. An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is
-    the device that `device: auto` stands for; None: look for a GPU. `gpus` are the run's GPUs, as far as known; None:
-    those that nvidia-smi shows. `row_adapters` are the run's adapters with names; None: read them.
+    which weights are kept. An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `gpus` are the
+    run's GPUs, as far as known; None: those that nvidia-smi shows. `row_adapters` are the run's adapters with names;
+    None: read them.
     """
-    device = device_of(run, found_device)
+    device = device_of(run)
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     if run.quantization != "auto":
         model = model.with_quantization(run.quantization)

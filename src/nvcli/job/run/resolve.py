@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -227,7 +227,6 @@ def resolve_job(
     shard: Shard | None = None,
     overwrite: bool = False,
     weights: bool = True,
-    found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
     setter_of: SetterOf = unknown_setter,
 ) -> ResolvedJob:
@@ -237,16 +236,15 @@ def resolve_job(
 
     `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
     inputs. `overwrite` says that what the output holds does not matter. `weights` false: the job is only looked
-    at, so that the checkpoint needs no weights. `found_device` is what `device: auto` stands for (None: look for a
-    GPU), and `gpus` are those that the job is for (None: those here). `setter_of` names for messages what set each key
-    of `run`.
+    at, so that the checkpoint needs no weights. `gpus` are those that the job is for (None: those here). `setter_of`
+    names for messages what set each key of `run`.
     """
     names = expand_inputs(inputs, output)
     check_inputs(names)
     output = choose_output(names, output, shard)
     check_output(names, output)
     names = fetch_inputs(names)
-    settings = _find_model(run, setter_of, weights=weights, found_device=found_device, gpus=gpus)
+    settings = _find_model(run, setter_of, weights=weights, gpus=gpus)
     pdfs = _pdf_files(settings, names)
     can_continue = is_repeatable(names)
     begun = None if overwrite or not can_continue else _facts_of(output)
@@ -254,7 +252,7 @@ def resolve_job(
     needs = RowNeeds()
     if can_continue and run.job.check_columns:
         needs = needs_of_rows(settings, chat.kinds, names, limit=limit, pdfs=pdfs)
-    resolved = _with_engines(settings, needs, found_device=found_device, gpus=gpus)
+    resolved = _with_engines(settings, needs, gpus=gpus)
     merged_adapters = choose_modes(
         run,
         resolved.config,
@@ -352,16 +350,11 @@ def resolve_settings(run: RunConfig, *, setter_of: SetterOf = unknown_setter) ->
 
 
 def _find_model(
-    run: RunConfig,
-    setter_of: SetterOf,
-    *,
-    weights: bool,
-    found_device: Literal["cpu", "cuda"] | None = None,
-    gpus: Sequence[SmiGpu] | None = None,
+    run: RunConfig, setter_of: SetterOf, *, weights: bool, gpus: Sequence[SmiGpu] | None = None
 ) -> RowSettings:
     """Find the model, and what the run says of rows. The arguments are those of `resolve_job`."""
     if run.enable_attention_dp:
-        run = without_useless_auto(run, device=device_of(run, found_device), gpus=gpus)
+        run = without_useless_auto(run, device=device_of(run), gpus=gpus)
     weights = weights and run.load_format == "auto"
     path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
     settings = read_row_settings(run, path, load_checkpoint(run, path), setter_of)
@@ -372,19 +365,11 @@ def _find_model(
     return settings
 
 
-def _with_engines(
-    settings: RowSettings,
-    needs: RowNeeds,
-    *,
-    found_device: Literal["cpu", "cuda"] | None = None,
-    gpus: Sequence[SmiGpu] | None = None,
-) -> ResolvedModel:
+def _with_engines(settings: RowSettings, needs: RowNeeds, *, gpus: Sequence[SmiGpu] | None = None) -> ResolvedModel:
     """Choose the settings of the engines for rows with these needs. The rest is as in `resolve_job`."""
     run, path = settings.run, settings.model_path
-    model, adapter, row_adapters = load_with_adapters(
-        run, path, settings.model, found_device=found_device, gpus=gpus, reads_images=needs.images
-    )
-    config = resolve_engine_config(run, path, model, found_device=found_device, gpus=gpus, row_adapters=row_adapters)
+    model, adapter, row_adapters = load_with_adapters(run, path, settings.model, gpus=gpus, reads_images=needs.images)
+    config = resolve_engine_config(run, path, model, gpus=gpus, row_adapters=row_adapters)
     if needs.grammars:
         config = msgspec.structs.replace(config, prepare_grammars=True)
     resolved = model_of_rows(replace(settings, model=model), config, adapter=adapter, row_adapters=row_adapters)

@@ -139,6 +139,10 @@ def check_job(
     `output` is the run's output, which is checked too; `-`: none is named. If an input cannot be read to its end,
     or a signal ends the check, the report covers the rows before that.
     """
+    if options.gpus is not None:
+        if run.device == "cpu":
+            raise ConfigError("--gpu estimates for GPUs, but `device` is cpu; leave one of the two out")
+        run = msgspec.structs.replace(run, device="cuda")
     job = resolve_job(
         run,
         inputs=_expanded(inputs, output),
@@ -146,12 +150,9 @@ def check_job(
         limit=options.limit,
         shard=options.shard,
         weights=False,
-        found_device="cuda" if options.gpus is not None else None,
         gpus=options.gpus,
         setter_of=source.setter,
     )
-    if options.gpus is not None and job.config.device == "cpu":
-        raise ConfigError("--gpu estimates for GPUs, but `device` is cpu; leave one of the two out")
     reading = _Reading(job)
     reading.estimate(options)  # an impossible layout is an error before anything is read
     ended_by = reading.read(options.num_prompts, progress)

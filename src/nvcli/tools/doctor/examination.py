@@ -115,6 +115,7 @@ def _layout(
     given = layout_as_given(run)
     if files is None or files.path is None or files.config is None:
         return None, given, []
+    run = msgspec.structs.replace(run, device=device)
     if files.adapter is None:  # whatever is wrong with it is a finding already
         run = msgspec.structs.replace(run, lora=None)
     try:
@@ -122,7 +123,7 @@ def _layout(
         found = visible_gpus(smi)
         gpus = () if isinstance(found, str) else found
         model = keep_weights(run, model, device, gpus=gpus, adapter=files.adapter)
-        config = resolve_engine_config(run, files.path, model, found_device=device, gpus=gpus)
+        config = resolve_engine_config(run, files.path, model, gpus=gpus)
         layout = resolve_layout(run, config, model, report=smi)
         sampling_defaults(run, files.config)
     except ConfigError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
@@ -45,11 +44,12 @@ def run_profile(
     if shape is not None and input_file is not None:
         raise ConfigError("--input needs a tokenizer, which --shape does not have; name a model with --model")
     with model_folder(run.model, shape, revision=run.revision, quantization=run.quantization) as path:
-        device: Literal["cuda"] | None = "cuda" if dry_run else None
+        if dry_run and run.device == "auto":
+            run = msgspec.structs.replace(run, device="cuda")
         gpus = None if total is None else [SmiGpu(index=0, uuid="", name="", total_bytes=total)]
         checkpoint = load_checkpoint(run, path)
-        model, _, row_adapters = load_with_adapters(run, path, checkpoint, found_device=device, gpus=gpus)
-        config = resolve_engine_config(run, path, model, found_device=device, gpus=gpus, row_adapters=row_adapters)
+        model, _, row_adapters = load_with_adapters(run, path, checkpoint, gpus=gpus)
+        config = resolve_engine_config(run, path, model, gpus=gpus, row_adapters=row_adapters)
         if shape is not None:
             config = msgspec.structs.replace(config, load_format="dummy")
         lengths = None
