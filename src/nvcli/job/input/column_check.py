@@ -3,6 +3,7 @@ columns, the model has no chat template, or the file is not text."""
 
 from __future__ import annotations
 
+import codecs
 import re
 import shlex
 from collections.abc import Sequence
@@ -54,7 +55,6 @@ _FAULTS = {
 _OPTIONS = re.compile(r"--((?:prompt|messages)-field|(?:prompt|chat)-template)((?: (?!or ))?)")
 """The options that messages name, and the blank before a value."""
 _CONTROLS = bytes({*range(32)} - {*b"\t\n\r\f"})
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class ReadRow(NamedTuple):
@@ -120,7 +120,7 @@ def _not_text(name: str, held: Sequence[ReadRow]) -> ColumnsError | None:
     """Return the error of an input whose first lines are not JSON; None if it may be text."""
     start = held[0].start
     halves = {any(start[::2]), any(start[1::2])}  # every second byte of plain letters is 0
-    if start.startswith(_UTF16_MARKS) or (len(start) > 1 and halves == {True, False}):
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (len(start) > 1 and halves == {True, False}):
         command = "iconv -f UTF-16 -t UTF-8"
         command += f" {shlex.quote(name)} > utf8.jsonl" if Path(name).exists() else ", before the pipe to nvcli"
         what, way_out = "it is UTF-16 text", f"convert it: {command}"

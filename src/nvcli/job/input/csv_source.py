@@ -6,6 +6,7 @@ or fewer cells than the header, is the error of its row. Holds one chunk and one
 
 from __future__ import annotations
 
+import codecs
 import csv
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,6 @@ from nvcli.job.rows.parser import Cells, Row
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 """A longer record is an error row. Without such a bound, a quote that is not closed takes the rest of the file."""
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _CARRIAGE_RETURN = (
     "a carriage return stands in a cell without quotes; if lines of the file end with one alone, `tr '\\r' '\\n'` "
     "may fix that"
@@ -122,7 +122,7 @@ class _RecordLines:
         try:
             return line.decode() + "\n"
         except UnicodeDecodeError as error:
-            encoding = "UTF-16" if line.startswith(_UTF16) else "WINDOWS-1252"
+            encoding = "UTF-16" if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "WINDOWS-1252"
             raise RowError(
                 "invalid_utf8",
                 f"{explain_bad_utf8(line, error.reason)}; for a file of a spreadsheet, `iconv -f {encoding} -t UTF-8` "

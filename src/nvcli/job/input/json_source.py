@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import stat
+from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, suppress
 
@@ -19,7 +20,7 @@ from nvcli.job import line_splitter
 from nvcli.job.compression import CompressionError
 from nvcli.job.input.column_check import ColumnsError
 from nvcli.job.input.known_input import KnownInput
-from nvcli.job.input.line_source import BOM, DamagedInput, LineSource, Splitter
+from nvcli.job.input.line_source import DamagedInput, LineSource, Splitter
 from nvcli.job.line_splitter import BlankLines, Line, LineSplitter
 from nvcli.job.rows.parser import Row
 from nvcli.job.rows.prompt_rules import shown_columns
@@ -231,9 +232,9 @@ class JsonSplitter:
             return self._splitter.feed(chunk)
         if self._start is not None:
             self._start += chunk
-            if BOM.startswith(self._start):
+            if BOM_UTF8.startswith(self._start):
                 return []
-            chunk, self._start = self._start.removeprefix(BOM), None
+            chunk, self._start = self._start.removeprefix(BOM_UTF8), None
         text = chunk.lstrip()
         self._is_blank = not text
         if text.startswith(b"["):
@@ -304,7 +305,7 @@ class JsonSource(LineSource):
                 assert chunk is not None, "a regular file does not wait"
                 if is_blank and (text := chunk.lstrip()):
                     is_blank = False
-                    if not text.removeprefix(BOM).lstrip().startswith(b"{"):
+                    if not text.removeprefix(BOM_UTF8).lstrip().startswith(b"{"):
                         return None
                 outline.feed(chunk)
                 if outline.has_more:

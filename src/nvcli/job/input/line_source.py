@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import select
 import stat
@@ -18,8 +19,6 @@ from nvcli.job.input.known_input import KnownInput, ReadCheck
 from nvcli.job.line_splitter import DroppedLine, Line, LineSplitter
 from nvcli.job.rows.bad_json import explain_bad_utf8
 from nvcli.job.rows.parser import Row
-
-BOM = b"\xef\xbb\xbf"
 
 
 class DamagedInput(Exception):
@@ -135,7 +134,7 @@ class TextSource(LineSource):
 
 
 def _without_bom(line: Line) -> Line:
-    return line.removeprefix(BOM) if isinstance(line, bytes) else line
+    return line.removeprefix(codecs.BOM_UTF8) if isinstance(line, bytes) else line
 
 
 def _open(name: str) -> IO[bytes]:

@@ -6,6 +6,7 @@ positions along the way are remembered, so that a page of rows costs one pass.
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,7 +132,7 @@ class _InputRows:
                     if at % _MARK_ROWS == 0 and at // _MARK_ROWS == len(self._marks):
                         self._marks.append((at_file, place))
                     if at == index:
-                        return line.removeprefix(b"\xef\xbb\xbf")
+                        return line.removeprefix(codecs.BOM_UTF8)
                     at += 1
                 place += len(line)
             before, place = before + place, 0
