@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -40,6 +41,7 @@ from nvcli.tools.bench.workload import PrefixLevel, Workload
 
 _USUAL_MODEL_LEN = 4096
 _USUAL_IMAGE_SIZE = "1024x768"
+_OF_MADE_UP_PROMPTS = ("input_len", "shared_prefix", "images", "samples", "temperature", "top_k", "top_p")
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
@@ -82,25 +84,11 @@ def parse_shared_prefix(text: str) -> tuple[PrefixLevel, ...]:
 
 def make_workload(options: BenchOptions) -> Workload | FileWorkload:
     """Make the workload. Raises ConfigError for options that are invalid or contradict each other."""
-    lengths = {
-        name: parse_range(option, text)
-        for name, option, text in (
-            ("input_len", "--input-len", options.input_len),
-            ("output_len", "--output-len", options.output_len),
-        )
-        if text is not None
-    }
+    lengths = {name: parse_range(_option(name), text) for name, text in _given(options, "input_len", "output_len")}
     if options.input is None:
-        numbers = {
-            "num_requests": options.num_requests,
-            "samples": options.samples,
-            "temperature": options.temperature,
-            "top_k": options.top_k,
-            "top_p": options.top_p,
-        }
-        given = {name: value for name, value in numbers.items() if value is not None}
         prefixes = () if options.shared_prefix is None else parse_shared_prefix(options.shared_prefix)
-        workload = Workload(**given, **lengths, shared_prefix=prefixes, seed=options.seed)  # type: ignore[arg-type]
+        numbers: Any = _given(options, "num_requests", "samples", "temperature", "top_k", "top_p")
+        workload = Workload(**dict(numbers, **lengths), shared_prefix=prefixes, seed=options.seed)
         num_groups = math.prod(level.num_groups for level in prefixes)
         if num_groups > workload.num_requests:
             raise ConfigError(
@@ -108,21 +96,26 @@ def make_workload(options: BenchOptions) -> Workload | FileWorkload:
                 f"{workload.num_requests} requests; raise --num-requests, or lower the number of groups"
             )
         return workload
-    made_up = {
-        "--input-len": options.input_len,
-        "--shared-prefix": options.shared_prefix,
-        "--images": options.images,
-        "--samples": options.samples,
-        "--temperature": options.temperature,
-        "--top-k": options.top_k,
-        "--top-p": options.top_p,
-    }
-    for option, value in made_up.items():
-        if value is not None:
-            raise ConfigError(f"{option} is for made-up prompts, but the rows of --input bring their own; leave it out")
+    for name, _ in _given(options, *_OF_MADE_UP_PROMPTS):
+        raise ConfigError(
+            f"{_option(name)} is for made-up prompts, but the rows of --input bring their own; leave it out"
+        )
     if options.shape is not None:
         raise ConfigError("--input needs a tokenizer, which --shape does not have; name a model with --model")
     return FileWorkload(input=options.input, num_rows=options.num_requests, seed=options.seed, **lengths)
+
+
+def _given(options: BenchOptions, *names: str) -> Iterator[tuple[str, Any]]:
+    """Yield those of some options that are given, with their values."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None:
+            yield name, value
+
+
+def _option(name: str) -> str:
+    """Return an option of the command by its name in `BenchOptions`."""
+    return f"--{name.replace('_', '-')}"
 
 
 def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], None]) -> BenchResult:
