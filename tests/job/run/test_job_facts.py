@@ -25,14 +25,14 @@ GIB = 1 << 30
 
 def facts_of(folder: Path) -> dict[str, object]:
     config = engine_config(model_path=folder)
-    return dict(job_facts(RunConfig(model=str(folder)), config, {}, model_path=folder))
+    return dict(job_facts(RunConfig(model=str(folder)), config, {}))
 
 
 def test_what_the_job_says_about_prompts_makes_another_job() -> None:
     def facts(template: str | None = None, **job: Any) -> dict[str, object]:
         run = RunConfig(model="demo", job=JobConfig(**job))
         config = engine_config(model_path=demo_path())
-        return dict(job_facts(run, config, {}, model_path=demo_path(), chat_template=template))
+        return dict(job_facts(run, config, {}, chat_template=template))
 
     plain = facts()
     for changed in (
@@ -50,30 +50,29 @@ def test_what_the_job_says_about_prompts_makes_another_job() -> None:
 def test_what_is_made_of_rows_is_told_key_by_key() -> None:
     run = RunConfig(model="demo", task="score", score=ScoreConfig(normalize="bytes"))
     config = engine_config(model_path=demo_path())
-    scores = job_facts(run, config, {}, model_path=demo_path(), task=ScoreRows(run.score))
+    scores = job_facts(run, config, {}, task=ScoreRows(run.score))
     assert scores["task"] == "score"
     assert (scores["score.normalize"], scores["score.answer_field"]) == ("bytes", "answer")
     run = RunConfig(model="demo", task="embed")
-    vectors = job_facts(run, config, {}, model_path=demo_path(), task=EmbedRows(EmbedTask(dimensions=5)))
+    vectors = job_facts(run, config, {}, task=EmbedRows(EmbedTask(dimensions=5)))
     assert (vectors["embed.dimensions"], vectors["embed.normalize"]) == (5, True)
 
 
 def test_weights_in_fp8_give_other_answers() -> None:
     run = RunConfig(model="demo")
     plain, kept = (
-        dict(job_facts(run, engine_config(model_path=demo_path(), quantization=kind), {}, model_path=demo_path()))
-        for kind in ("none", "fp8")
+        dict(job_facts(run, engine_config(model_path=demo_path(), quantization=kind), {})) for kind in ("none", "fp8")
     )
     assert kept == {**plain, "quantization": "fp8"}
     fast = engine_config(model_path=demo_path(), quantization="fp8", fp8_accumulation="fast")
-    assert dict(job_facts(run, fast, {}, model_path=demo_path())) == {**kept, "fp8_accumulation": "fast"}
+    assert dict(job_facts(run, fast, {})) == {**kept, "fp8_accumulation": "fast"}
     assert "quantization" not in plain, "outputs of earlier versions are continued"
 
 
 def test_another_type_of_keys_and_values_makes_another_job() -> None:
     def facts(kv_cache_dtype: str) -> dict[str, object]:
         config = engine_config(model_path=demo_path(), dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
-        return dict(job_facts(RunConfig(model="demo"), config, {}, model_path=demo_path()))
+        return dict(job_facts(RunConfig(model="demo"), config, {}))
 
     assert facts("fp8").items() - facts("auto").items() == {("kv_cache_dtype", "fp8")}
     assert facts("bf16") == facts("auto")  # the model's own type
@@ -130,7 +129,7 @@ def test_what_names_a_model_on_the_hub(tmp_path: Path) -> None:
 def test_batch_invariance_is_a_fact_where_it_is_on() -> None:
     def facts(batch_invariant: bool) -> dict[str, object]:
         config = engine_config(model_path=demo_path(), batch_invariant=batch_invariant)
-        return dict(job_facts(RunConfig(model="demo"), config, {}, model_path=demo_path()))
+        return dict(job_facts(RunConfig(model="demo"), config, {}))
 
     assert facts(True).items() - facts(False).items() == {("batch_invariant", True)}
 
@@ -140,7 +139,7 @@ def test_overrides_of_config_json_make_another_job() -> None:
 
     def facts(overrides: dict[str, Any]) -> dict[str, object]:
         config = engine_config(model_path=demo_path(), hf_overrides=overrides)
-        return dict(job_facts(RunConfig(model="demo"), config, {}, model_path=demo_path()))
+        return dict(job_facts(RunConfig(model="demo"), config, {}))
 
     plain, changed = facts({}), facts({"b": {"y": 1, "x": 2}, "a": None})
     assert changed.items() - plain.items() == {("hf_overrides", '{"a":null,"b":{"x":2,"y":1}}')}

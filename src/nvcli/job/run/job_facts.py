@@ -44,7 +44,6 @@ def job_facts(
     config: EngineConfig,
     sampling_defaults: Mapping[str, Any],
     *,
-    model_path: Path,
     chat_template: str | None = None,
     weights: bool = True,
     shard: Shard | None = None,
@@ -58,7 +57,7 @@ def job_facts(
     rows that the output has, None: all, and `task` what is made of the rows in place of answers. `weights` false: facts
     of the weights are left out. Raises LoadError for a file of the checkpoint that cannot be read.
     """
-    facts = _checkpoint_facts(model_path, weights=weights and config.load_format == "auto")
+    facts = _checkpoint_facts(config.model_path, weights=weights and config.load_format == "auto")
     adapters = {"lora": config.lora_path} if config.lora_path is not None else {}
     names = adapter_choice(run.lora).named
     adapters |= {f"lora {name}": path for name, path in zip(names, config.lora_paths, strict=True)}

@@ -273,7 +273,6 @@ def resolve_job(
             run,
             config,
             resolved.sampling_defaults,
-            model_path=resolved.model_path,
             chat_template=resolved.chat_template,
             weights=weights,
             shard=shard,
