@@ -154,7 +154,7 @@ def _json_row(row: dict[str, Any]) -> dict[str, Any]:
         values["choices"] = [_json_choice(choice) for choice in choices]
     if isinstance(of_prompt := values.get("prompt_logprobs"), dict):
         values["prompt_logprobs"] = _json_logprobs(of_prompt)
-    return {**{key: values[key] for key in row if key in values}, "error": values.get("error")}
+    return values | {"error": values.get("error")}
 
 
 def _json_choice(choice: dict[str, Any]) -> dict[str, Any]:

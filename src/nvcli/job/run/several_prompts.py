@@ -6,6 +6,7 @@ Each prompt is prepared and computed like a row of its own. The row is done when
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 
 import msgspec
 
@@ -20,14 +21,8 @@ def split_rows(rows: Sequence[Job | JobResult]) -> Iterator[Sequence[Job | JobRe
     if not any(isinstance(row, Job) and row.prompts for row in rows):
         yield rows
         return
-    batch: list[Job | JobResult] = []
-    for row in rows:
-        for each in _parts_of(row) if isinstance(row, Job) and row.prompts else (row,):
-            batch.append(each)
-            if len(batch) == MAX_PARTS_AT_ONCE:
-                yield batch
-                batch = []
-    if batch:
+    each = chain.from_iterable(_parts_of(row) if isinstance(row, Job) and row.prompts else (row,) for row in rows)
+    while batch := list(islice(each, MAX_PARTS_AT_ONCE)):
         yield batch
 
 
