@@ -56,7 +56,7 @@ def test_memory_goes_and_comes_back(other: Path, num_ranks: int) -> None:
             asleep = used()
             print(f"level {level}: {(awake - before) / GIB:.2f} GiB awake, {(asleep - before) / GIB:.2f} GiB asleep")
             assert awake - asleep >= 0.8 * GIB
-            assert asleep - before < 1.5 * GIB  # contexts, kernels and graphs
+            assert asleep - before < (1 + num_ranks / 2) * GIB  # contexts, kernels, graphs and NCCL's buffers
             llm.wake()
             assert abs(used() - awake) < GIB // 2
             assert ask(llm) == first
