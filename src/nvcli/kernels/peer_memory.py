@@ -72,7 +72,7 @@ class PeerLayout:
 
     @property
     def out_offset(self) -> int:
-        """The offset of the results of two-shot sums, [max_rows, hidden_size], or their codes, after the parts."""
+        """The offset of the results of two-shot sums, [max_rows, hidden_size], or their FP8 codes, after the parts."""
         return _PARTS * self.part_bytes
 
     @property
@@ -197,13 +197,11 @@ class PeerMemory:
         if num_rows >= self.two_shot_rows:
             outs = self._outs[scaling]
             whole = outs[self.rank]
-            out = whole[:num_rows] if isinstance(whole, Tensor) else whole.first_rows(num_rows)
+            out: Activations = whole[:num_rows] if isinstance(whole, Tensor) else whole.first_rows(num_rows)
+        elif scaling is None:
+            out = torch.empty_like(part)
         else:
-            out = (
-                torch.empty_like(part)
-                if scaling is None
-                else QuantisedRows.empty(num_rows, part.shape[1], scaling, part)
-            )
+            out = QuantisedRows.empty(num_rows, part.shape[1], scaling, part)
         self._sum(parts, out, residual, weight, eps, outs)
         return out
 
