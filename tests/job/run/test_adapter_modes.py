@@ -15,7 +15,7 @@ from nvcli.core.lora_config import LoraConfig, adapter_choice
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
 from nvcli.job.input.reader import RowReader
-from nvcli.job.output.manifest import MERGED_FACT
+from nvcli.job.output.manifest import MERGED_FACT, merged_fact
 from nvcli.job.planning.adapter_costs import AdapterWork, choose_merged
 from nvcli.job.planning.job_time import gpu_speed
 from nvcli.job.rows.native_row import ADAPTER_KEY, RowKeys
@@ -86,8 +86,8 @@ def test_rows_are_counted(adapters: dict[str, Adapter], tmp_path: Path, monkeypa
     assert chosen(adapters, tmp_path, rows, can_count=False) == (3,)
     assert chosen(adapters, tmp_path, rows, begun={MERGED_FACT: "b, c"}) == (2, 3)
     assert chosen(adapters, tmp_path, rows, begun={}) == (3,)
-    renamed = dict(zip(("x, a", "b", "c"), adapters.values(), strict=True))
-    assert chosen(renamed, tmp_path, rows, begun={MERGED_FACT: "x, a, c"}) == (1, 3)
+    renamed = dict(zip(("x, a", "a", "c"), adapters.values(), strict=True))
+    assert chosen(renamed, tmp_path, rows, begun={MERGED_FACT: merged_fact(["x, a", "c"])}) == (1, 3)
     monkeypatch.setattr(adapter_modes, "_MOST_ROWS", 600)
     assert chosen(adapters, tmp_path, ["a"] * 700 + ["b"]) == (1, 2, 3), "further rows may be of any adapter"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,9 +16,14 @@ from nvcli.job.own_files import manifest_draft_path, manifest_path
 
 VERSION = 2
 MERGED_FACT = "lora.merged"
-"""The fact that names the LoRA adapters that are merged into the weights in turn."""
+"""The fact that names the LoRA adapters that are merged into the weights in turn (`merged_fact`)."""
 CHAT_FACT = "job.chat"
 """The fact that says which texts become user messages (`job.run.chat_choice`)."""
+
+
+def merged_fact(names: Iterable[str]) -> str:
+    """Return the names of adapters as one text, from which ", " separates them whatever the names are."""
+    return ", ".join(name.replace("%", "%25").replace(",", "%2C") for name in names)
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):

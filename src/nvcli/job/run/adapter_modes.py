@@ -21,7 +21,7 @@ from nvcli.core.validation import list_some
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import Job
-from nvcli.job.output.manifest import MERGED_FACT
+from nvcli.job.output.manifest import MERGED_FACT, merged_fact
 from nvcli.job.planning.adapter_costs import AdapterWork, choose_merged
 from nvcli.job.planning.job_time import GpuSpeed, gpu_speed
 from nvcli.models.adapters.adapter import Adapter
@@ -92,8 +92,8 @@ def choose_modes(
         return config.merged_adapters
     modes = find_modes(choice, list(adapters.values()), model)
     if begun is not None:
-        before = f", {begun.get(MERGED_FACT) or ''}, "  # names may have commas
-        kept = (n for n, name in enumerate(adapters, 1) if f", {name}, " in before and n in modes.mergeable)
+        before = str(begun.get(MERGED_FACT)).split(", ")
+        kept = (n for n, name in enumerate(adapters, 1) if merged_fact([name]) in before and n in modes.mergeable)
         return tuple(sorted({*kept, *config.merged_adapters}))
     if run.job.order == "input" or not run.job.plan or not can_count:
         return config.merged_adapters  # rows come in an order of their own

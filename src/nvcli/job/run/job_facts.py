@@ -19,7 +19,7 @@ from nvcli.core.job_config import MESSAGES_KEY
 from nvcli.core.lora_config import adapter_choice
 from nvcli.errors import LoadError
 from nvcli.job.input.known_input import digest_file
-from nvcli.job.output.manifest import CHAT_FACT, MERGED_FACT
+from nvcli.job.output.manifest import CHAT_FACT, MERGED_FACT, merged_fact
 from nvcli.job.rows.task_rows import TaskRows
 from nvcli.job.shard import SHARD_FACT, Shard
 from nvcli.models.checkpoint import weight_files
@@ -75,7 +75,7 @@ def job_facts(
         "job.messages_field": run.job.messages_field or MESSAGES_KEY,
         "job.id_field": run.job.id_field,
     }
-    merged = ", ".join([*names][number - 1] for number in config.merged_adapters)
+    merged = merged_fact([*names][number - 1] for number in config.merged_adapters)
     job, is_kv_other = run.job, config.kv_dtype != config.dtype
     digest = None if chat_template is None else f"sha256 {sha256(chat_template.encode()).hexdigest()[:16]}"
     optional: dict[str, tuple[Any, Any]] = {
