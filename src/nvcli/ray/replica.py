@@ -129,7 +129,7 @@ class Replica:
                     f'ds.rename_columns({{"{name}": …}})'
                 )
         warnings = RowWarnings()
-        warnings.add_keys(set(names) - self._warned, "the dataset")
+        warnings.add_keys(set(names) - self._warned, "the dataset", is_native=True)
         self._warned.update(names)
         for warning in warnings.take_new():
             log_note(warning)

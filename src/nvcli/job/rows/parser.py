@@ -162,12 +162,13 @@ class RowParser:
                 warnings.add(RowRemark.NONFINITE, where)
             if is_native:
                 row_id = native_id(values.get(self.keys.id), self.keys.id)
-                if extra and self._task is None:
-                    warnings.add_keys(extra.keys() - own_keys if self._keep_input else extra, where)
             else:
                 context.form = openai_form(values) if self._task is None else self._task.openai_form
                 context.model = openai_model(values)
                 row_id = openai_id(values)
+            if extra and self._task is None:
+                keys = extra.keys() - own_keys if self._keep_input else extra
+                warnings.add_keys(keys, where, is_native=is_native)
             if row_id is None:
                 context.id = self._seen.name(index)
             else:

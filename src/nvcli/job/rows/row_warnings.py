@@ -7,7 +7,7 @@ not say which. It is copied as any other key; the user is told.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 
 from nvcli.core.byte_sizes import counted
@@ -29,7 +29,15 @@ _ELSEWHERE = {
     ADAPTER_KEY: "name the adapters that rows choose from (--lora NAME=PATH)",
 }
 """Keys that people wrongly put at the top level of a native row → what to do with them."""
-_KEYS = frozenset(_ELSEWHERE)
+_BESIDE_BODY = {
+    **_ELSEWHERE,
+    **dict.fromkeys((*_IN_SAMPLING, *CONVERSATION_KEYS, *STRUCTURED_KEYS, REASONING_EFFORT), "put it into `body`"),
+    "chat_template_kwargs": "put it into `body`",
+    "enable_thinking": "put it into `body.chat_template_kwargs`",
+    "sampling": "put its keys into `body`",
+    ADAPTER_KEY: "name the adapter as `body.model`",
+}
+"""Keys that people wrongly put beside the body of a row of a batch file → what to do with them."""
 
 
 class RowRemark(Enum):
@@ -60,21 +68,22 @@ class RowRemark(Enum):
 class RowWarnings:
     """The warnings of one job. One thread adds rows, another takes warnings."""
 
-    def __init__(self, columns: Iterable[str] = ()) -> None:
+    def __init__(self, columns: Collection[str] = ()) -> None:
         """`columns` are keys that a template of the job uses, which are not warned about."""
-        self._keys = _KEYS.difference(columns)
+        self._elsewhere = {key: hint for key, hint in _ELSEWHERE.items() if key not in columns}
         self._new: deque[str] = deque()
         self._remarks = dict.fromkeys(RowRemark, 0)
         self._counts: Counter[str] = Counter()
 
-    def add_keys(self, keys: Iterable[str], where: str) -> None:
+    def add_keys(self, keys: Iterable[str], where: str, *, is_native: bool) -> None:
         """Record the keys that a row passes through."""
-        for key in self._keys.intersection(keys):
+        elsewhere = self._elsewhere if is_native else _BESIDE_BODY
+        for key in elsewhere.keys() & keys:
             self._counts[key] += 1
             if self._counts[key] == 1:
                 self._new.append(
                     f"warning: {where} has `{key}` at its top level, where it is copied and has no effect; "
-                    f"if it is a setting, {_ELSEWHERE[key]}"
+                    f"if it is a setting, {elsewhere[key]}"
                 )
 
     def add(self, remark: RowRemark, where: str) -> None:
