@@ -348,6 +348,14 @@ def test_results_that_cannot_be_printed_are_an_error(tmp_path: Path, arguments: 
     )
 
 
+def test_a_reader_that_leaves_is_no_verdict(tmp_path: Path) -> None:
+    """Exit code 1 would mean that some rows cannot be answered."""
+    write_rows(tmp_path / "in.jsonl", 5)
+    script = f"set -o pipefail; {shlex.join(nvcli_command('check', 'in.jsonl', '-m', 'demo', cwd=tmp_path))} | true"
+    result = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=ENVIRON, capture_output=True, timeout=120)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
 @pytest.mark.parametrize(
     ("encoding", "arguments", "named"),
     [

@@ -31,8 +31,9 @@ import nvcli.tools.quality.report
 from marked_model import give_marks
 from nvcli import errors
 from nvcli.cli import main as cli
-from nvcli.cli.messages import Interrupted, OutputGone
+from nvcli.cli.messages import Interrupted
 from nvcli.core.config import SECTIONS, RunConfig
+from nvcli.core.system.standard_streams import OutputGone
 from nvcli.job.job import RETRYABLE_ERRORS, Choice, EmbedAnswer, ErrorInfo, JobResult, RowContext, RowForm, ScoreAnswer
 from nvcli.job.output.manifest import Manifest, save_manifest
 from nvcli.job.own_files import manifest_path

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import msgspec
 import typer
 
-from nvcli.cli.messages import Interrupted, OutputGone, say
+from nvcli.cli.messages import Interrupted, say
 from nvcli.cli.options import Limit, Overwrite, Settings, ShardName
 from nvcli.core.flags import OTHER, ROWS, Flag
+from nvcli.core.system.standard_streams import OutputGone
 from nvcli.core.task_config import Task
 from nvcli.errors import ConfigError, NvcliError, reworded
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nvcli.cli.messages import output_gone, say
+from nvcli.cli.messages import say
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.system.terminal_text import harmless
 
@@ -56,11 +56,8 @@ def write(text: str) -> None:
     """
     if sys.stdout.isatty():
         text = harmless(text)
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise output_gone() from None
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def show_stream(stream: AnswerStream) -> Answer:

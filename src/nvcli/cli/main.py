@@ -19,7 +19,7 @@ from nvcli.cli.compare_quality import compare_quality
 from nvcli.cli.doctor import doctor
 from nvcli.cli.generate import generate
 from nvcli.cli.merge import merge
-from nvcli.cli.messages import Interrupted, OutputGone, say, say_error, say_failure
+from nvcli.cli.messages import Interrupted, say, say_error, say_failure
 from nvcli.cli.models import models
 from nvcli.cli.options import GroupedCommand
 from nvcli.cli.profile_memory import profile_memory
@@ -27,7 +27,7 @@ from nvcli.cli.score import embed, score
 from nvcli.cli.show import show
 from nvcli.cli.usage_hints import usage_message
 from nvcli.core.system.end_signals import handle_end_signals, watch_main_thread
-from nvcli.core.system.standard_streams import secure_standard_streams
+from nvcli.core.system.standard_streams import OutputGone, secure_standard_streams
 
 _GENERATE_EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or
 model; 3 the engine or the disk failed, or a file was changed; 130 interrupted. After 1 by --max-errors, 3 and 130

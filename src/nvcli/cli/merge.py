@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from nvcli.cli.messages import OutputGone, say
+from nvcli.cli.messages import say
 from nvcli.cli.options import Overwrite, with_options
 from nvcli.core.flags import ROWS, Flag
+from nvcli.core.system.standard_streams import OutputGone
 
 
 @with_options()

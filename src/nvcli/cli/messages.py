@@ -1,4 +1,4 @@
-"""Messages on standard error, and the two exceptions that end a command early without an error."""
+"""Messages on standard error, and the exception that ends a command early without an error."""
 
 from __future__ import annotations
 
@@ -20,16 +20,6 @@ class Interrupted(BaseException):
 
     Not an `Exception`, like KeyboardInterrupt, so that no library catches it as a failure.
     """
-
-
-class OutputGone(Exception):
-    """The reader of the command's standard output has gone."""
-
-
-def output_gone() -> OutputGone:
-    """Return the error for a reader that has gone, and discard what is left in the buffer."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return OutputGone()
 
 
 def say(text: str) -> None:

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from types import FrameType
 
-from nvcli.cli.messages import output_gone
-
 _LESS = "FRX"
 """Flags of less: exit at once if everything fits on the screen (F), show colours (R), and leave the text there (X)."""
 
@@ -35,7 +33,9 @@ def print_pages(texts: Iterable[str]) -> None:
     texts = chain((first,), texts)
     command = _pager() if sys.stdout.isatty() else None
     if command is None:
-        _print_plain(texts)
+        for text in texts:
+            sys.stdout.write(text)
+        sys.stdout.flush()
         return
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, text=True, errors="replace", env={"LESS": _LESS, **os.environ}
@@ -55,15 +55,6 @@ def _pager() -> list[str] | None:
     """Return the command of the pager; None if none can be started."""
     commands = [shlex.split(os.environ.get("PAGER", "")), ["less"], ["more"]]
     return next((command for command in commands if command and shutil.which(command[0])), None)
-
-
-def _print_plain(texts: Iterable[str]) -> None:
-    try:
-        for text in texts:
-            sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise output_gone() from None
 
 
 @contextlib.contextmanager

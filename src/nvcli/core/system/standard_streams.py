@@ -15,11 +15,15 @@ from typing import Any, TextIO
 from nvcli.errors import OutputError
 
 
+class OutputGone(Exception):
+    """The reader of the command's standard output has gone."""
+
+
 def secure_standard_streams() -> None:
     """Open those standard streams that are closed, so that none of our files gets their descriptors.
 
     Reading a standard input that was closed still fails. From now on standard error never fails; standard output
-    fails with OutputError, or with BrokenPipeError if its reader has left. Characters that its encoding does not
+    fails with OutputError, or with OutputGone if its reader has left. Characters that its encoding does not
     support become question marks. `sys.__stdout__` stays None if it was closed.
     """
     for number in range(3):
@@ -50,12 +54,12 @@ class _StandardOutput(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
-            raise
         except OSError as error:
             if self._has_failed:
                 return memoryview(data).nbytes
             self._has_failed = True
+            if isinstance(error, BrokenPipeError):
+                raise OutputGone from None
             raise OutputError(f"standard output cannot be written: {error.strerror}") from error
 
 
