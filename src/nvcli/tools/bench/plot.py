@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nvcli.core.messages import ForwardMode
+from nvcli.core.system.file_limits import why_not_writable
 from nvcli.core.system.regular_file import check_regular
 from nvcli.engine.request import StepRecord
 from nvcli.errors import ConfigError
@@ -32,6 +33,9 @@ def check_plot(path: Path) -> None:
             check_regular(path)
         except OSError as error:
             raise ConfigError(f"--plot {path}: {error.strerror}; name another file") from None
+    place = path if path.exists() else path.parent
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"--plot {path} cannot be written: {place}: {why_not_writable(place)}; name another file")
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot draws with matplotlib, which is not installed; install it: pip install 'nvcli[plot]'")
 
