@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -73,3 +74,15 @@ def test_a_job_that_fails_is_named_and_those_before_it_stay(tmp_path: Path, mode
     assert "1 row failed, and `job.max_errors` allows 0" in result.stderr
     assert result.stderr.endswith("this was input 2 of 2, b.jsonl; the inputs before it are answered\n")
     assert len(answers(tmp_path / "out" / "a.out.jsonl")) == 2
+
+
+def test_an_input_that_is_damaged_holds_up_no_others(tmp_path: Path, model_folder: Path) -> None:
+    rows = "".join(f'{{"prompt": "{number} {number * 37}"}}\n' for number in range(2000)).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows)[:9_000])
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b0"}\n')
+    command = ["generate", "*.jsonl*", "-o", "out/", "-m", str(model_folder), "--set", "device=cpu", "-q"]
+    result = run_nvcli(*command, cwd=tmp_path, fakes="")
+    assert result.returncode == 2
+    assert "error: a.jsonl.gz: cannot be read past line " in result.stderr
+    assert result.stderr.endswith("\nall other inputs are done\n")
+    assert answers(tmp_path / "out" / "b.out.jsonl") == [(0, "0b")]

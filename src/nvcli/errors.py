@@ -2,6 +2,7 @@
 
     NvcliError
     ├── ConfigError      a key, flag or file of the run is wrong; the message names key, value and fix
+    │   └── UnreadableInput  an input cannot be read to its end; answers so far are kept
     ├── LoadError        the checkpoint cannot be read; the message names the file or tensor
     ├── CapacityError    the run does not fit the memory; the message carries the itemised plan and the fix
     │   └── LimitsTooHigh    the weights fit, and lower limits might
@@ -38,6 +39,10 @@ class NvcliError(Exception):
 
 class ConfigError(NvcliError):
     """The configuration or command line cannot be used as given."""
+
+
+class UnreadableInput(ConfigError):
+    """An input could only be read in part."""
 
 
 class LoadError(NvcliError):

@@ -22,7 +22,7 @@ from nvcli.cli.options import Limit, Overwrite, Settings, ShardName
 from nvcli.core.flags import OTHER, ROWS, Flag
 from nvcli.core.system.standard_streams import OutputGone
 from nvcli.core.task_config import Task
-from nvcli.errors import ConfigError, NvcliError, reworded
+from nvcli.errors import ConfigError, InputChanged, NvcliError, UnreadableInput, reworded
 
 if TYPE_CHECKING:
     from nvcli.core.config import RunConfig
@@ -124,7 +124,8 @@ class _Jobs:
     ahead: EngineAhead
 
     def answer(self, inputs: Sequence[str]) -> int:
-        """Answer the rows and return the exit code."""
+        """Answer the rows and return the exit code. Raises the error of an input that cannot be read once the others are
+        done."""
         from nvcli.job.files import folder_made, split_outputs
         from nvcli.job.run.engines import EngineSet
         from nvcli.job.run.resolve import resolve_job
@@ -151,16 +152,22 @@ class _Jobs:
             ]
             engines = EngineSet(self.ahead.start_engine)
             stack.callback(engines.close)
+            broken: list[NvcliError] = []
             for number, ((some, output), job, report) in enumerate(zip(each, jobs, reports, strict=True), 1):
                 progress.note(f"input {number:,} of {len(each):,}: {some[0]} → {output}")
                 try:
                     summaries.append(self._answer(some, output, progress, report, engines=engines, job=job))
+                except (UnreadableInput, InputChanged) as error:  # no fault of the other inputs
+                    progress.warn(str(error))
+                    broken.append(error)
                 except (NvcliError, Interrupted) as error:
                     names = [inputs[0] for inputs, _ in each]
                     raise _with_place(error, names, number, was_overwritten=self.options.overwrite) from None
         rows, failed = sum(one.rows for one in summaries), sum(one.rows_failed for one in summaries)
         if self.verbosity != "quiet":
             say(f"{len(each):,} inputs → {self.options.output}: {rows - failed:,} of {rows:,} rows answered")
+        if broken:
+            raise reworded(broken[0], "\n".join(map(str, broken)) + "\nall other inputs are done")
         return 1 if failed else 0
 
     def _answer(

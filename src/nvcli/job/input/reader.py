@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from nvcli.errors import ConfigError, InputChanged, unexpected
+from nvcli.errors import ConfigError, InputChanged, UnreadableInput, unexpected
 from nvcli.job.compression import CompressionError
 from nvcli.job.file_formats import input_format
 from nvcli.job.files import STREAM
@@ -265,11 +265,11 @@ class RowReader:
 
                 return ParquetSource(name, known) if kind == "parquet" else ArrowSource(name, known)
 
-    def _broken_off(self, name: str, error: Exception, way_out: str) -> ConfigError:
+    def _broken_off(self, name: str, error: Exception, way_out: str) -> UnreadableInput:
         """Return the error of an input that could only be read in part."""
         reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
         problem = reason.splitlines()[0].rstrip(" .:")
-        return ConfigError(f"{_label(name)}: cannot be read past {self._place}: {problem}. {way_out}")
+        return UnreadableInput(f"{_label(name)}: cannot be read past {self._place}: {problem}. {way_out}")
 
     @property
     def _is_at_limit(self) -> bool:
