@@ -63,6 +63,7 @@ def test_inputs(tmp_path: Path) -> None:
     check_inputs([str(good), "-"])
     for inputs, message in [
         ([str(tmp_path / "no.jsonl")], "there is no input file"),
+        ([f"{good}/"], "there is no input file"),
         ([str(tmp_path)], "is a folder"),
         ([str(good), str(link)], r"link\.jsonl is given twice: .*a\.jsonl is the same file"),
         (["-", "-"], "given twice"),

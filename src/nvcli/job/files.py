@@ -123,7 +123,7 @@ def check_inputs(inputs: Sequence[str]) -> None:
             raise ConfigError(
                 f"the input {name} is a folder and holds no data files; name the files, such as {path / '*.jsonl'}"
             )
-        if not path.exists():
+        if not os.path.exists(name):  # `Path` would drop a slash behind a file's name
             raise ConfigError(f"there is no input file {name}")
         if not os.access(path, os.R_OK):
             raise ConfigError(f"the input {name} cannot be read: no permission")
