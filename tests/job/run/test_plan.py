@@ -69,6 +69,15 @@ def test_in_input_order_rows_overtake_others_only_to_be_with_those_that_begin_al
     assert order_of_computing("completion")[0] == 60
 
 
+def test_in_input_order_no_row_waits_long_for_its_merged_adapter() -> None:
+    run = RunConfig(model="m", max_num_seqs=4, job=JobConfig(order="input"))
+    planner = plan.make_planner(run, engine_config(merged_adapters=(1, 2)), 1)
+    for index in range(200):
+        planner.add(prepared_row(index, [100 + index], adapter=2 if index == 1 else 1))
+    rows = [row.context.index for row in iter(planner.take, None)]
+    assert rows.index(1) == 33, "rows of the other adapter fill the slots eight times before it"
+
+
 def test_a_damaged_file_is_left_to_the_job(tmp_path: Path) -> None:
     data = gzip.compress(b'{"prompt": "x"}\n' * 1000)
     (tmp_path / "a.jsonl.gz").write_bytes(data[:-20])

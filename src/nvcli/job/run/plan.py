@@ -28,6 +28,9 @@ from nvcli.job.run.resolve import ResolvedJob, ResolvedModel
 from nvcli.sizing.ram import check_ram
 
 MIN_WINDOW_ROWS = 8192
+_WAVES = 8
+"""Rows that are read ahead, and that pass others to be with those of their merged adapter, by those that run at
+once."""
 MAX_WINDOW_BYTES = 64 * 1024 * 1024
 """Maximum bytes of the rows in the planner, and again of those that wait for the answer of an equal row."""
 MANY_REQUESTS = 16
@@ -145,14 +148,17 @@ def make_planner(run: RunConfig, config: EngineConfig, num_replicas: int) -> Pla
     """Make the planner of a run with `num_replicas` of this configuration."""
     rows = window_rows(run, num_replicas)
     # With `order: input`, answered rows wait for the row that is passed over, and a crash loses those that wait. So
-    # rows pass others only to be with those that begin alike, and no more than a window of them.
+    # rows pass others only to be with those that begin alike, and no more than a window of them; to be with those of
+    # their merged adapter, no more than a few times as many as run at once: else a run that is killed before a whole
+    # window is answered would never get on.
     in_order = run.job.order == "input"
+    in_turn = _WAVES * run.max_num_seqs * num_replicas if config.merged_adapters else rows
     return Planner(
         block_size=config.block_size if run.job.plan and run.enable_prefix_caching else None,
         longest_first=run.job.plan and not in_order,
         max_rows=rows,
         max_bytes=MAX_WINDOW_BYTES,
-        max_passed_over=rows if in_order else 4 * rows,
+        max_passed_over=in_turn if in_order else 4 * rows,
         num_replicas=num_replicas,
         merged_adapters=config.merged_adapters,
     )
@@ -170,4 +176,4 @@ def make_duplicates(run: RunConfig, num_replicas: int) -> Duplicates:
 
 def window_rows(run: RunConfig, num_replicas: int) -> int:
     """Return how many rows to read ahead, so that the planner has a choice."""
-    return max(MIN_WINDOW_ROWS, 8 * run.max_num_seqs * num_replicas)
+    return max(MIN_WINDOW_ROWS, _WAVES * run.max_num_seqs * num_replicas)
