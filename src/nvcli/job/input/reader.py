@@ -151,10 +151,7 @@ class RowReader:
                     yield batch.take()
                 if isinstance(error, InputChanged | ConfigError):
                     raise
-                way_out = (
-                    "The rows up to there are answered; replace the file with an intact one, and continue with --update"
-                )
-                raise self._broken_off(name, error, way_out) from error
+                raise self._broken_off(name, error) from error
             if self._is_at_limit:
                 break
         self.all_read = not self._is_at_limit
@@ -174,7 +171,7 @@ class RowReader:
                         row = self._parser.identify(line, index=rows.count)
                         rows.add(row_digest(line, row.own_id), name=row.name, is_repeated=row.is_repeated)
             except _BREAKS as error:
-                raise self._broken_off(name, error, "Replace it with an intact file") from error
+                raise self._broken_off(name, error) from error
         return rows
 
     def _checked(self, name: str) -> Iterator[ReadRow | None]:
@@ -265,10 +262,15 @@ class RowReader:
 
                 return ParquetSource(name, known) if kind == "parquet" else ArrowSource(name, known)
 
-    def _broken_off(self, name: str, error: Exception, way_out: str) -> UnreadableInput:
+    def _broken_off(self, name: str, error: Exception) -> UnreadableInput:
         """Return the error of an input that could only be read in part."""
         reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
         problem = reason.splitlines()[0].rstrip(" .:")
+        way_out = "Replace it with an intact file"
+        if self._digests is not None:  # rows are answered, by a job that goes on
+            way_out = (
+                "The rows up to there are answered; replace the file with an intact one, and continue with --update"
+            )
         return UnreadableInput(f"{_label(name)}: cannot be read past {self._place}: {problem}. {way_out}")
 
     @property
