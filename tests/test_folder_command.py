@@ -76,13 +76,18 @@ def test_a_job_that_fails_is_named_and_those_before_it_stay(tmp_path: Path, mode
     assert len(answers(tmp_path / "out" / "a.out.jsonl")) == 2
 
 
-def test_an_input_that_is_damaged_holds_up_no_others(tmp_path: Path, model_folder: Path) -> None:
+def test_what_is_wrong_with_the_files_of_one_job_ends_no_others(tmp_path: Path, model_folder: Path) -> None:
     rows = "".join(f'{{"prompt": "{number} {number * 37}"}}\n' for number in range(2000)).encode()
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows)[:9_000])
-    (tmp_path / "b.jsonl").write_text('{"prompt": "b0"}\n')
+    for name in "bcd":
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name}0"}}\n')
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "c.out.jsonl").write_text("mine\n")
     command = ["generate", "*.jsonl*", "-o", "out/", "-m", str(model_folder), "--set", "device=cpu", "-q"]
     result = run_nvcli(*command, cwd=tmp_path, fakes="")
     assert result.returncode == 2
-    assert "error: a.jsonl.gz: cannot be read past line " in result.stderr
-    assert result.stderr.endswith("\nall other inputs are done\n")
-    assert answers(tmp_path / "out" / "b.out.jsonl") == [(0, "0b")]
+    *_, first, second, end = result.stderr.splitlines()
+    assert first.startswith("nvcli: error: a.jsonl.gz: cannot be read past line ")
+    assert second.startswith("the output out/c.out.jsonl exists and cannot be continued")
+    assert end == "all other inputs are done"
+    assert [answers(tmp_path / "out" / f"{name}.out.jsonl") for name in "bd"] == [[(0, "0b")], [(0, "0d")]]

@@ -124,7 +124,7 @@ class _Jobs:
     ahead: EngineAhead
 
     def answer(self, inputs: Sequence[str]) -> int:
-        """Answer the rows and return the exit code. Raises the error of an input that cannot be read once the others are
+        """Answer the rows and return the exit code. Raises the error of a job that its files end once the others are
         done."""
         from nvcli.job.files import folder_made, split_outputs
         from nvcli.job.run.engines import EngineSet
@@ -152,15 +152,18 @@ class _Jobs:
             ]
             engines = EngineSet(self.ahead.start_engine)
             stack.callback(engines.close)
-            broken: list[NvcliError] = []
+            broken: list[ConfigError | InputChanged] = []
             for number, ((some, output), job, report) in enumerate(zip(each, jobs, reports, strict=True), 1):
                 progress.note(f"input {number:,} of {len(each):,}: {some[0]} → {output}")
                 try:
                     summaries.append(self._answer(some, output, progress, report, engines=engines, job=job))
-                except (UnreadableInput, InputChanged) as error:  # no fault of the other inputs
-                    progress.warn(str(error))
-                    broken.append(error)
                 except (NvcliError, Interrupted) as error:
+                    # Once a job is done, a ConfigError concerns one job alone, as that of another job's output does.
+                    is_of_files = isinstance(error, UnreadableInput | InputChanged)
+                    if isinstance(error, ConfigError | InputChanged) and (is_of_files or summaries):
+                        progress.warn(str(error))
+                        broken.append(error)
+                        continue
                     names = [inputs[0] for inputs, _ in each]
                     raise _with_place(error, names, number, was_overwritten=self.options.overwrite) from None
         rows, failed = sum(one.rows for one in summaries), sum(one.rows_failed for one in summaries)
