@@ -141,6 +141,9 @@ class Session:
         keys = row_keys(resolved.run.job)
         chat = resolved.choose_chat(is_task=task is not None)
         parser = resolved.make_parser(chat, keep=lambda value: value, caller=call, task=task)
+        assert self._tokenizer is not None, "the session is ready"
+        parser.warnings.add_template(self._tokenizer.chat_template or "", resolved.run.job.chat_template_kwargs)
+        parser.warnings.take_new()  # of the job's own variables the first load has told
 
         def read_rows() -> None:
             error: BaseException | None = None

@@ -650,7 +650,7 @@ def test_what_a_job_and_its_rows_say_to_the_chat_template(run: Runs) -> None:
         [
             {"messages": hi},
             {"messages": hi, "chat_template_kwargs": {"think": "no"}},
-            {"messages": hi, "chat_template_kwargs": {"think": "yes"}, "temperature": 20.5},
+            {"messages": hi, "chat_template_kwargs": {"think": "yes", "thinq": 1}, "temperature": 20.5},
             {"messages": [{"role": "system", "content": "own"}, *hi], "temperature": 21.5},
             {"prompt": "bare"},
         ],
@@ -661,10 +661,11 @@ def test_what_a_job_and_its_rows_say_to_the_chat_template(run: Runs) -> None:
     assert len(run.engines[0].requests) == 4  # the third row is equal to the first one
     assert rows[2]["temperature"] == 20.5
     warnings = [note for note in run.progress.lines if note.startswith("warning: ")]
-    assert len(warnings) == 3
-    assert "does not know `thinck`" in warnings[0]
+    assert len(warnings) == 4
+    assert "does not know `thinck`, " in warnings[0]
     assert "line 3 has `temperature`" in warnings[1]
-    assert "line 5 is not a conversation" in warnings[2]
+    assert "does not know `thinq` of line 3, " in warnings[2]
+    assert "line 5 is not a conversation" in warnings[3]
     assert run.summary is not None
     assert "`temperature` stood at the top level of 2 rows" in format_summary(run.summary)
 

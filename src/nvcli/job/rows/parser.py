@@ -232,6 +232,8 @@ class RowParser:
                 warnings.add(RowRemark.NO_CONVERSATION, context.line)
         elif task is None and job.messages[-1]["role"] == "assistant" and not job.says_what_follows:
             warnings.add(RowRemark.ANSWERED, context.line)
+        if job.chat_template_kwargs:
+            warnings.add_variables(job.chat_template_kwargs, context.line)
         return job
 
     def _kind_and_keys(self, row: Row, given: Mapping[str, Any]) -> tuple[PromptKind | None, frozenset[str]]:

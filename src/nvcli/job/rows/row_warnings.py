@@ -7,10 +7,11 @@ not say which. It is copied as any other key; the user is told.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from enum import Enum
 
 from nvcli.core.byte_sizes import counted
+from nvcli.core.chat_template import unknown_variables
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import shorten
 from nvcli.job.rows.conversation import CONVERSATION_KEYS, REASONING_EFFORT
@@ -38,6 +39,8 @@ _BESIDE_BODY = {
     ADAPTER_KEY: "name the adapter as `body.model`",
 }
 """Keys that people wrongly put beside the body of a row of a batch file → what to do with them."""
+_MAX_VARIABLES = 100
+"""Variables of chat templates that are looked up in them."""
 
 
 class RowRemark(Enum):
@@ -74,6 +77,9 @@ class RowWarnings:
         self._new: deque[str] = deque()
         self._remarks = dict.fromkeys(RowRemark, 0)
         self._counts: Counter[str] = Counter()
+        self._template = ""
+        self._variables: set[str] = set()
+        """The variables of the chat template that were given so far."""
 
     def add_keys(self, keys: Iterable[str], where: str, *, is_native: bool) -> None:
         """Record the keys that a row passes through."""
@@ -96,11 +102,21 @@ class RowWarnings:
         """Record an input without rows."""
         self._new.append(f"warning: {name} holds no rows")
 
-    def add_unknown_variables(self, names: Sequence[str]) -> None:
-        """Record variables of the job that its chat template does not use."""
-        if names:
-            shown = ", ".join(f"`{shorten(name)}`" for name in names)
-            self._new.append(f"warning: the chat template does not know {shown}, which has no effect")
+    def add_template(self, template: str, variables: Iterable[str]) -> None:
+        """Record the chat template that is to know the variables, beginning with those of the job."""
+        self._template = template
+        self.add_variables(variables)
+
+    def add_variables(self, names: Iterable[str], where: str | None = None) -> None:
+        """Record variables of a chat template: those of the row `where`; None: of the job."""
+        new = [name for name in names if name not in self._variables]
+        if not new or not self._template or len(self._variables) >= _MAX_VARIABLES:
+            return
+        self._variables.update(new)
+        if unknown := unknown_variables(self._template, new):
+            shown = ", ".join(f"`{shorten(name)}`" for name in unknown)
+            whose = f" of {where}" if where else ""
+            self._new.append(f"warning: the chat template does not know {shown}{whose}, which has no effect")
 
     def take_new(self) -> list[str]:
         """Return the warnings since the last call."""

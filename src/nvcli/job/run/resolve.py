@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from nvcli.core.chat_template import unknown_variables
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.nvidia_smi import SmiGpu
@@ -98,12 +97,11 @@ class ResolvedModel(RowSettings):
     def load_tokenizer(self, warnings: RowWarnings | None = None) -> Tokenizer:
         """Return the tokenizer, and load it if needed. Raises LoadError.
 
-        `warnings` takes note of variables of the job that the chat template does not know.
+        `warnings` learn the chat template, and tell which variables of the job and of rows it does not know.
         """
         tokenizer = self.tokenizer or Tokenizer.load(self.model_path, chat_template=self.chat_template)
-        variables = self.run.job.chat_template_kwargs
-        if warnings is not None and variables and tokenizer.chat_template:
-            warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))
+        if warnings is not None:
+            warnings.add_template(tokenizer.chat_template or "", self.run.job.chat_template_kwargs)
         return tokenizer
 
     def chat_renderer(self) -> ChatRenderer:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from nvcli.core.chat_template import unknown_variables
 from nvcli.core.config import RunConfig
 from nvcli.core.config_source import ConfigSource
 from nvcli.core.messages import NO_ADAPTER
@@ -178,7 +177,7 @@ class _Reading:
     def read(self, num_prompts: int, progress: CheckProgress) -> NvcliError | KeyboardInterrupt | None:
         """Read all rows, and return what ended the reading early. Raises ConfigError if it ended at the first row."""
         job, tally = self._job, self._tally
-        tokenizer = job.load_tokenizer()
+        tokenizer = job.load_tokenizer(self._reader.warnings)
         started = time.monotonic()
         try:
             with Interrupts() as interrupts, interrupts.at_once(), closing(progress):
@@ -195,9 +194,6 @@ class _Reading:
             return error
         finally:
             self._seconds = time.monotonic() - started
-        variables = job.run.job.chat_template_kwargs
-        if variables and tokenizer.chat_template:
-            self._reader.warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))
         return None
 
     def _note_failure(self, row: PreparedRow | JobResult) -> None:
