@@ -83,7 +83,14 @@ NO_TEXT = "is not text: it holds the lone surrogate"
 TOO_DEEP = "is nested too deep"
 TOO_LARGE = "is a number that is too large"
 NOT_FINITE = "is not a finite number"
-TYPES = ("invalid_value", "invalid_id", "invalid_sampling", "not_an_object", "token_out_of_vocabulary")
+TYPES = (
+    "invalid_value",
+    "invalid_id",
+    "invalid_sampling",
+    "not_an_object",
+    "token_out_of_vocabulary",
+    "missing_prompt",
+)
 KINDS: dict[str, tuple[Any, str]] = {
     "half a character as the row": (HALF, f"`prompt` {NO_TEXT}"),
     "half a character in the prompt": ({"prompt": HALF}, f"`prompt` {NO_TEXT}"),
@@ -139,6 +146,7 @@ KINDS: dict[str, tuple[Any, str]] = {
     "JSON as the sampling": ({"prompt": "x", "sampling": msgspec.Raw(b"[" * 999)}, "expected an object with keys"),
     "a set": (sampling(stop={"x"}), "`sampling.stop` is an object of the type `set`"),
     "an object as the row": (object(), "expected a dict"),
+    "a message as the row": ({"role": "user", "content": "x"}, "give one; a list of messages is one row: llm.chat"),
     "a number as the row": (np.int64(5), "; token ids are a row together: [[1, 2, 3]]"),
     "an object that raises, as the row": (Rude(), "the row cannot be read: LookupError: no"),
     "an object that raises, as the prompt": ({"prompt": Rude()}, "`prompt` cannot be read: LookupError: no"),

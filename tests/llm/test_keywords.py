@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from held_engine import MakeLLM
@@ -272,6 +273,8 @@ def test_settings_of_others(caplog: pytest.LogCaptureFixture) -> None:
         ({"system": "x"}, 'LLM takes no `system`; it belongs in job={"system": "x"}'),
         ({"order": "input"}, r'give it in each call: llm.generate\(rows, order="completion"\)'),
         ({"quantization": "bitsandbytes"}, '`quantization` is "bitsandbytes"; allowed: auto'),
+        ({"config": {"model": "demo"}}, 'config={"model": "demo"}: allowed: the path of a YAML file'),
+        ({"dtype": np.float32}, "`dtype` is \"<class 'numpy.float32'>\"; allowed: auto"),
         ({"max_seq_length": 5}, "unknown key `max_seq_length`; did you mean `max_model_len`"),
     ],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -105,6 +106,8 @@ def read_config(
     `config` is a file. `flags` are values by option name, None if not given; `settings` are all other keywords,
     including other engines' names.
     """
+    if not isinstance(config, str | os.PathLike | None):
+        raise ConfigError(f"config={show(config)}: allowed: the path of a YAML file; keys are arguments of their own")
     given = {flag_keys()[flag]: value for flag, value in flags.items() if value is not None}
     if model is not None:
         given["model"] = model

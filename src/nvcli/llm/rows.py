@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from nvcli.core.validation import is_integer, show
 from nvcli.errors import ConfigError, RowError, first_line, unexpected
 from nvcli.job.job import Caller, Job, JobResult
@@ -74,12 +76,23 @@ def parse_row(
     where = f"rows[{index}]"
     try:
         values = _read(row, keys, read)
-        return parser.parse(values, index=index, where=where, defaults=defaults)
+        parsed = parser.parse(values, index=index, where=where, defaults=defaults)
+        if isinstance(parsed, JobResult) and isinstance(values, dict) and "role" in values:
+            return _with_hint(parsed)
+        return parsed
     except RowError as error:
         problem = error
     except BaseException as error:
         problem = unexpected(error, "reading the row")
     return parser.failed(problem, index=index, where=where)
+
+
+def _with_hint(failed: JobResult) -> JobResult:
+    """Add a way out to the error of a message that was given as a row."""
+    if failed.error is None or failed.error.type != "missing_prompt":
+        return failed
+    message = f"{failed.error.message}; a list of messages is one row: llm.chat(messages)"
+    return msgspec.structs.replace(failed, error=msgspec.structs.replace(failed.error, message=message))
 
 
 def _read(row: Row, keys: RowKeys, read: ReadRow) -> dict[str, Any] | str:

@@ -40,7 +40,7 @@ def plain_value(value: Any, key: str) -> Any:
         if kind is not str and kind is not dict and kind is not list:
             if isinstance(value, str):
                 value = str.__str__(value)
-            elif hasattr(value, "tolist"):
+            elif hasattr(value, "tolist") and not isinstance(value, type):
                 return plain_value(value.tolist(), key)
             elif not isinstance(value, Collection) or isinstance(value, bytes | bytearray | memoryview):
                 return value
