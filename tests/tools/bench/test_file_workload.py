@@ -62,7 +62,7 @@ def test_rows_that_fail_are_left_out_and_counted(model: Path) -> None:
     said: list[str] = []
     assert len(requests_of(model, [{"prompt": 5}, {"prompt": "a"}, {"nothing": 1}], said)) == 1
     (line,) = said
-    assert "2 rows cannot be answered and are left out" in line
+    assert "left out 2 rows that cannot be answered; the first" in line
     assert "line 1: `prompt`" in line
 
 

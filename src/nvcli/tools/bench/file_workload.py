@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from nvcli.core.byte_sizes import counted
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM, check_inputs, expand_inputs
@@ -60,9 +61,10 @@ def answerable_rows(
             reasons.append(row.error.message)
     reason = reasons[0] if reasons else "it has no rows"
     if not rows:
-        raise ConfigError(f"{input_file} has no row that can be answered: {reason}{way_out}")
+        among = "" if limit is None else f" among its first {limit:,}"
+        raise ConfigError(f"{input_file} has no row{among} that can be answered: {reason}{way_out}")
     if reasons:
-        say(f"{input_file}: {len(reasons)} rows cannot be answered and are left out; the first: {reason}")
+        say(f"{input_file}: left out {counted(len(reasons), 'row')} that cannot be answered; the first: {reason}")
     return rows
 
 
