@@ -19,6 +19,8 @@ from nvcli.core.byte_sizes import parse_size
 from nvcli.core.chat_template import reserved_variable
 from nvcli.core.config_types import (
     MAX_BLOCK_SIZE,
+    MAX_INT32,
+    MAX_INT64,
     MAX_NUM_SEQS,
     AttentionName,
     Device,
@@ -35,7 +37,7 @@ from nvcli.core.flags import MODEL, SAMPLING, Flag, FlaggedField, flagged_fields
 from nvcli.core.job_config import MESSAGES_KEY, JobConfig, MessageTemplate
 from nvcli.core.lora_config import LoraConfig
 from nvcli.core.other_names import own_keys
-from nvcli.core.sampling_params import MAX_INT, SamplingParams
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.core.task_config import EmbedConfig, ScoreConfig, Task
 from nvcli.core.text_template import TextTemplate
@@ -139,7 +141,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_num_seqs: Annotated[
         int, Meta(ge=1, le=MAX_NUM_SEQS), Flag("--max-num-seqs", MODEL, "Maximum concurrent requests in each copy.")
     ] = 256
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     """Maximum tokens computed in one step; longer prompts are split into chunks. null: see
     `sizing.graph_sizes.default_batched_tokens`; at least `max_num_seqs`."""
     gpu_memory_utilization: Annotated[
@@ -169,7 +171,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     copies there are, at some cost of speed."""
     seed: Annotated[
         int,
-        Meta(ge=0, le=MAX_INT),
+        Meta(ge=0, le=MAX_INT64),
         Flag("--seed", SAMPLING, "Seed of the run; every row has its own random numbers."),
     ] = 0
     """The seed and a row's index determine the row's random numbers."""

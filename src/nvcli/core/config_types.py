@@ -6,6 +6,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+MAX_INT32 = (1 << 31) - 1
+"""The largest count, size or token id, as they are sent in 32 bits."""
+MAX_INT64 = (1 << 63) - 1
+"""The largest integer that can be sent to an engine."""
 PositiveInt = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1)]
 MAX_PROCESSES = 1024

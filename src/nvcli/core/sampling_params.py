@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from nvcli.core.config_types import MAX_INT64
 from nvcli.core.flags import SAMPLING, Flag
 from nvcli.core.structured import Structured
 
@@ -30,9 +31,6 @@ MAX_ANSWER_NUMBERS = 1 << 24
 """Maximum token ids and log-probabilities in the answers of one row. Each takes about 70 bytes of memory, in the
 engine and in the parent."""
 
-MAX_INT = (1 << 63) - 1
-"""Largest integer that can be sent to an engine."""
-
 _GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy (as in vLLM): logits divided by them would overflow."""
 
@@ -42,9 +40,9 @@ class StopRepetition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     max_pattern_size: Annotated[int, Meta(ge=1, le=4096)] = 256
     """Maximum tokens of the pattern."""
-    min_count: Annotated[int, Meta(ge=2, le=MAX_INT)] = 4
+    min_count: Annotated[int, Meta(ge=2, le=MAX_INT64)] = 4
     """Minimum number of repetitions."""
-    min_tokens: Annotated[int, Meta(ge=2, le=MAX_INT)] = 256
+    min_tokens: Annotated[int, Meta(ge=2, le=MAX_INT64)] = 256
     """Minimum tokens of all repetitions together."""
 
 
@@ -89,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "P",
         ),
     ] = 0.0
-    seed: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=MAX_INT64)] | None = None
     """A row's own seed: its tokens then depend only on the row; null: on the run's seed and the row's index."""
     n: Annotated[int, Meta(ge=1, le=1024), Flag("-n", SAMPLING, "Answers per row.")] = 1
     best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None
@@ -99,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: Annotated[str | list[str], Flag("--stop", SAMPLING, "Text that ends an answer; may be repeated.")] = []
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
     min_tokens: Annotated[int, Meta(ge=0)] = 0
-    thinking_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    thinking_budget: Annotated[int, Meta(ge=0, le=MAX_INT64)] | None = None
     """Maximum tokens of reasoning, which is then closed; null: no limit."""
     ignore_eos: Annotated[
         bool, Flag("--ignore-eos", SAMPLING, "Continue past end-of-sequence tokens, up to --max-tokens.")
@@ -200,7 +198,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             biases = {int(key) if _is_token_id(key) else key: value for key, value in self.logit_bias.items()}
             msgspec.structs.force_setattr(self, "logit_bias", biases)
         for name in ("max_tokens", "top_k", "min_tokens", "truncate_prompt_tokens"):
-            if (getattr(self, name) or 0) > MAX_INT:
+            if (getattr(self, name) or 0) > MAX_INT64:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; allowed: an integer of 64 bits")
         if any(not s for s in self.stop_strings):
             raise ValueError("`stop` must not contain an empty string")

@@ -13,14 +13,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from nvcli.core.config_types import MAX_INT64
 from nvcli.core.messages import TOKEN_BYTES
-from nvcli.core.sampling_params import MAX_INT, StopRepetition
+from nvcli.core.sampling_params import StopRepetition
 from nvcli.engine.request import Request, ThoughtLimit
 
 LOOP_STRIDE = 16
 """Tokens between two checks of an answer for loops."""
 _NEEDLE_TOKENS = 8
-_NEVER = MAX_INT
+_NEVER = MAX_INT64
 
 
 class AnswerWatch:

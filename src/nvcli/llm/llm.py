@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import msgspec
 
 from nvcli.core.config import RunConfig, flag_keys
-from nvcli.core.config_types import Order, ParallelSize
-from nvcli.core.sampling_params import MAX_INT
+from nvcli.core.config_types import MAX_INT64, Order, ParallelSize
 from nvcli.core.task_config import Normalization, ScoreConfig, Task
 from nvcli.core.validation import InvalidValue, convert, is_integer, show
 from nvcli.core.weight_changes import LoadWeights, Sleep, Wake
@@ -449,8 +448,8 @@ def _collect(session: Session) -> None:
 def _read_seed(seed: object) -> int | None:
     """Return a seed, which may be an integer of numpy. Raises ConfigError."""
     value = plain_setting("seed", seed)
-    if value is not None and not is_integer(value, 0, MAX_INT):
-        raise ConfigError(f"seed={show(seed)}: allowed: an integer from 0 to {MAX_INT}")
+    if value is not None and not is_integer(value, 0, MAX_INT64):
+        raise ConfigError(f"seed={show(seed)}: allowed: an integer from 0 to {MAX_INT64}")
     return value
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nvcli.core.config_types import KeptWeights
+from nvcli.core.config_types import MAX_INT32, KeptWeights
 from nvcli.core.validation import is_integer, show
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
@@ -20,7 +20,7 @@ from nvcli.models.draft_head_config import DraftHeadConfig
 from nvcli.models.families.catalogue import find_family
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
-from nvcli.models.json_file import MAX_INT, JsonFile
+from nvcli.models.json_file import JsonFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mixer import Block, Mixer, Piece, Ranks
 from nvcli.models.quantisation.formats import read_quantisation
@@ -362,7 +362,7 @@ def _eos_token_ids(*files: JsonFile) -> tuple[int, ...]:
     for file in files:
         value = file.values.get("eos_token_id")
         for token in value if isinstance(value, list) else [] if value is None else [value]:
-            if not is_integer(token, 0, MAX_INT):
+            if not is_integer(token, 0, MAX_INT32):
                 raise file.error("eos_token_id", f"{show(value)} is not a token id or a list of them")
             ids[token] = None
         if len(ids) > MAX_EOS_IDS:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from nvcli.core.config_types import MAX_INT32
 from nvcli.core.system.regular_file import read_regular
 from nvcli.core.validation import show
 from nvcli.errors import LoadError
@@ -18,8 +19,6 @@ V = TypeVar("V")
 
 _LEAST, _MOST = 1e-30, 1e30
 """Bounds of positive numbers that are not sizes, so that their inverse times a position is finite in float32."""
-MAX_INT = (1 << 31) - 1
-"""The largest count, size or token id, as they are sent in 32 bits."""
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 GIT_LFS = b"version https://git-lfs"
 """The beginning of the text that git leaves in place of a large file."""
@@ -128,7 +127,7 @@ class JsonFile:
         if value is not None and value != wanted:
             raise self.error(key, f"{show(value)} is not supported; supported: {show(wanted)}")
 
-    def positive(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_INT) -> int:
+    def positive(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_INT32) -> int:
         """Return the value of `key`, which must be above zero, at least `least` and at most `most`, or `default` if it
         is absent or null. Without a default, that is an error."""
         value = self.get(key, int, default)

@@ -19,7 +19,7 @@ import msgspec
 import pyarrow
 
 from nvcli.core.config import RunConfig
-from nvcli.core.sampling_params import MAX_INT
+from nvcli.core.config_types import MAX_INT64
 from nvcli.errors import ClosedError, ConfigError, WorkerError
 from nvcli.job.output.parquet_output import ANSWER_TYPES, fit_row
 from nvcli.job.rows.conversation import CONVERSATION_KEYS
@@ -138,4 +138,4 @@ class Replica:
 def row_seed(row: Mapping[str, Any], seed: int) -> int:
     """Derive a row's seed from its values and the run's seed."""
     data = msgspec.json.encode([seed, row], enc_hook=str, order="deterministic")
-    return int.from_bytes(blake2b(data, digest_size=8).digest()) & MAX_INT
+    return int.from_bytes(blake2b(data, digest_size=8).digest()) & MAX_INT64

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from nvcli.core.config_types import OnTooLong
+from nvcli.core.config_types import MAX_INT64, OnTooLong
 from nvcli.core.messages import pack
-from nvcli.core.sampling_params import MAX_INT, SamplingParams
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Structured
 from nvcli.demo import demo_path
 from nvcli.errors import RowError
@@ -92,7 +92,7 @@ def test_what_is_passed_through_counts_as_memory(tokenizer: Tokenizer) -> None:
 
 def test_the_deepest_row_and_the_largest_numbers_can_be_prepared(tokenizer: Tokenizer) -> None:
     depth = MAX_LEVELS - 1  # in the row itself
-    sampling = b'{"temperature": 0, "top_k": %d}' % MAX_INT
+    sampling = b'{"temperature": 0, "top_k": %d}' % MAX_INT64
     line = b'{"prompt": "a", "sampling": %b, "x": %b1%b}' % (sampling, b'{"a":' * depth, b"}" * depth)
     parsed = RowParser({}).parse(line, index=0, where="line 1")
     assert isinstance(parsed, Job)

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from nvcli.core.config_types import MAX_INT64
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
-from nvcli.core.sampling_params import MAX_INT, SamplingParams
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import InvalidValue, convert, is_integer, show
 from nvcli.errors import RowError
 from nvcli.job.job import Job, JobId, PromptTask, RowContext
@@ -96,7 +97,7 @@ class RowDefaults:
 
 def native_id(value: Any, key: str) -> JobId | None:
     """Return the id in a row's `key`; None if there is none."""
-    if value is None or isinstance(value, str) or is_integer(value, -MAX_INT - 1, MAX_INT):
+    if value is None or isinstance(value, str) or is_integer(value, -MAX_INT64 - 1, MAX_INT64):
         return value
     raise RowError("invalid_id", f"`{key}` is {show(value)}; allowed: text or an integer of 64 bits")
 

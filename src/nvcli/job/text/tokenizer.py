@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from nvcli.core.chat_template import MAX_TEMPLATE_BYTES
+from nvcli.core.config_types import MAX_INT32
 from nvcli.core.system.regular_file import check_regular
 from nvcli.core.validation import describe_surrogate, show
 from nvcli.errors import LoadError, RowError
-from nvcli.models.json_file import MAX_INT, JsonFile, read_json
+from nvcli.models.json_file import JsonFile, read_json
 
 MAX_INLINE_TOKENS = 8192
 """Up to this many tokens are decoded inline, in a millisecond; in a batch they would wait for threads that encode."""
@@ -87,8 +88,8 @@ class Tokenizer:
             if not is_library_failure(error):
                 raise
             raise load_error(model_path, error) from error
-        if tokenizer.vocab_size is not None and tokenizer.vocab_size > MAX_INT:
-            check_token_ids(model_path, tokenizer.vocab(), MAX_INT)
+        if tokenizer.vocab_size is not None and tokenizer.vocab_size > MAX_INT32:
+            check_token_ids(model_path, tokenizer.vocab(), MAX_INT32)
         return tokenizer
 
     def vocab(self) -> dict[str, int]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nvcli.core.config_types import MAX_INT32
 from nvcli.core.validation import is_integer, show
-from nvcli.models.json_file import MAX_INT, JsonFile
+from nvcli.models.json_file import JsonFile
 from nvcli.models.other_checkpoints import ADAPTER_CONFIG
 from nvcli.models.patterns import BadPattern, compile_pattern
 
@@ -175,7 +176,7 @@ def _targets(file: JsonFile) -> TargetModules:
     pattern = targets if isinstance(targets, str) and not takes_all else None
     layers = file.values.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers or []
-    if not isinstance(layers, list) or not all(type(one) is int and 0 <= one <= MAX_INT for one in layers):
+    if not isinstance(layers, list) or not all(is_integer(one, 0, MAX_INT32) for one in layers):
         raise file.error("layers_to_transform", f"{show(layers)} is not a layer's number or a list of them")
     found = file.values.get("layers_pattern") or []
     layer_patterns = [found] if isinstance(found, str) else _names(file, "layers_pattern")
@@ -220,7 +221,7 @@ def _rank(file: JsonFile, value: Any, key: str) -> float:
 def _alpha(file: JsonFile, value: Any, key: str, default: float | None = None) -> float:
     value = default if value is None else value
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= MAX_INT:  # NaN is not
+    if not is_number or not abs(value) <= MAX_INT32:  # NaN is not
         raise file.error(key, f"{show(value)} is not a number that products can be scaled by")
     return float(value)
 
@@ -233,7 +234,7 @@ def _token_ids(file: JsonFile) -> dict[str, tuple[int, ...]]:
     if not isinstance(lists, dict):
         raise file.error(key, f"{show(found)} is not a list of token ids")
     for ids in lists.values():
-        if not isinstance(ids, list) or not all(type(one) is int and 0 <= one <= MAX_INT for one in ids):
+        if not isinstance(ids, list) or not all(is_integer(one, 0, MAX_INT32) for one in ids):
             raise file.error(key, f"{show(ids)} is not a list of token ids")
         if len(set(ids)) < len(ids):
             raise file.error(key, f"{show(ids)} has a token twice")

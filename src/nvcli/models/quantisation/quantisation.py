@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nvcli.core.config_types import KeptWeights
-from nvcli.core.validation import show
+from nvcli.core.validation import is_integer, show
 from nvcli.models.json_file import JsonFile
 from nvcli.models.tensor_info import Packing
 
@@ -33,7 +33,7 @@ class QuantisationFile(JsonFile):
         found: Any = self.values.get(key)
         if isinstance(found, str):  # as older files spell it: 128x128
             found = [int(size) if size.isdecimal() and len(size) < 9 else None for size in found.split("x")]
-        if not (isinstance(found, list) and len(found) == 2 and all(type(size) is int and size > 0 for size in found)):
+        if not (isinstance(found, list) and len(found) == 2 and all(is_integer(size, 1) for size in found)):
             raise self.error(key, f"{show(self.values.get(key))} is not a pair of sizes such as [128, 128]")
         return found[0], found[1]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from nvcli.core.config_types import PositiveInt
+from nvcli.core.config_types import MAX_INT32, MAX_INT64, PositiveInt
 from nvcli.core.flags import MODEL, RESULT, WORKLOAD, Flag
 from nvcli.core.lora_config import MAX_ROW_RANK, LoraMode
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES
@@ -74,7 +74,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Flag("--temperature", WORKLOAD, "Sampling temperature [default: 0.6]", "T"),
     ] = None
     top_k: Annotated[
-        Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None,
+        Annotated[int, Meta(ge=0, le=MAX_INT32)] | None,
         Flag("--top-k", WORKLOAD, "Sample among the K likeliest tokens; 0: off [default: 0]", "K"),
     ] = None
     top_p: Annotated[
@@ -113,7 +113,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     seed: Annotated[
-        int, Meta(ge=0, le=(1 << 63) - 1), Flag("--seed", WORKLOAD, "Seed of the made-up lengths and tokens.")
+        int, Meta(ge=0, le=MAX_INT64), Flag("--seed", WORKLOAD, "Seed of the made-up lengths and tokens.")
     ] = 0
     repeat: Annotated[
         PositiveInt, Flag("--repeat", RESULT, "Passes over the workload, each with an empty prefix cache.")

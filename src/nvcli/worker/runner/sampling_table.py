@@ -14,13 +14,13 @@ from enum import IntFlag
 import numpy as np
 import torch
 
+from nvcli.core.config_types import MAX_INT32
 from nvcli.core.messages import MAX_STOP_IDS, NewSlot
 from nvcli.kernels.sampling_columns import MAX_CANDIDATES, LogitChanges, SamplingColumns
 from nvcli.kernels.slot_filling import fill_columns, fill_entries
 from nvcli.worker.runner.bad_words import BadWords
 from nvcli.worker.runner.uploader import Uploader, to_device
 
-_MAX_INT32 = 2**31 - 1
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _LONGS = ("seed", "row", "sample")
 
@@ -85,7 +85,7 @@ class SamplingTable:
         slots = np.array([new.slot for new in new_slots])
         floats = np.array([[getattr(s, name) for name in _FLOATS] for s in samplings], dtype=np.float32)
         ints = [(s.top_k, s.prompt_len, s.prompt_len + s.min_tokens) for s in samplings]
-        clipped = np.array([[min(value, _MAX_INT32) for value in row] for row in ints], dtype=np.int32)
+        clipped = np.array([[min(value, MAX_INT32) for value in row] for row in ints], dtype=np.int32)
         longs = np.array([[getattr(s, name) for name in _LONGS] for s in samplings], dtype=np.int64)
         values = np.concatenate([floats.view(np.int32), clipped, longs.view(np.int32)], axis=1)
         slots_there, values_there = upload(slots, values.ravel())
