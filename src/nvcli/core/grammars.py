@@ -50,10 +50,11 @@ number, one mask in a hundred takes half as long again. Letters are for patterns
 _MAX_LEXER_STATES = 50_000
 """A fifth of llguidance's own limit: a state takes 1 to 2 kB, and each process that makes masks has its own."""
 
-_KEYWORDS_OF_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+SHARED_KEYWORDS = ("$defs", "definitions")
+"""Keywords of schemas that their parts refer to."""
+_KEYWORDS_OF_MAPS = (*SHARED_KEYWORDS, "properties", "patternProperties", "dependentSchemas")
 _KEYWORDS_OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _KEYWORDS_OF_ONE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames")
-_SHARED = ("$defs", "definitions")
 
 SchemaPath = tuple[str, ...]
 
@@ -136,7 +137,7 @@ class Vocabulary:
         if isinstance(schema, bool):
             return ()
         deadline = time.monotonic() + _SEARCH_SECONDS
-        shared = {key: schema[key] for key in _SHARED if key in schema}
+        shared = {key: schema[key] for key in SHARED_KEYWORDS if key in schema}
 
         def fails(part: Any) -> bool:
             if not isinstance(part, dict) or time.monotonic() > deadline:

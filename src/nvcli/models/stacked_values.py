@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
+from nvcli.models.quantisation.quantisation import FP4_PAIRS
 from nvcli.models.stored_values import OpenFiles, ranges_of, scale_codes
-from nvcli.models.tensor_info import Codes, FileRange, Packing, TensorInfo
-
-_PAIRS = Packing(bits=4, dim=1, per_index=2)
+from nvcli.models.tensor_info import Codes, FileRange, TensorInfo
 
 
 class StoredStack(NamedTuple):
@@ -46,7 +45,7 @@ def stack_key(info: TensorInfo, part: Sequence[slice]) -> Hashable | None:
     codes = info.codes
     if codes is None:
         return None if info.packing is not None else common
-    if codes.numbers == "integer" or info.packing not in (None, _PAIRS) or codes.scales.is_transposed:
+    if codes.numbers == "integer" or info.packing not in (None, FP4_PAIRS) or codes.scales.is_transposed:
         return None
     if codes.zeros is not None or codes.zero or codes.groups is not None or codes.columns is not None:
         return None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nvcli.core.grammars import JSON_WHITESPACE
+from nvcli.core.grammars import JSON_WHITESPACE, SHARED_KEYWORDS
 from nvcli.core.structured import Structured
 from nvcli.errors import RowError
 from nvcli.job.job import CallRule, Job, RowForm
@@ -28,8 +28,6 @@ from nvcli.job.text.tool_calls import (
     find_tagged,
 )
 
-_SHARED = ("$defs", "definitions")
-
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
@@ -46,7 +44,7 @@ class CallableTool:
         options = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE, "lenient": not self.is_strict}}
         if part is None:
             return {**options, **self.arguments}
-        shared = {key: self.arguments[key] for key in _SHARED if key in self.arguments}
+        shared = {key: self.arguments[key] for key in SHARED_KEYWORDS if key in self.arguments}
         return {**options, **shared, **(part if isinstance(part, dict) else {})}
 
 
