@@ -105,6 +105,28 @@ def test_blocks_behind_a_long_chunk_are_freed_before_the_next_step_is_planned() 
     requests.tables.check_integrity(requests.running)
 
 
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE)], ids=["window", "state"])
+def test_a_request_that_was_turned_away_may_hold_blocks_of_another_home(groups: tuple[KVGroup, ...]) -> None:
+    """Blocks have the same ids in all homes: the home that it left frees none of them."""
+    homes = [Requests(groups, 40), Requests(groups, 40)]
+    for home in homes:
+        home.compute_all(list(range(100, 138)), 38)
+        home.tables.begin_step()
+    request = make_request(1, list(range(38)), 1000)
+    state = RequestState(request, Prompt(request))
+    for home in homes:
+        assert home.tables.enter(state, 38, reserve=0) == 38
+        if home is homes[0]:
+            home.tables.release(state)
+            state.num_computed = 0
+    state.slot = 1
+    homes[1].running.append(state)
+    homes[1].compute(state, 38)
+    for home in homes:
+        home.tables.begin_step()
+        home.tables.check_integrity(home.running)
+
+
 def test_a_chunk_is_as_long_as_there_are_blocks() -> None:
     requests = Requests((WINDOW,), 4)
     state = requests.enter(list(range(40)))

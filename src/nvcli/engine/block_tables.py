@@ -87,8 +87,7 @@ class BlockTables:
         self._key_copies.begin_step()
         leaving, self._leaving = self._leaving, {}
         for state in leaving:
-            if state.blocks:  # else it gave them all back
-                self._free_behind_windows(state)
+            self._free_behind_windows(state)
 
     def entered(self, state: RequestState) -> None:
         """Record that a request got a slot, with the blocks that `enter` took."""
@@ -298,6 +297,7 @@ class BlockTables:
         if state.slot is not None:
             self._segments.leave(state.slot)
         self._key_copies.drop(state)
+        self._leaving.pop(state, None)
         for group in self._of_keys:
             blocks, first = state.blocks[group], state.first_columns[group]
             self.block_manager.release(blocks[first:] if first else blocks)

@@ -43,7 +43,7 @@ class StateBlocks:
         for state in list(self._grown):
             self.free_old(state)
             # The others continue from their last one as soon as a token comes back.
-            if not state.blocks or state.first_columns[self.groups[0]] >= len(state.blocks[self.groups[0]]) - 1:
+            if state.first_columns[self.groups[0]] >= len(state.blocks[self.groups[0]]) - 1:
                 del self._grown[state]
 
     def last(self, state: RequestState) -> list[int]:
@@ -114,7 +114,7 @@ class StateBlocks:
     def free_old(self, state: RequestState) -> None:
         """Free the states that no future step starts from."""
         end = max(0, state.least_computed - 1) // self._block_size
-        for group in self.groups if state.blocks else ():
+        for group in self.groups:
             blocks, start = state.blocks[group], state.first_columns[group]
             if end > start:
                 kept = blocks[end:]
@@ -124,6 +124,7 @@ class StateBlocks:
 
     def release(self, state: RequestState) -> None:
         """Give all of a request's states back."""
+        self._grown.pop(state, None)
         for group in self.groups:
             self._manager.release(different(state.blocks[group]))
 
