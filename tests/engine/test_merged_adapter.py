@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -10,6 +11,9 @@ import pytest
 from nvcli.core.messages import unpack
 from nvcli.engine import merged_adapter
 from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.scheduler import Scheduler
+from nvcli.engine.state import RequestState
+from nvcli.engine.step_draft import StepDraft
 from rank_in_process import RankInProcess, make_core
 from requests_factory import make_request
 
@@ -46,6 +50,17 @@ def test_tails_rest_while_the_next_group_runs() -> None:
     num_steps, num_again = run(num_blocks=400, per_adapter=SLOTS)
     assert num_again == 0
     assert num_steps < 25
+
+
+def test_requests_rest_on_where_no_row_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if drafts in flight held the blocks that rows need: no step comes then."""
+    plan, num_plans = Scheduler._plan_decode_rows, itertools.count()
+
+    def plan_some(self: Scheduler, draft: StepDraft, *, has_prompts: bool) -> tuple[list[RequestState], list[int]]:
+        return plan(self, draft, has_prompts=has_prompts) if next(num_plans) % 2 else ([], [])
+
+    monkeypatch.setattr(Scheduler, "_plan_decode_rows", plan_some)
+    assert run(num_blocks=400, per_adapter=SLOTS)[1] == 0
 
 
 def test_without_memory_tails_run_beside_the_next_group() -> None:

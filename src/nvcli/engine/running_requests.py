@@ -7,7 +7,7 @@ which requests enter; this module keeps slots, blocks and lists in agreement whe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from nvcli.core.messages import NO_ADAPTER, pack
@@ -41,6 +41,8 @@ class RunningRequests:
         self._states: dict[RequestState, None] = {}
         self._resting: dict[RequestState, None] = {}
         """Requests that gave their slots back and keep their blocks, until they enter again."""
+        self._resumed: list[RequestState] = []
+        """Requests that entered after a rest since planning of the current step began."""
         self._freed_slots: list[int] = []
         """Slots released since the last step; the next step tells the ranks."""
         self._bytes_saved_before = 0
@@ -118,14 +120,24 @@ class RunningRequests:
         step are chosen. `step`: see `Admission`."""
         has_room = self._may_rest and self.homes.num_used_blocks <= _REST_SHARE * self.homes.num_blocks
         while tail := self.merged.regroup(waiting, self._states.keys(), may_rest=has_room):
-            for state in tail:
-                state.num_owed = state.num_pending
-                home = self.homes[state.home]
-                home.rest(state)
-                self._free_slot(state, home)
-                self._resting[state] = None
+            self._rest(tail)
+        self._resumed = []
         if self._resting:
             self._resume(waiting, draft, step)
+
+    def rest_on(self, waiting: deque[RequestState]) -> None:
+        """Let the requests rest on that entered for a step that does not come: no step would tell the ranks of them."""
+        resumed = [state for state in self._resumed if state.slot is not None]
+        self._rest(resumed)
+        waiting.extendleft(reversed(resumed))
+
+    def _rest(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            state.num_owed = state.num_pending
+            home = self.homes[state.home]
+            home.rest(state)
+            self._free_slot(state, home)
+            self._resting[state] = None
 
     def _resume(self, waiting: deque[RequestState], draft: StepDraft, step: int) -> None:
         """Let the first waiting requests decode again that rest and lack nothing but their next token. The others that
@@ -143,6 +155,7 @@ class RunningRequests:
                 return
             waiting.popleft()
             self.enter(state, home)
+            self._resumed.append(state)
             draft.enter(state)
             state.num_brought = state.num_computed
             if not state.needs_last_token:  # else its row brings the token

@@ -172,6 +172,7 @@ class Scheduler:
             self._admit(draft, budgets, now)
 
         if not decode_slots and not draft.has_chunks:
+            self._running.rest_on(self._waiting)
             return None
         step = draft.finish(
             self._next_step_id,
