@@ -32,8 +32,8 @@ from nvcli.core.system.standard_streams import OutputGone, secure_standard_strea
 _GENERATE_EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or
 model; 3 the engine or the disk failed, or a file was changed; 130 interrupted. After 1 by --max-errors, 3 and 130
 the same command continues the job."""
-_CHAT_EXIT_CODES = """Exit codes: 0 every message was answered, or a person chatted; 1 some messages from a pipe were
-not; 2 usage, configuration or model; 3 the engine failed; 130 interrupted."""
+_CHAT_EXIT_CODES = """Exit codes: 0 every message was answered, or the chat was interactive; 1 some messages
+from a pipe were not; 2 usage, configuration or model; 3 the engine failed; 130 interrupted."""
 _CHECK_EXIT_CODES = """Exit codes: 0 every row can be answered; 1 some rows cannot; 2 usage, configuration, or a model
 that does not fit; 130 interrupted."""
 _MERGE_EXIT_CODES = """Exit codes: 0 every row is there and answered; 1 some rows are missing or carry errors; 2 usage,

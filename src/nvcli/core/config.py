@@ -125,7 +125,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         bool, Flag("--ep", MODEL, "Whole experts on each of the --tp GPUs, not a part of every expert.")
     ] = False
     enable_attention_dp: Annotated[
-        bool, Flag("--attention-dp", MODEL, "All heads of some requests on each of the --tp GPUs, not some of all.")
+        bool,
+        Flag(
+            "--attention-dp",
+            MODEL,
+            "All heads of some requests on each of the --tp GPUs, not some heads of all requests.",
+        ),
     ] = False
     """Each request's keys are then on one of the GPUs; MLPs and experts are cut as without."""
     pipeline_parallel_size: Annotated[

@@ -20,8 +20,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "--speculate",
             MODEL,
             "Draft several tokens per step and keep the correct ones: lookup: from earlier text; mtp: by the model's "
-            "own head for that; PATH: by the EAGLE-3 head or the small model in this folder; auto: whatever works with "
-            "the model.",
+            "own head for that; PATH: by the EAGLE-3 head or the small model in this folder; auto: lookup, or mtp "
+            "where few requests run at a time",
             metavar="auto|none|lookup|mtp|PATH",
         ),
     ] = "auto"
