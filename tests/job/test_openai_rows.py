@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from nvcli.core.sampling_params import SamplingParams, StopRepetition
-from nvcli.job.job import Choice, Job, JobResult, Logprobs, RowForm, Usage
+from nvcli.errors import RowError
+from nvcli.job.job import RETRYABLE_ERRORS, Choice, Job, JobResult, Logprobs, RowForm, Usage, failed
 from nvcli.job.rows.output_row import OutputForm, moved_row, output_row, read_output_row
 from nvcli.llm.answer import Answer
 from nvcli.tools.show.answers import read_shown_row
@@ -148,6 +149,14 @@ def test_a_bad_row_is_answered_with_error_objects(read_rows: ReadRows, data: byt
         "param": None,
         "code": kind,
     }
+
+
+@pytest.mark.parametrize("kind", sorted(RETRYABLE_ERRORS))
+def test_an_error_that_is_not_the_rows_fault_is_the_servers(read_rows: ReadRows, kind: str) -> None:
+    job = parse(read_rows, line())
+    assert isinstance(job, Job)
+    response = as_json(failed(job.context, RowError(kind, "why")))["response"]
+    assert (response["status_code"], response["body"]["error"]["type"]) == (500, "server_error")
 
 
 def test_ids_are_shared_by_both_forms_and_foreign_keys_pass_through(read_rows: ReadRows) -> None:

@@ -12,13 +12,23 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from nvcli.job.job import Choice, EmbedAnswer, EmbedAnswers, ErrorInfo, JobResult, Logprobs, RowForm, Usage
+from nvcli.job.job import (
+    RETRYABLE_ERRORS,
+    Choice,
+    EmbedAnswer,
+    EmbedAnswers,
+    ErrorInfo,
+    JobResult,
+    Logprobs,
+    RowForm,
+    Usage,
+)
 from nvcli.job.rows.openai_responses import response_body
 
 BATCH_ID = "batch_req_"
 """Prefix of an output row's id, followed by the row's index."""
 
-_OURS = ("aborted", "image_unavailable", "kv_cache_too_small", "non_finite_logits", "tokenizer_error")
+_OURS = RETRYABLE_ERRORS | {"tokenizer_error"}
 """Error types that are not the request's fault: status 500 instead of 400."""
 
 
