@@ -65,7 +65,7 @@ def test_an_item_that_is_too_long_is_dropped_alone(monkeypatch: pytest.MonkeyPat
     [
         (b'[{"a": 1}, {"a": ', "ends in its item 2"),
         (b'[{"a": "\\', "ends in its item 1"),
-        (b'[{"a": 1}]\n[{"a": 2}]', "more behind the end"),
+        (b'[{"a": 1}]\n[{"a": 2}]', "more after the end"),
     ],
 )
 def test_an_array_that_does_not_end_well(data: bytes, reason: str) -> None:

@@ -44,7 +44,7 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     decode_name = _choose(decode, case, notes)
     if case.batch_invariant and decode_name != prefill_name:
         raise ConfigError(
-            f"`batch_invariant` needs one attention backend, as a token may be computed in a prompt or behind it, and "
+            f"`batch_invariant` needs one attention backend, as a token may be computed in a prompt or after it, and "
             f"`attention_backend` comes to {prefill_name} and {decode_name}; name one or leave it out"
         )
     backend = _load(prefill_name, case)(case)

@@ -108,7 +108,7 @@ def check_output_format(path: Path) -> None:
         return
     raise ConfigError(
         f"the output {path} cannot be written: answers are written as .jsonl, .csv or .tsv (also with .gz or .zst "
-        f"behind it) or .parquet, and not as {suffix}{path.name.removeprefix(name)}; name it, for example, "
+        f"after it) or .parquet, and not as {suffix}{path.name.removeprefix(name)}; name it, for example, "
         f"-o {shlex.quote(str(path.with_name(Path(name).stem)))}.jsonl"
     )
 

@@ -101,7 +101,7 @@ def _choose_split(files: Sequence[str], config: str | None, split: str | None, a
         hint = (
             f". The hub has made Parquet of its first part alone: take {part}, or name files" if part in names else ""
         )
-        raise ConfigError(f"the input {address}: name one of its splits ({list_some(names, 12)}) behind a colon{hint}")
+        raise ConfigError(f"the input {address}: name one of its splits ({list_some(names, 12)}) after a colon{hint}")
     of_split = splits[config, split]
     best = min((data_format(file) or "" for file in of_split), key=_PREFERRED.index)
     return [file for file in of_split if data_format(file) == best]

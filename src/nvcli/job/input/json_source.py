@@ -134,7 +134,7 @@ class ArraySplitter(LineSplitter):
         if not self._has_ended:
             raise DamagedInput(f"the array does not end; the file ends in its item {self._num_items + 1:,}")
         if self._has_more and self._is_whole:
-            raise DamagedInput("there is more behind the end of the array; a file of rows on lines is named .jsonl")
+            raise DamagedInput("there is more after the end of the array; a file of rows on lines is named .jsonl")
         return None
 
 

@@ -51,7 +51,7 @@ def _pages(value: Any, name: str) -> list[dict[str, int]]:
             continue
         pages = range(int(first), int(last or first) + 1)
         if not pages:
-            raise InvalidValue((), f"`{name}` is {show(value)}, and {first} is behind {last}; allowed: {_PAGES_FORM}")
+            raise InvalidValue((), f"`{name}` is {show(value)}, and {first} is after {last}; allowed: {_PAGES_FORM}")
         if len(found) + len(pages) > MAX_PROMPT_IMAGES:
             raise RowError(
                 "invalid_image", f"`{name}` is {show(value)}; allowed: {MAX_PROMPT_IMAGES} pages, as images of a row"

@@ -99,7 +99,7 @@ class _Escape(SpecialTokenRule):
         framed, bare = (tokenizer.encode(["a"], add_special_tokens=adds)[0] for adds in (True, False))
         found = frame(framed, bare) if isinstance(framed, list) and isinstance(bare, list) else None
         if found is None:
-            raise _cannot_escape("it does not only put tokens before and behind a text")
+            raise _cannot_escape("it does not only put tokens before and after a text")
         self._before, self._behind = found
         self._refused = _any_of([token for token in self._tokens if self._is_stubborn(backend, token)])
         self._refusal = "which this tokenizer cannot read as plain text"
