@@ -172,7 +172,7 @@ def test_tokens_that_grammars_force_come_several_a_step(structured: list[Request
     assert without.forced_tokens == 0
     assert stats.forced_tokens > 80
     assert stats.generated_tokens == without.generated_tokens
-    assert stats.decode_rows < without.decode_rows - stats.forced_tokens // 2
+    assert stats.decode_rows < without.decode_rows - stats.forced_tokens // 3  # fewer if masks are late
 
 
 def test_forced_tokens_of_one_row_in_many_come_one_at_a_time() -> None:
