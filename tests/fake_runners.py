@@ -278,8 +278,10 @@ class HashingRunner(CountingRunner):
         columns = (step.block_groups, step.block_slots, step.block_columns, step.block_ids)
         for group, slot, column, block in zip(*map(unpack, columns), strict=True):
             assert slot in self.slots
-            assert block > 0
+            assert block > 0 or group in self.state_groups
             self.tables[group, slot][column] = block
+            if not block:
+                del self.tables[group, slot][column]
         for slot, start, tokens in spans_of(step):
             assert slot in self.slots
             self.tokens[slot].update(enumerate(tokens, start))

@@ -127,6 +127,21 @@ def test_a_request_that_was_turned_away_may_hold_blocks_of_another_home(groups: 
         home.tables.check_integrity(home.running)
 
 
+def test_ranks_forget_states_of_drafts_in_columns_that_a_chunk_skips() -> None:
+    """Else the chunk, such as one of forced tokens, would write its states into blocks that others hold by now."""
+    requests = Requests((FULL, STATE), 100)
+    state = requests.compute_all(list(range(6)), 6)
+    state.generated.append(1)
+    assert requests.compute(state, 6) == 6  # up to column 2
+    state.num_computed = 7
+    requests.tables.trim(state)
+    state.generated.extend(range(12))
+    draft = StepDraft()
+    assert requests.tables.grow(state, 11, draft, least=1) == 11
+    told = {column: blocks for group, _, column, blocks in draft._blocks if group == 1}
+    assert (told[2], told[3], told[4]) == ([0], [0], state.blocks[1][4:])
+
+
 def test_a_chunk_is_as_long_as_there_are_blocks() -> None:
     requests = Requests((WINDOW,), 4)
     state = requests.enter(list(range(40)))

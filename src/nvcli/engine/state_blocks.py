@@ -83,6 +83,9 @@ class StateBlocks:
         for column in self._worth_keeping(state):
             if first <= column < num_columns - 1 and column not in columns and room >= len(groups):
                 columns[column], room = self._allocate(), room - len(groups)
+        if not _is_decoding(state):  # drafts may have had blocks there: ranks still know these
+            begin = max(first, state.num_prompt // self._block_size)
+            columns = dict.fromkeys(range(begin, num_columns), [0] * len(groups)) | columns
         for number, group in enumerate(groups):
             state.blocks[group] += [0] * (num_columns - first)
             for column, blocks in columns.items():

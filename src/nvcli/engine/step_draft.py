@@ -141,7 +141,12 @@ class StepDraft:
             )
         )
         for group, (blocks, first) in enumerate(zip(state.blocks, state.first_columns, strict=True)):
-            self.add_blocks(group, state.slot, first, blocks[first:])
+            if all(blocks[first:]):
+                self.add_blocks(group, state.slot, first, blocks[first:])
+            else:  # new slots have no blocks
+                for column, block in enumerate(blocks[first:], first):
+                    if block:
+                        self.add_blocks(group, state.slot, column, [block])
         if num_prefix_ids:
             self.add_tokens(state, 0, num_prefix_ids)
             self.num_prefix_ids += num_prefix_ids
@@ -159,12 +164,8 @@ class StepDraft:
         return self._constraints[constraint.key][0]
 
     def add_blocks(self, group: int, slot: int, first_column: int, blocks: Sequence[int]) -> None:
-        """Add blocks that a slot was given, for its columns from `first_column` on; 0: the column has none."""
-        if all(blocks):
-            self._blocks.append((group, slot, first_column, blocks))
-        else:
-            columns = enumerate(blocks, first_column)
-            self._blocks += [(group, slot, column, [block]) for column, block in columns if block]
+        """Add blocks that a slot was given, for its columns from `first_column` on; 0: the column has none any more."""
+        self._blocks.append((group, slot, first_column, blocks))
 
     def keep_slots(self, slots: set[int | None]) -> None:
         """Drop the requests that enter all other slots, and these slots' blocks."""
