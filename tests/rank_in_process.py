@@ -103,7 +103,7 @@ class RankInProcess:
         if self.limits.num_homes == 1:
             return step
         ids = zip(unpack(step.block_ids), unpack(step.block_slots), strict=True)
-        own = [block + slot % self.limits.num_homes * _MANY_BLOCKS for block, slot in ids]
+        own = [block and block + slot % self.limits.num_homes * _MANY_BLOCKS for block, slot in ids]
         return msgspec.structs.replace(step, block_ids=pack(own))
 
     def check_homes(self, step: StepInput) -> None:
