@@ -1,4 +1,5 @@
-"""FP8 codes in Triton: of activations alone, and of an activated MLP's; those of a norm's result are in `norm.py`.
+"""FP8 codes in Triton: of activations alone, and of an activated MLP's; those of a norm's result are written in
+`norm.py` and `sums/peer_memory.py`.
 
 A program takes one row, or of a scaling by blocks as many groups of 128 as are enough work, and holds it in registers:
 nothing but the codes and their scales is written. Values are first rounded as the kernels in two steps round them, so
@@ -71,6 +72,26 @@ def store_quantised(
         columns = tl.max_contiguous(tl.arange(0, BLOCK), 8)
         tl.store(codes_ptr + columns, _encode(values, scale), mask=columns < SIZE)
         tl.store(scales_ptr, scale)
+
+
+@triton.jit
+def store_row(
+    x,  # [BLOCK], in the type that it is rounded to before it is quantised, 0 behind SIZE
+    row,
+    out_ptr,  # [T, SIZE], written
+    scales_ptr,  # [T] or BY_GROUPS [T, SIZE / 128, rounded up] float32, written; None: the result is not quantised
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
+):
+    """Write a row of a norm's result, or its codes and scales."""
+    if scales_ptr is None:
+        columns = tl.arange(0, BLOCK)
+        tl.store(out_ptr + row * SIZE + columns, x, mask=columns < SIZE)
+    else:
+        NUM_SCALES: tl.constexpr = (SIZE + FP8_GROUP - 1) // FP8_GROUP if BY_GROUPS else 1
+        codes, scales = out_ptr + row * SIZE, scales_ptr + row * NUM_SCALES
+        store_quantised(x.to(tl.float32), codes, scales, 0, SIZE, BLOCK, BY_GROUPS)
 
 
 @triton.jit

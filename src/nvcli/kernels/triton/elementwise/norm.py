@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
-from nvcli.kernels.triton.elementwise.fp8 import FP8_GROUP, store_quantised
+from nvcli.kernels.triton.elementwise.fp8 import store_row
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
@@ -21,9 +21,9 @@ def _rms_norm_kernel(
     residual_ptr,  # [T, SIZE], rows residual_row_stride apart, written with ADD
     weight_ptr,  # [SIZE]
     bias_ptr,  # [SIZE], added to the result; None: there is none
-    out_ptr,  # [T, SIZE], written; QUANTISED in e4m3
-    scales_ptr,  # QUANTISED: [T] float32, or BY_GROUPS [T, SIZE / 128, rounded up], written
-    values_ptr,  # None, or QUANTISED: [T, SIZE], the result before it is quantised, written
+    out_ptr,  # [T, SIZE], written
+    scales_ptr,  # see `store_row`
+    values_ptr,  # None, or [T, SIZE], the result before it is quantised, written
     eps,
     x_part_stride,
     x_row_stride,
@@ -33,13 +33,12 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     CENTERED: tl.constexpr,
-    QUANTISED: tl.constexpr,
     BY_GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (row). out = norm(x) × weight. With ADD: residual += x, rounded as it is stored, and the norm is that of
-    the sum. x is the sum of NUM_PARTS parts; with CENTERED its mean is taken from it before it is normed. QUANTISED,
-    the result is rounded to the residual's type first. BLOCK is a power of two, at least SIZE."""
+    the sum. x is the sum of NUM_PARTS parts; with CENTERED its mean is taken from it before it is normed. BLOCK
+    is a power of two, at least SIZE."""
     row = tl.program_id(0).to(tl.int64)
     await_kernel_before(DEPENDENT)
     columns = tl.arange(0, BLOCK)
@@ -61,15 +60,10 @@ def _rms_norm_kernel(
     normed = x * tl.rsqrt(mean_square + eps) * weight
     if bias_ptr is not None:
         normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if QUANTISED:
-        values = normed.to(residual_ptr.dtype.element_ty)
-        if values_ptr is not None:
-            tl.store(values_ptr + row * SIZE + columns, values, mask=inside)
-        normed = values.to(tl.float32)
-        NUM_SCALES: tl.constexpr = (SIZE + FP8_GROUP - 1) // FP8_GROUP if BY_GROUPS else 1
-        store_quantised(normed, out_ptr + row * SIZE, scales_ptr + row * NUM_SCALES, 0, SIZE, BLOCK, BY_GROUPS)
-    else:
-        tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
+    values = normed.to(residual_ptr.dtype.element_ty)
+    if values_ptr is not None:
+        tl.store(values_ptr + row * SIZE + columns, values, mask=inside)
+    store_row(values, row, out_ptr, scales_ptr, SIZE, BLOCK, BY_GROUPS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -226,7 +220,6 @@ def _launch(
         ADD=add,
         NUM_PARTS=num_parts,
         CENTERED=is_centered,
-        QUANTISED=scales is not None,
         BY_GROUPS=scales is not None and scales.dim() == 2,
         **(dependent(x.device) if scales is None else {"DEPENDENT": False}),
         num_warps=warps_of_row(block),

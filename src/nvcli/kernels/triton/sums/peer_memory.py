@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.fp8_types import Activations
-from nvcli.kernels.triton.elementwise.fp8 import FP8_GROUP, store_quantised
+from nvcli.kernels.triton.elementwise.fp8 import store_row
 from nvcli.kernels.weight_formats import FP8_BLOCK
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
 
@@ -113,26 +113,6 @@ def _normed(x, weight, eps, SIZE: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight
 
 
-@triton.jit
-def _store_row(
-    x,  # [BLOCK], in the type of the residual stream, 0 behind SIZE
-    row,
-    out_ptr,  # [T, SIZE], written
-    scales_ptr,  # [T] or BY_GROUPS [T, SIZE / 128, rounded up] float32, written; None: the result is not quantised
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BY_GROUPS: tl.constexpr,
-):
-    """Write a row of the result, or its codes and scales."""
-    if scales_ptr is None:
-        columns = tl.arange(0, BLOCK)
-        tl.store(out_ptr + row * SIZE + columns, x, mask=columns < SIZE)
-    else:
-        NUM_SCALES: tl.constexpr = (SIZE + FP8_GROUP - 1) // FP8_GROUP if BY_GROUPS else 1
-        codes, scales = out_ptr + row * SIZE, scales_ptr + row * NUM_SCALES
-        store_quantised(x.to(tl.float32), codes, scales, 0, SIZE, BLOCK, BY_GROUPS)
-
-
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot_kernel(
     parts,  # a tuple with each rank's [T, SIZE]
@@ -141,7 +121,7 @@ def _one_shot_kernel(
     residual_ptr,  # [T, SIZE], updated with NORM
     weight_ptr,  # [SIZE], with NORM
     out_ptr,  # [T, SIZE], written
-    scales_ptr,  # see `_store_row`
+    scales_ptr,  # see `store_row`
     eps,
     rank,
     NUM_RANKS: tl.constexpr,
@@ -173,7 +153,7 @@ def _one_shot_kernel(
         total = (x + residual).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row_start + columns, total, mask=inside)
         x = _normed(total.to(tl.float32), weight, eps, SIZE)
-    _store_row(x.to(residual_ptr.dtype.element_ty), row, out_ptr, scales_ptr, SIZE, BLOCK, BY_GROUPS)
+    store_row(x.to(residual_ptr.dtype.element_ty), row, out_ptr, scales_ptr, SIZE, BLOCK, BY_GROUPS)
     tl.store(epochs_ptr + row, epoch)
 
 
@@ -181,7 +161,7 @@ def _one_shot_kernel(
 def _two_shot_kernel(
     parts,  # a tuple with each rank's [T, SIZE]
     outs,  # a tuple with each rank's [T, SIZE], written
-    scales,  # a tuple with each rank's, or with None for each: see `_store_row`
+    scales,  # a tuple with each rank's, or with None for each: see `store_row`
     flags_ptr,  # [NUM_RANKS] int64, addresses of each rank's flags [T, NUM_RANKS] int32
     done_ptr,  # [NUM_RANKS] int64, addresses of each rank's [T] int32
     epochs_ptr,  # [T] int32, advanced
@@ -220,7 +200,7 @@ def _two_shot_kernel(
         tl.store(residual_ptr + row_start + columns, total, mask=inside)
         normed = _normed(total.to(tl.float32), weight, eps, SIZE).to(residual_ptr.dtype.element_ty)
         for peer in tl.static_range(NUM_RANKS):
-            _store_row(normed, row, outs[peer], scales[peer], SIZE, BLOCK, BY_GROUPS)
+            store_row(normed, row, outs[peer], scales[peer], SIZE, BLOCK, BY_GROUPS)
         _signal(done, epochs_of_row, True, ON_GPU)
     _wait(tl.load(done_ptr + rank) + rows * 4, epochs, ON_GPU)
     tl.store(epochs_ptr + rows, epochs)
