@@ -5,7 +5,8 @@ Loads no tokenizer and renders nothing, so that errors come before a model is lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,15 @@ def unknown_variables(template: str, variables: Iterable[str]) -> list[str]:
 
     Empty if the template cannot be parsed: rendering it reports that.
     """
+    known = _variables_of(template)
+    if known is None:
+        return []
+    return [name for name in variables if name not in known and name not in _FOR_THE_RENDERER]
+
+
+@lru_cache(maxsize=4)
+def _variables_of(template: str) -> Set[str] | None:
+    """Return the variables that a chat template uses; None if it cannot be parsed."""
     import jinja2
     import jinja2.meta
 
@@ -71,9 +81,8 @@ def unknown_variables(template: str, variables: Iterable[str]) -> list[str]:
         names.optimizer = None  # it computes constants
         names.visit(tree)
     except (jinja2.TemplateError, RecursionError):
-        return []
-    known = names.undeclared_identifiers
-    return [name for name in variables if name not in known and name not in _FOR_THE_RENDERER]
+        return None
+    return names.undeclared_identifiers
 
 
 def _parse(text: str) -> jinja2.nodes.Template:
