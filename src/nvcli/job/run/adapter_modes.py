@@ -92,7 +92,7 @@ def choose_modes(
         return config.merged_adapters
     modes = find_modes(choice, list(adapters.values()), model)
     if begun is not None:
-        before = str(begun.get(MERGED_FACT)).split(", ")
+        before = str(begun.get(MERGED_FACT) or "").split(", ")
         kept = (n for n, name in enumerate(adapters, 1) if merged_fact([name]) in before and n in modes.mergeable)
         return tuple(sorted({*kept, *config.merged_adapters}))
     if run.job.order == "input" or not run.job.plan or not can_count:
