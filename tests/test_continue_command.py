@@ -111,10 +111,9 @@ def test_other_signals_end_it_as_ctrl_c_does(shell: Shell, number: signal.Signal
 
 
 def test_ctrl_c_twice_ends_at_once(shell: Shell) -> None:
-    started = time.monotonic()
     done = shell.interrupt("in.jsonl", signals=3)
     assert done.returncode == 130, done.stderr
-    assert time.monotonic() - started < 10
+    assert len(shell.rows()) < 200
     assert shell.run("in.jsonl").returncode == 1
     assert len(shell.rows()) == 200
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import cast
 import pytest
 
 import nvcli.core.system.end_signals
-from nvcli.core.system.end_signals import handle_end_signals
+from nvcli.cli import main
+from nvcli.core.system.end_signals import Handler, handle_end_signals
 from nvcli.core.validation import InvalidValue, convert
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
@@ -163,3 +165,22 @@ def test_a_program_that_runs_while_it_is_imported_is_interrupted(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         importlib.import_module("imported_program")
+
+
+def test_a_signal_while_the_command_ends_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+
+    def handle_late(handler: Handler) -> None:
+        signal.raise_signal(signal.SIGINT)
+        handle_end_signals(handler)
+        signal.raise_signal(signal.SIGINT)
+
+    def run() -> int:
+        monkeypatch.setattr(main, "handle_end_signals", handle_late)
+        return 3
+
+    monkeypatch.setattr(main, "watch_main_thread", lambda give_up: threading.current_thread())
+    monkeypatch.setattr(main, "_run", run)
+    monkeypatch.setattr(main, "_exit", lambda code, watch: codes.append(code))
+    main.main()
+    assert codes == [3]

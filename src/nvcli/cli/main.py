@@ -100,13 +100,22 @@ def _root(
 
 def main() -> None:
     """Run the `nvcli` command and end the process with its exit code."""
+    code = 130
+    is_over = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not is_over:
+            raise Interrupted("run the same command again")
+
     secure_standard_streams()
-    handle_end_signals(_interrupt)  # a running job has its own handling
     watch = watch_main_thread(_give_up)
     try:
+        handle_end_signals(interrupt)  # a running job has its own handling
         code = _run()
-    except Interrupted:
-        code = 130
+    except (Interrupted, KeyboardInterrupt):
+        pass
+    finally:
+        is_over = True  # Python calls no handler between the `try` and here
     handle_end_signals(signal.SIG_IGN)
     _exit(code, watch)
 
@@ -159,10 +168,6 @@ def _usage_message(error: typer.TyperException) -> str:
         names = [info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands]
         command = f"nvcli {sys.argv[1]}" if sys.argv[1:2] and sys.argv[1] in names else "nvcli"
     return f"{text[:1].lower()}{text[1:]}\n  see: {command} --help"
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted("run the same command again")
 
 
 def _give_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import enum
 import os
 import signal
@@ -99,13 +100,13 @@ class _AtSafePlace:
         now = time.monotonic()
         since = self._waits_since.pop(number, now)
         if self._is_foreign(frame) and now - since < _LONGEST_WAIT:
-            again = threading.Timer(_WAIT_SECONDS, self._send_again, (number, since))
-            again.daemon = True
-            again.start()
+            # `threading` takes a lock to start a thread, which the frame that is interrupted here may hold.
+            _thread.start_new_thread(self._send_again, (number, since))
         else:
             self._handler(number, frame)
 
     def _send_again(self, number: int, since: float) -> None:
+        time.sleep(_WAIT_SECONDS)
         self._waits_since[number] = since
         os.kill(os.getpid(), number)
 
