@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -103,8 +103,10 @@ class Job:
 
     def end(self) -> None:
         """Kill what is left of the run."""
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+        own = self._process.pid if self._process is not None and self._process.poll() is None else None
+        for pid in {*self.processes(), *([own, *descendants(own)] if own else [])}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
             assert self._process.stdin is not None
