@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hostile_checkpoints import CANARY, MUTATIONS, OF_ADAPTERS
 from nvcli.demo import demo_path
 from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.config import load_model_config
+from warm_process import run_warm
 from weightless_model import write_weightless_model
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "fuzz_checkpoints.py"
@@ -24,7 +24,7 @@ ERROR = "nvcli: error: checkpoint/config.json: `vocab_size`: 0 is not positive\n
 
 def test_mutated_checkpoints_answer_or_name_the_file_at_fault() -> None:
     command = [sys.executable, str(SCRIPT), "--cases", "6", "--seed", "1", "--commands", "0"]
-    result = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=200, check=False)
+    result = run_warm(command, env=ENVIRON, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "6 checkpoints in " in result.stdout
     assert ", 0 runs wrong; " in result.stdout
