@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from combinations import full
 from crash_states import CallRecorder, crash_states
 from fault_power_loss import ACTIONS, Findings, lose_power_everywhere
 from nvcli.core.config_types import Order
@@ -27,7 +28,7 @@ def lose_power(tmp_path: Path, name: str, order: Order, *, num_random: int) -> F
     [
         ("out.jsonl", "completion"),
         ("out.jsonl.gz", "input"),
-        ("out.jsonl.zst", "completion"),
+        full(("out.jsonl.zst", "completion"), in_parts=True),
         ("out.parquet", "input"),
         ("out.csv", "completion"),
     ],
