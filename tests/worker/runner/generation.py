@@ -65,6 +65,11 @@ def requests() -> list[Request]:
     return greedy + sampled
 
 
+def fewer_requests() -> list[Request]:
+    """Every greedy request, and two for each way to sample: for engines of several ranks, whose steps take long."""
+    return requests()[: len(prompts()) + 2 * len(SAMPLED)]
+
+
 @contextmanager
 def running_engine(path: Path, **config: Any) -> Iterator[EngineClient]:
     """Start an engine with processes of its own. `config`: of the engine; see also `config_of`."""

@@ -156,7 +156,7 @@ def test_rows_of_different_widths_in_graphs() -> None:
 def test_ranks_that_share_a_model_take_the_same_drafts(
     requests: list[Request], expected: dict[int, RequestOutput], structured: list[Request], structured_answers: Any
 ) -> None:
-    fewer = [*samples_of(requests[:12]), *structured[:4]]
+    fewer = [*samples_of(requests[:8]), *structured[:4]]
     found, stats = generate(demo_path(), fewer, tensor_parallel_size=2, **UNEVEN)
     all_expected = expected | structured_answers[0]
     assert_equal(found, {request.request_id: all_expected[request.request_id] for request in fewer})
@@ -203,7 +203,7 @@ def test_runs_that_cannot_take_tokens_back_draft_nothing_and_say_so(monkeypatch:
 def test_stages_take_the_same_drafts(
     requests: list[Request], expected: dict[int, RequestOutput], structured: list[Request], structured_answers: Any
 ) -> None:
-    fewer = [*samples_of(requests[:12]), *structured[:4]]
+    fewer = [*samples_of(requests[:8]), *structured[:4]]
     found, stats = generate(demo_path(), fewer, pipeline_parallel_size=2, **UNEVEN)
     all_expected = expected | structured_answers[0]
     assert_equal(found, {request.request_id: all_expected[request.request_id] for request in fewer})

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generation import assert_greedy, generate, generate_here, requests, tokens_of
+from generation import assert_greedy, fewer_requests, generate, generate_here, requests, tokens_of
 
 from checkpoints import write_tiny_config, write_tiny_model
 from combinations import full
@@ -175,8 +175,8 @@ def test_states_in_two_stages_of_two_ranks(answered: Callable[[str], Answered]) 
     model = answered("qwen-3.5")
     config: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_num_seqs": 16}
     config |= {"max_num_batched_tokens": 40, "max_draft_tokens": 3, "draft_policy": "always"}
-    done, stats = generate(model.path, requests(), **config, num_kv_tokens=380)
-    assert tokens_of(done) == model.plain
+    done, stats = generate(model.path, fewer_requests(), **config, num_kv_tokens=380)
+    assert tokens_of(done) == {number: model.plain[number] for number in done}
     assert stats.num_preemptions > 0
     assert stats.cached_tokens > 0
     assert stats.drafted_tokens == 0

@@ -29,8 +29,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen3(tmp_path_factory.mktemp("models") / "qwen3", tie_word_embeddings=True)
 
 
-def requests() -> list[Request]:
-    """For each prompt: all of it scored, its end scored with the token behind it, and three sums of hidden states."""
+def requests(max_tokens: int = 24) -> list[Request]:
+    """For each prompt: all of it scored, its end scored with the token behind it, and three sums of hidden states.
+
+    An answer behind the first has `max_tokens`."""
     made = []
     for number, prompt in enumerate(prompts()):
         reads: list[PromptScoring | Pooling] = [
@@ -41,9 +43,9 @@ def requests() -> list[Request]:
             Pooling(position="first"),
         ]
         for kind, read in enumerate(reads):
-            max_tokens = 24 if kind == 0 else 1
             sampling = SamplingParams(temperature=0, repetition_penalty=1.2 if number % 2 else 1.0)
-            made.append(make_request(100 * number + 10 * kind, prompt, max_tokens, read=read, sampling=sampling, n=2))
+            length = max_tokens if kind == 0 else 1
+            made.append(make_request(100 * number + 10 * kind, prompt, length, read=read, sampling=sampling, n=2))
     return made
 
 
@@ -131,6 +133,6 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("circumstance", CIRCUMSTANCES)
 def test_several_ranks_read_the_same(checkpoint: Path, expected: list[tuple[Any, Any]], circumstance: str) -> None:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 48, "embedding_size": HIDDEN_SIZE}
-    batch = [sample for request in requests() for sample in request.samples()]
+    batch = [sample for request in requests(6) for sample in request.samples()]
     done, _ = generate(checkpoint, batch, **settings, **CIRCUMSTANCES[circumstance])
     check(done, expected)
