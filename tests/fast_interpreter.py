@@ -34,12 +34,19 @@ def speed_up() -> None:
         (core.tuple, "__getitem__", _numbers_first),
         (core.dtype, "__eq__", _identity_first),
         (core.pointer_type, "__eq__", _identity_first),
+        (core.dtype, "is_int", _whole_number_types),
         (core.block_type, "__init__", _kept_block_types),
         (core.block_type, "to_ir", _itself),
         (core.tensor, "__init__", _kept_shapes),
         (interpreter, "_get_np_dtype", _kept_by_type),
+        (interpreter.TensorHandle, "__init__", _sized_at_once),
         (interpreter, "_patch_lang", _exchanged_once),
         (_BUILDER, "create_splat", _filled),
+        (_BUILDER, "create_expand_dims", _indexed),
+        (_BUILDER, "create_atomic_rmw", _of_whole_arrays),
+        (_BUILDER, "create_atomic_cas", _of_whole_arrays),
+        (_SEMANTIC, "to_tensor", _tensors_first),
+        (_SEMANTIC, "cast", _same_type_first),
         (_SEMANTIC, "computation_type_impl", _kept_answers),
         (_SEMANTIC, "scalar_constant", _kept_constants),
         (_SEMANTIC, "binary_op_type_checking_impl", _usual_types_first),
@@ -67,6 +74,45 @@ def _numbers_first(item: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
 
 def _identity_first(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     return lambda self, other: self is other or equal(self, other)
+
+
+def _whole_number_types(_is_int: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    names = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
+    return lambda self: self.name in names
+
+
+def _sized_at_once(init: Callable[..., None]) -> Callable[..., None]:
+    """Make a handle, and have the one that says what is wrong made by Triton where its elements are too large."""
+    pointer = core.pointer_type
+
+    def __init__(self: Any, data: Any, dtype: Any, attr: dict[Any, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if dtype.__class__ is not pointer and data.itemsize > 1 and data.itemsize * 8 > dtype.primitive_bitwidth:
+            init(self, data, dtype, self.attr)
+
+    return __init__
+
+
+def _tensors_first(convert: Callable[..., Any]) -> Callable[..., Any]:
+    tensor = core.tensor
+    return lambda self, x, check_type=True: x if x.__class__ is tensor else convert(self, x, check_type)
+
+
+def _same_type_first(cast: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, input, dst_ty, *args, **kwargs: (
+        input if input.dtype is dst_ty else cast(self, input, dst_ty, *args, **kwargs)
+    )
+
+
+def _indexed(_expand: Callable[..., Any]) -> Callable[..., Any]:
+    whole = slice(None)
+    handle = interpreter.TensorHandle
+
+    def create_expand_dims(self: Any, arg: Any, axis: int) -> Any:
+        axis = axis if axis >= 0 else axis + arg.data.ndim + 1
+        return handle(arg.data[(*[whole] * axis, None)], arg.dtype.scalar)
+
+    return create_expand_dims
 
 
 def _kept_block_types(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
@@ -177,9 +223,25 @@ def _filled(splat: Callable[..., Any]) -> Callable[..., Any]:
         if arg.dtype.is_block():
             return splat(self, ret_ty, arg)
         # Of the data's type: a comparison's handle names the type of its operands, which Triton 3.9 refuses as a mask.
-        return interpreter.TensorHandle(np.full(ret_ty.shape.values, arg.data, dtype=arg.data.dtype), arg.dtype)
+        # One element stands for all, as in what is broadcast.
+        data, shape = np.ascontiguousarray(arg.data), ret_ty.shape.values
+        return interpreter.TensorHandle(np.ndarray(shape, data.dtype, data, strides=(0,) * len(shape)), arg.dtype)
 
     return create_splat
+
+
+def _of_whole_arrays(operate: Callable[..., Any]) -> Callable[..., Any]:
+    """Give an atomic operation arrays with all their elements: it reads past the end of those that repeat one."""
+    handle = interpreter.TensorHandle
+
+    def whole(argument: Any) -> Any:
+        is_array = argument.__class__ is handle
+        return handle(np.ascontiguousarray(argument.data), argument.dtype) if is_array else argument
+
+    def create_atomic(self: Any, *arguments: Any) -> Any:
+        return operate(self, *map(whole, arguments))
+
+    return create_atomic
 
 
 def _usual_types_first(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,11 +281,25 @@ def _usual_types_first(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _usual_shapes_first(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """The usual operands: of one shape, or one that fills the shape of the other."""
+    """The usual operands: of one shape, one that fills the shape of the other, or both of one length in all axes."""
+    tensor, handle = core.tensor, interpreter.TensorHandle
+    blocks = dict[tuple[int, int], Any]()
+    shapes = dict[Any, tuple[int, ...] | None]()
+    kept = list[Any]()  # those of whose ids `blocks` knows
 
     def filled(semantic: Any, scalar: Any, shape: Any) -> Any:
-        block = core.block_type(scalar.dtype, shape)
-        return core.tensor(semantic.builder.create_splat(block, scalar.handle), block)
+        key = (id(scalar.dtype), id(shape))
+        block = blocks.get(key)
+        if block is None:
+            block = blocks[key] = core.block_type(scalar.dtype, shape)
+            kept.append((scalar.dtype, shape))
+        return tensor(semantic.builder.create_splat(block, scalar.handle), block)
+
+    def spread(operand: Any, shape: tuple[int, ...]) -> Any:
+        data = operand.handle.data
+        if data.shape == shape:
+            return operand
+        return tensor(handle(_spread(data, shape), operand.handle.dtype), core.block_type(operand.dtype, list(shape)))
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
         if lhs.shape is rhs.shape:
@@ -233,8 +309,27 @@ def _usual_shapes_first(broadcast: Callable[..., Any]) -> Callable[..., Any]:
             return lhs, filled(self, rhs, left.shape)
         if not left.is_block():
             return filled(self, lhs, right.shape), rhs
-        if left.shape.values == right.shape.values:
+        key = (tuple(left.shape.values), tuple(right.shape.values))
+        if key[0] == key[1]:
             return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        if key not in shapes:
+            shapes[key] = _common_shape(*key)
+        shape = shapes[key]
+        return broadcast(self, lhs, rhs) if shape is None else (spread(lhs, shape), spread(rhs, shape))
 
     return broadcast_impl_value
+
+
+def _common_shape(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape of what comes of two blocks with as many axes; None: there is none."""
+    shape = tuple(max(sizes) for sizes in zip(left, right, strict=False))
+    fits = all(size in (1, most) for sizes in (left, right) for size, most in zip(sizes, shape, strict=False))
+    return shape if fits and len(left) == len(right) else None
+
+
+def _spread(data: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return a view of an array in a larger shape, where the elements of axes of length 1 are repeated."""
+    if not data.flags.c_contiguous:
+        return np.broadcast_to(data, shape)
+    strides = tuple([0 if size == 1 else stride for size, stride in zip(data.shape, data.strides, strict=True)])
+    return np.ndarray(shape, data.dtype, data, strides=strides)
