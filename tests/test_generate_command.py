@@ -175,7 +175,9 @@ def test_stop_strings_and_many_samples(tmp_path: Path) -> None:
 
 
 def test_sampled_answers_do_not_depend_on_how_they_were_computed(tmp_path: Path) -> None:
-    rows = [{**row, "sampling": {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}} for row in questions(16)]
+    rows = [
+        {**row, "sampling": {"temperature": 1.5, "max_tokens": 8, "ignore_eos": True}} for row in questions(16)[::2]
+    ]
     path = write_rows(tmp_path / "in.jsonl", rows)
     outputs = []
     in_parts = ["--tp", "2", "--pp", "2"]

@@ -29,7 +29,7 @@ UNKNOWABLE = {"short_first", "long_first", "two_groups", "one_wave"}
 
 
 def test_the_estimate_holds_in_all_kinds_of_jobs() -> None:
-    figures = {kind: judge(run_simulated(kind, MACHINES["cpu"], slots=256, looks=30, seed=7)) for kind in KINDS}
+    figures = {kind: judge(run_simulated(kind, MACHINES["cpu"], slots=96, looks=20, seed=7)) for kind in KINDS}
     for kind, each in figures.items():
         assert not each["back"], kind
         if kind not in UNKNOWABLE:

@@ -61,7 +61,7 @@ def test_answers_on_a_gpu(config: dict[str, Any]) -> None:
 
 def test_the_surest_drafts_are_right_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among as many, in steps of so many rows that they are not all verified."""
-    requests = [*held_out_questions(2.0), *held_out_questions(2.5, first_id=100)]
+    requests = held_out_questions(2.5)
     monkeypatch.setattr("nvcli.engine.engine_process.UNEVEN_ROWS", 2)
     shares = {}
     for form in (Form(3), Form(3, False)):
