@@ -69,7 +69,7 @@ class Session:
         self.resolved = resolve_settings(run)
         """The model and its settings."""
         self._plan = plan_replicas(self.resolved, num_requests=num_requests)
-        for line in filter(None, (self._plan.why, *self._plan.warnings)):
+        for line in filter(None, (self._plan.why, *self.resolved.warnings, *self._plan.warnings)):
             note(line)
         self._engines = EngineSet(start)
         self._events = EngineEvents(self._engines, run.model, output=None, note=note, detail=note, warn=note)

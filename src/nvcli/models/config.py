@@ -42,6 +42,18 @@ _HEADLESS, _WITH_HEAD = "Model", "ForCausalLM"
 """Suffixes of an architecture's name: for the bare decoder, and for the decoder with an LM head."""
 _LIST_OF_MODELS = "`nvcli models` lists what is supported"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_NOT_APPLIED = {
+    **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "min_length"), 0),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "stop_strings")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "watermarking_config")),
+}
+"""Keys of generation_config.json by which transformers chooses tokens and nvcli does not, with the value that
+changes nothing; an empty list changes nothing either."""
+_NOT_APPLIED_GREEDY = {"penalty_alpha": 0}
+_NOT_APPLIED_DRAWN = {"typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +73,8 @@ class ModelConfig:
     generation_defaults: Mapping[str, Any] = field(hash=False)
     """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `_generation_defaults`. They are
     not checked: a run may ignore them (`generation_config: none`)."""
+    not_applied: Mapping[str, Any] = field(hash=False)
+    """Keys of generation_config.json that choose tokens in transformers and have no effect here, with their values."""
     expert_parallel: bool = False
     """Whether each rank of a layer holds some experts whole (`enable_expert_parallel`) rather than a part of every
     expert."""
@@ -304,6 +318,7 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
         dtype=_dtype(config, text),
         eos_token_ids=_eos_token_ids(generation, config, text),
         generation_defaults=_generation_defaults(generation),
+        not_applied=_not_applied(generation),
         quantisation=quantisation,
         has_head=not architecture.endswith(_HEADLESS),
     )
@@ -382,3 +397,12 @@ def _generation_defaults(generation: JsonFile) -> dict[str, Any]:
     defaults: dict[str, Any] = {"temperature": 0.0} if greedy else {}
     defaults.update({key: values[key] for key in keys if values.get(key) is not None})
     return defaults
+
+
+def _not_applied(generation: JsonFile) -> dict[str, Any]:
+    """Read the keys of generation_config.json that choose tokens in transformers alone."""
+    values = generation.values
+    draws = values.get("do_sample")
+    neutral = _NOT_APPLIED | (_NOT_APPLIED_GREEDY if draws is not True else {})
+    neutral |= _NOT_APPLIED_DRAWN if draws is not False else {}
+    return {key: values[key] for key, value in neutral.items() if values.get(key) not in (None, [], value)}

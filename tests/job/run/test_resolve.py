@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,6 +168,21 @@ def test_bad_defaults_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
     assert sampling_defaults(RunConfig(sampling={"top_p": 0.9}), model) == {"top_p": 0.9}
     with pytest.raises(ConfigError, match=r"generation_config.json.*`sampling.top_p` is 1.5.*generation_config: none"):
         sampling_defaults(RunConfig(model="m"), model)
+
+
+def test_what_only_transformers_does_of_generation_config_is_told(tmp_path: Path) -> None:
+    folder = shutil.copytree(demo_path(), tmp_path / "model")
+    values = {"do_sample": False, "num_beams": 4, "max_new_tokens": 9, "min_length": 0, "typical_p": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    run = RunConfig(model=str(folder), device="cpu")
+    (warning,) = resolve.resolve_settings(run).warnings
+    assert warning.endswith(
+        "/generation_config.json: not applied, unlike in transformers: `num_beams` 4, `max_new_tokens` 9 (set "
+        "`sampling.max_tokens`)"
+    )
+    run = msgspec.structs.replace(run, sampling={"max_tokens": 9})
+    (folder / "generation_config.json").write_text(json.dumps(values | {"num_beams": 1}))
+    assert resolve.resolve_settings(run).warnings == []
 
 
 @pytest.mark.parametrize(

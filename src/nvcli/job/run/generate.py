@@ -106,7 +106,7 @@ def generate(
             plan = plan_run(job, opened.answered) if engines is None else plan_replicas(job, num_requests=None)
         if plan.why:
             progress.note(plan.why)
-        for warning in plan.warnings:
+        for warning in (*job.warnings, *plan.warnings):
             progress.warn(warning)
         with contextlib.ExitStack() as processes:
             if engines is None:

@@ -20,7 +20,7 @@ from nvcli.core.lora_config import adapter_choice
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.task_config import PoolingName
 from nvcli.core.text_template import TextTemplate
-from nvcli.core.validation import InvalidValue, convert
+from nvcli.core.validation import InvalidValue, convert, show
 from nvcli.errors import ConfigError
 from nvcli.job.job import Caller, EmbedTask
 from nvcli.job.rows.native_row import ADAPTER_KEY, RowKeys
@@ -31,10 +31,19 @@ from nvcli.job.rows.task_rows import EmbedRows, ScoreRows, TaskRows
 from nvcli.job.run.chat_choice import choose_chat
 from nvcli.job.run.settings import SetterOf, Setting, sampling_settings, unknown_setter
 from nvcli.job.text.tokenizer import has_chat_template
-from nvcli.models.config import ModelConfig
+from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig
 from nvcli.models.embedding_files import read_embedding_files
 
 _POSITIONS: dict[PoolingName, Literal["last", "first", "all"]] = {"last": "last", "mean": "all", "cls": "first"}
+
+_INSTEAD = {
+    "max_new_tokens": "max_tokens",
+    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
+    "bad_words_ids": "bad_words",
+    "suppress_tokens": "logit_bias",
+    "stop_strings": "stop",
+}
+"""Keys of `sampling` that do what keys of generation_config.json would in transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +77,19 @@ class RowSettings:
         return (
             [] if self.task is not None else sampling_settings(self.run, self.model.generation_defaults, self.setter_of)
         )
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about what the checkpoint asks for in vain."""
+        if self.task is not None or self.run.generation_config == "none":
+            return []
+        keys = []
+        for key, value in self.model.not_applied.items():
+            instead = _INSTEAD.get(key)
+            if instead not in self.run.sampling:
+                keys.append(f"`{key}` {show(value)}{f' (set `sampling.{instead}`)' if instead else ''}")
+        file = self.model_path / GENERATION_CONFIG_FILE
+        return [f"warning: {file}: not applied, unlike in transformers: {', '.join(keys)}"] if keys else []
 
     def make_parser(
         self,

@@ -216,7 +216,7 @@ class _Reading:
 
     def report(self, options: CheckOptions, *, is_complete: bool) -> CheckReport:
         """Report on the rows that were read."""
-        job, tally, warnings = self._job, self._tally, self._reader.warnings
+        job, tally, row_warnings = self._job, self._tally, self._reader.warnings
         machine, forecasts = self.estimate(options)
         leading = self._leading
         hopeless = []
@@ -245,7 +245,9 @@ class _Reading:
             cached_tokens=tally.cached_tokens,
             cached_tokens_are_exact=tally.blocks is None or tally.blocks.is_exact,
             notes=[*job.notes, *job.describe_kinds(self._reader.kinds), *describe_modes(job.run, job.config)],
-            warnings=[line.removeprefix("warning: ") for line in warnings.take_new()] + warnings.totals() + hopeless,
+            warnings=[line.removeprefix("warning: ") for line in (*job.warnings, *row_warnings.take_new())]
+            + row_warnings.totals()
+            + hopeless,
             sampling=list(filter(is_worth_showing, job.sampling)),
             rows_with_own_sampling=tally.rows_with_own_sampling,
             answers=sum(tally.answers.values()),
