@@ -46,15 +46,22 @@ def read_chat_template(path: Path) -> str:
         raise ConfigError(f"the chat template {path} is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         raise ConfigError(f"the chat template {path} cannot be read: {error.strerror}") from None
+    if (problem := syntax_problem(text)) is not None:
+        raise ConfigError(f"the chat template {path}{problem}")
+    return text
+
+
+def syntax_problem(text: str) -> str | None:
+    """Return what is wrong with a template that is not Jinja, as it follows the file's name; None: it is Jinja."""
     import jinja2
 
     try:
         _parse(text)
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"the chat template {path}:{error.lineno}: not a Jinja template: {error.message}") from None
+        return f":{error.lineno}: not a Jinja template: {error.message}"
     except RecursionError:
-        raise ConfigError(f"the chat template {path}: nested too deeply") from None
-    return text
+        return ": nested too deeply"
+    return None
 
 
 def unknown_variables(template: str, variables: Iterable[str]) -> list[str]:

@@ -132,8 +132,22 @@ def test_closing_ends_a_rendering_at_once(model: Path) -> None:
     assert late.type == "aborted"
 
 
-def test_a_process_that_cannot_start_is_no_endless_start(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("tokenizer.json", "{}", r"tokenizer.json: cannot load the tokenizer"),
+        (
+            "chat_template.jinja",
+            "{%- set a = 1 %}\n{{ a }",
+            r"/chat_template.jinja:2: not a Jinja template: unexpected '}'",
+        ),
+    ],
+)
+def test_a_broken_file_is_an_error_of_the_model(
+    model: Path, tmp_path: Path, file: str, text: str, problem: str
+) -> None:
+    """No process is started again and again, and no row is at fault."""
     shutil.copytree(model, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with closing(ChatRenderer(tmp_path)) as renderer, pytest.raises(LoadError, match="cannot load the tokenizer"):
+    (tmp_path / file).write_text(text)
+    with closing(ChatRenderer(tmp_path)) as renderer, pytest.raises(LoadError, match=problem):
         renderer.render([conversation("a")])

@@ -101,6 +101,8 @@ def main(model: tuple[Path, str | None], control: Connection) -> None:
     model_path, chat_template = model
     try:
         tokenizer = Tokenizer.load(model_path, chat_template=chat_template)
+        if chat_template is None:  # or it was checked when it was read
+            tokenizer.check_chat_template(model_path)
     except LoadError as error:
         control.send_bytes(str(error).encode())
         return

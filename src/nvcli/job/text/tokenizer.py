@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nvcli.core.chat_template import MAX_TEMPLATE_BYTES
+from nvcli.core.chat_template import MAX_TEMPLATE_BYTES, syntax_problem
 from nvcli.core.config_types import MAX_INT32
 from nvcli.core.system.regular_file import check_regular
 from nvcli.core.validation import describe_surrogate, show
@@ -119,6 +119,15 @@ class Tokenizer:
         template = self._tokenizer.chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
+    def check_chat_template(self, model_path: Path) -> None:
+        """Raise LoadError if the chat template of the checkpoint there is not Jinja."""
+        template = self._tokenizer.chat_template or ""
+        text = template if isinstance(template, str) else template.get("default", "")
+        if (problem := syntax_problem(text)) is not None:
+            file = model_path / _TEMPLATE
+            place = file if file.is_file() else f"{model_path / _CONFIG}: `chat_template`"
+            raise LoadError(f"{place}{problem}; download the file again, or name another with --chat-template")
+
     @property
     def eos_token_id(self) -> int | None:
         eos = self._tokenizer.eos_token_id
@@ -207,7 +216,7 @@ _VOCABULARIES = (
 _READ = (*_VOCABULARIES, "*.json", "*.jinja", "*.model", "*.spm", "merges.txt")
 """Files that libraries may open to load a tokenizer."""
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
-_TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _MOST_BYTES = {".jinja": MAX_TEMPLATE_BYTES, "": 250_000_000}
 """Maximum size of a file by suffix (`""`: any other), because they are read whole."""
 _PLAIN_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"}
@@ -255,7 +264,7 @@ def has_chat_template(model_path: Path) -> bool:
 
     As transformers does it, templates in files of their own take the place of the one in tokenizer_config.json.
     """
-    files = [model_path / "chat_template.jinja", *(model_path / "additional_chat_templates").glob("*.jinja")]
+    files = [model_path / _TEMPLATE, *(model_path / "additional_chat_templates").glob("*.jinja")]
     sizes = [file.stat().st_size for file in files if file.is_file()]
     return bool(max(sizes)) if sizes else bool(_read_config(model_path).get("chat_template"))
 
