@@ -137,7 +137,7 @@ def test_what_a_csv_writer_wrote_is_read(
     ("header", "reason"),
     [
         (b"a,b,a\n1,2,3\n", "names `a` twice"),
-        (b"\xff\xfea\0\n", "cannot be read: not UTF-8 text .*`iconv -f UTF-16 -t UTF-8`"),
+        (b"caf\xe9\n", "cannot be read: not UTF-8 text .*`iconv -f WINDOWS-1252 -t UTF-8`"),
         (b'"a\n', "cannot be read: not valid CSV"),
         (b"a,b\r1,2\r", "cannot be read: not valid CSV: a carriage return"),
     ],
@@ -145,6 +145,17 @@ def test_what_a_csv_writer_wrote_is_read(
 def test_a_header_that_names_no_columns(tmp_path: Path, header: bytes, reason: str) -> None:
     with pytest.raises(ColumnsError, match=r"in\.csv: line 1, which names the columns, .*" + reason):
         read(tmp_path / "in.csv", header)
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.txt", "in.txt.gz"])
+def test_utf_16_text_is_refused(tmp_path: Path, name: str) -> None:
+    for encoding, told in (("utf-16", "UTF-16"), ("utf-16-le", "UTF-16LE"), ("utf-16-be", "UTF-16BE")):
+        data = "a,b\n1,2\n".encode(encoding)
+        plain = tmp_path / name.removesuffix(".gz")
+        with pytest.raises(
+            ColumnsError, match=rf"{name}: its first line [^:]*: iconv -f {told} -t UTF-8 {plain} > utf8\."
+        ):
+            read(tmp_path / name, gzip.compress(data) if name.endswith(".gz") else data)
 
 
 def test_files_without_rows(tmp_path: Path) -> None:

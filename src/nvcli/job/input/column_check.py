@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvcli.errors import ConfigError
-from nvcli.job.file_formats import is_pdf
+from nvcli.job.file_formats import is_pdf, plain_name
 from nvcli.job.job import Job, JobResult, RowForm
-from nvcli.job.line_splitter import DroppedLine
+from nvcli.job.line_splitter import DroppedLine, Line
 from nvcli.job.rows.native_row import RowKeys
 from nvcli.job.rows.parser import Row, RowParser
 from nvcli.job.rows.prompt_rules import PromptRules, shown_columns
@@ -118,12 +118,9 @@ def _two_prompts(name: str, rows: Sequence[Job | JobResult], parser: RowParser) 
 
 def _not_text(name: str, held: Sequence[ReadRow]) -> ColumnsError | None:
     """Return the error of an input whose first lines are not JSON; None if it may be text."""
-    start = held[0].start
-    halves = {any(start[::2]), any(start[1::2])}  # every second byte of plain letters is 0
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (len(start) > 1 and halves == {True, False}):
-        command = "iconv -f UTF-16 -t UTF-8"
-        command += f" {shlex.quote(name)} > utf8.jsonl" if Path(name).exists() else ", before the pipe to nvcli"
-        what, way_out = "it is UTF-16 text", f"convert it: {command}"
+    way_out = _convert_utf16(name, held[0].start)
+    if way_out is not None:
+        what = "it is UTF-16 text"
     elif 2 * sum(each.is_binary for each in held) > len(held):
         what = "it is binary data"
         way_out = "name a file of rows" if Path(name).exists() else "name the file of rows: a pipe is read as JSONL"
@@ -132,6 +129,30 @@ def _not_text(name: str, held: Sequence[ReadRow]) -> ColumnsError | None:
     which = "its only line is" if len(held) == 1 else f"none of its first {len(held)} lines is"
     none = " no" if len(held) == 1 else ""
     return ColumnsError(f"{name}: {which}{none} JSON: {what}\n  {way_out}")
+
+
+def _convert_utf16(name: str, line: bytes) -> str | None:
+    """Return how to convert the input `name`, judging by its first line; None: it does not look like UTF-16."""
+    start = line[:8]
+    halves = any(start[::2]), any(start[1::2])  # every second byte of plain letters is 0
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "UTF-16"
+    elif len(start) > 1 and halves[0] != halves[1]:
+        encoding = "UTF-16LE" if halves[0] else "UTF-16BE"
+    else:
+        return None
+    command = f"iconv -f {encoding} -t UTF-8"
+    if not Path(name).exists():
+        return f"convert it: {command}, before the pipe to nvcli"
+    plain = plain_name(name)
+    unpack = "" if plain == name else "unpack it, and "
+    return f"{unpack}convert it: {command} {shlex.quote(plain)} > utf8{Path(plain).suffix}"
+
+
+def check_no_utf16(name: str, line: Line) -> None:
+    """Raise ColumnsError if the input `name` is UTF-16 text, judging by its first line."""
+    if isinstance(line, bytes) and (way_out := _convert_utf16(name, line)) is not None:
+        raise ColumnsError(f"{name}: its first line is UTF-16 text, not UTF-8\n  {way_out}")
 
 
 def _all_of(rows: Sequence[Job | JobResult]) -> str:

@@ -6,7 +6,6 @@ or fewer cells than the header, is the error of its row. Holds one chunk and one
 
 from __future__ import annotations
 
-import codecs
 import csv
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from nvcli.core.byte_sizes import counted
 from nvcli.core.validation import shorten
 from nvcli.errors import RowError
 from nvcli.job.file_formats import plain_name
-from nvcli.job.input.column_check import ColumnsError
+from nvcli.job.input.column_check import ColumnsError, check_no_utf16
 from nvcli.job.input.known_input import KnownInput
 from nvcli.job.input.line_source import LineSource
 from nvcli.job.line_splitter import BlankLines, DroppedLine, Line
@@ -63,6 +62,7 @@ class CsvSource(LineSource):
             if isinstance(line, bytes) and (not line or (line.isspace() and b"\t" not in line)):
                 continue
             if reader is None:
+                check_no_utf16(self.name, line)
                 reader = csv.reader(records, delimiter=_delimiter(self.name, line), strict=True)
             row: Row | list[str]
             try:
@@ -122,11 +122,10 @@ class _RecordLines:
         try:
             return line.decode() + "\n"
         except UnicodeDecodeError as error:
-            encoding = "UTF-16" if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "WINDOWS-1252"
             raise RowError(
                 "invalid_utf8",
-                f"{explain_bad_utf8(line, error.reason)}; for a file of a spreadsheet, `iconv -f {encoding} -t UTF-8` "
-                "may fix that",
+                f"{explain_bad_utf8(line, error.reason)}; for a file of a spreadsheet, "
+                "`iconv -f WINDOWS-1252 -t UTF-8` may fix that",
             ) from None
 
 
