@@ -1,4 +1,4 @@
-"""Checks the limits on open files and address space, and the working folder, that this process started with."""
+"""Checks the limits on open files and address space, the working folder, and /proc, that this process started with."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ _MAX_PATH_BYTES = 4096
 
 
 def check_process() -> None:
-    """Raise ConfigError if this process cannot open enough files, or its working folder is gone or too deep.
+    """Raise ConfigError if this process cannot open enough files, its working folder is gone or too deep, or there is
+    no /proc.
 
     Raises the limit if the process may do so itself, for its children too.
     """
+    if not os.path.exists("/proc/self"):
+        raise ConfigError("/proc is not mounted, and a run needs it; mount it with: mount -t proc proc /proc")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
