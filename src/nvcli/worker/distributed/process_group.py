@@ -5,6 +5,7 @@ open (`rendezvous.py`), and the sockets of both libraries listen on the loopback
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nvcli.core.engine_config import EngineConfig
+from nvcli.errors import ConfigError
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 _LOOPBACK_ONLY = {
@@ -49,7 +51,7 @@ def join_process_group(rank: int, store_path: str, device: torch.device, *, size
     """Join the `size` ranks of a replica; collective. A lone rank makes no process group.
 
     `store_path` is the file over which they meet. `timeout_seconds` is the time after which the executor ends a run
-    whose ranks do not answer.
+    whose ranks do not answer. Raises ConfigError if the loopback interface is down.
     """
     if size == 1:
         return World(TensorParallelGroup(None, device), None)
@@ -57,10 +59,16 @@ def join_process_group(rank: int, store_path: str, device: torch.device, *, size
     os.environ.update(_LOOPBACK_ONLY)
     store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     store.set_timeout(timeout)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+    except RuntimeError as error:
+        if _has_loopback():
+            raise
+        raise ConfigError(
+            "ranks of one model talk over the loopback interface, which is down here: ip link set lo up (a container "
+            "or sandbox may have to allow it), or use one rank: --tp 1 --pp 1"
+        ) from error
     return World(TensorParallelGroup(dist.group.WORLD, device), store)
 
 
@@ -100,6 +108,15 @@ def divide_ranks(config: EngineConfig, world: TensorParallelGroup, rank: int) ->
         previous=links.get(rank - tp),
         next=links.get(rank),
     )
+
+
+def _has_loopback() -> bool:
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))  # sends nothing
+        except OSError:
+            return False
+    return True
 
 
 def _collective_timeout(step_timeout: float) -> timedelta:
