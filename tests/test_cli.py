@@ -374,14 +374,25 @@ def test_reports_go_to_a_terminal_of_any_encoding(
     assert named in done.stdout
 
 
-def test_results_for_a_closed_standard_output_are_refused(tmp_path: Path, model_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "in.jsonl", "-o", "-", "-m", "model"], 2, b"output is closed; name an output file with -o"),
+        (["generate", "-p", "Hi", "-m", "model"], 2, b"output is closed, and answers go there"),
+        (["models"], 3, b"output cannot be written: it is closed"),
+    ],
+)
+def test_results_for_a_closed_standard_output_are_refused(
+    tmp_path: Path, model_folder: Path, arguments: list[str], code: int, message: bytes
+) -> None:
     write_rows(tmp_path / "in.jsonl", 1)
-    command = nvcli_command("generate", "in.jsonl", "-o", "-", "-m", str(model_folder), cwd=tmp_path, fakes="")
+    (tmp_path / "model").symlink_to(model_folder)
+    command = nvcli_command(*arguments, cwd=tmp_path, fakes="")
     result = subprocess.run(
         ["bash", "-c", f"{shlex.join(command)} >&-"], cwd=tmp_path, env=ENVIRON, capture_output=True, timeout=120
     )
-    assert result.returncode == 2
-    assert b"standard output is closed; name an output file with -o" in result.stderr
+    assert result.returncode == code
+    assert message in result.stderr
 
 
 def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path: Path, model_folder: Path) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from nvcli.cli.messages import say
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.system.terminal_text import harmless
+from nvcli.errors import ConfigError
 
 if TYPE_CHECKING:
     from nvcli.llm.answer import Answer
@@ -31,8 +32,10 @@ def config_for_person(run: RunConfig, *, raw: bool = False) -> RunConfig:
 def load_for_person(run: RunConfig, *, num_requests: int, needs_chat_template: bool = False) -> LLM:
     """Load the model, and say so on a terminal. Of the notes only warnings are shown.
 
-    The keywords are those of `LLM.from_config`.
+    The keywords are those of `LLM.from_config`. Raises ConfigError if nothing can be written to standard output.
     """
+    if sys.__stdout__ is None:
+        raise ConfigError("standard output is closed, and answers go there; leave it open")
     from nvcli.job.run.engine_ahead import EngineAhead
 
     if sys.stderr.isatty():

@@ -7,6 +7,7 @@ its failures count. A caller may have closed any of the three streams.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -53,6 +54,8 @@ class _StandardOutput(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
+            if sys.__stdout__ is None:
+                raise OSError(errno.EBADF, "it is closed")
             return super().write(data)
         except OSError as error:
             if self._has_failed:
