@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from nvcli.core.system.file_limits import explain_failed_write
 from nvcli.core.system.regular_file import open_unlinked
-from nvcli.errors import ConfigError
+from nvcli.errors import ConfigError, OutputError
 from nvcli.job.output.lock_file import LockFile, is_on_local_disk
 from nvcli.job.output.manifest import new_file, sync_folder
 from nvcli.job.own_files import lock_path, real_path, rewrite_path
@@ -25,7 +26,8 @@ class LockedFile:
     """
 
     def __init__(self, path: Path, output: Path) -> None:
-        """Open or create the file. Raises ConfigError if it cannot be opened or another run holds it.
+        """Open or create the file. Raises ConfigError if it cannot be opened or another run holds it, and OutputError
+        if the disk is full.
 
         `output` is the output that the file belongs to, or the file itself.
         """
@@ -107,8 +109,9 @@ def in_chunks(lines: Iterable[bytes]) -> Iterable[bytes]:
         yield bytes(chunk)
 
 
-def _not_opened(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"the output {path} cannot be written: {explain_failed_write(error, path)}")
+def _not_opened(path: Path, error: OSError) -> ConfigError | OutputError:
+    kind = OutputError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError  # as where a disk fills up later
+    return kind(f"the output {path} cannot be written: {explain_failed_write(error, path)}")
 
 
 def _open_locked(path: Path) -> int:
