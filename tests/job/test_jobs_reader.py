@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nvcli.core.sampling_params import SamplingParams
-from nvcli.errors import ConfigError
+from nvcli.errors import UnreadableInput
 from nvcli.job.input import line_source as lines_module
 from nvcli.job.input import reader as reader_module
 from nvcli.job.input.line_source import LineSource
@@ -285,17 +285,25 @@ def test_gzip_and_plain_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbled"])
-def test_a_damaged_gzip_file_ends_the_reading_after_its_good_rows(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "a.jsonl.gz"
+def test_a_damaged_gzip_file_ends_after_its_good_rows_and_no_others(tmp_path: Path, damage: str) -> None:
+    path, other, last = (tmp_path / name for name in ("a.jsonl.gz", "b.jsonl", "c.jsonl.gz"))
     lines = b"".join(b'{"prompt":"%s"}\n' % os.urandom(30).hex().encode() for _ in range(20_000))
     data = gzip.compress(lines)
     half = len(data) // 2
     path.write_bytes(data[:half] if damage == "truncated" else data[:half] + b"\xff" * 1000)
-    rows: list[list[Job | JobResult]] = []
-    reader = RowReader([str(path)], RowParser({}))
-    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz: cannot be read past line \d+"):
-        rows.extend(reader.batches())
-    assert sum(map(len, rows)) > 1000
+    other.write_bytes(lines[:740])
+    last.write_bytes(path.read_bytes())
+    batches: list[list[Job | JobResult]] = []
+    reader = RowReader([str(path), str(other), str(last)], RowParser({}))
+    with pytest.raises(UnreadableInput, match=r"a\.jsonl\.gz: cannot be read past line \d+.*\n.*c\.jsonl\.gz: cannot"):
+        batches.extend(reader.batches())
+    rows = [row for batch in batches for row in batch]
+    assert [row.context.index for row in rows] == list(range(len(rows)))
+    assert sum(row.context.line.endswith("b.jsonl") for row in rows) == 10
+    assert len(rows) > 2000
+    assert reader.warnings.take_new()[0].startswith(f"warning: {path}: cannot be read past line")
+    assert not reader.all_read
+    assert reader.bytes_read <= (reader.bytes_total or 0)
 
 
 def test_a_pipe_that_does_not_wait_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from nvcli.errors import ConfigError, InputChanged, UnreadableInput, unexpected
+from nvcli.errors import ConfigError, InputChanged, UnreadableInput, reworded, unexpected
 from nvcli.job.compression import CompressionError
 from nvcli.job.file_formats import input_format
 from nvcli.job.files import STREAM
@@ -136,27 +136,33 @@ class RowReader:
     def batches(self) -> Generator[list[Job | JobResult], None, None]:
         """Yield the rows in order, in batches that end when they are full or before a read that may have to wait.
 
-        Raises ConfigError where an input cannot be read on, ColumnsError where its columns are not those of a job, and
-        InputChanged where it is not what it was.
+        Raises ColumnsError where the columns of an input are not those of a job, InputChanged where it is not what it
+        was, and UnreadableInput after the last one if some could not be read to their ends.
         """
         batch = _Batch()
+        broken: list[UnreadableInput] = []
         for name in self._inputs:
             try:
                 for read in self._checked(name) if self._check_columns else self._rows(name):
                     is_due = bool(batch.rows) if read is None else batch.add(read.row, read.num_bytes)
                     if is_due:
                         yield batch.take()
-            except (InputChanged, ConfigError, *_BREAKS) as error:
+            except (InputChanged, ConfigError):
                 if batch.rows:
                     yield batch.take()
-                if isinstance(error, InputChanged | ConfigError):
-                    raise
-                raise self._broken_off(name, error) from error
+                raise
+            except _BREAKS as error:
+                broken.append(self._broken_off(name, error))
+                if name != self._inputs[-1]:
+                    self._parser.warnings.add_broken(str(broken[-1]))
+            self._leave_source()
             if self._is_at_limit:
                 break
-        self.all_read = not self._is_at_limit
+        self.all_read = not broken and not self._is_at_limit
         if batch.rows:
             yield batch.take()
+        if broken:
+            raise reworded(broken[0], "\n".join(map(str, broken)))
 
     def identify_all(self) -> InputRows:
         """Read all rows, whatever the limit and the shard, and return their identities.
@@ -184,15 +190,19 @@ class RowReader:
         is_at_fault = True
         rows = self._rows(name)
         self._looks_for_faults = True
-        for read in rows:
-            if read is None:
-                if not held:
-                    yield None
-                continue
-            held.append(read)
-            is_at_fault = read.fault is not None and read.fault is held[0].fault
-            if not is_at_fault or len(held) == MAX_HELD_ROWS:
-                break
+        try:
+            for read in rows:
+                if read is None:
+                    if not held:
+                        yield None
+                    continue
+                held.append(read)
+                is_at_fault = read.fault is not None and read.fault is held[0].fault
+                if not is_at_fault or len(held) == MAX_HELD_ROWS:
+                    break
+        except _BREAKS:
+            yield from held
+            raise
         self._looks_for_faults = False
         if held and is_at_fault and not self.rows_passed_over:
             error = refusal(_label(name), held, self._parser)
@@ -237,8 +247,12 @@ class RowReader:
                 yield line
         if is_empty:
             self._parser.warnings.add_empty(_label(name))
-        self._bytes_before += source.bytes_read
-        self._source = None
+        self._leave_source()
+
+    def _leave_source(self) -> None:
+        if self._source is not None:
+            self._bytes_before += self._source.bytes_read
+            self._source = None
 
     def _open_source(self, name: str) -> Source:
         known = self._known.get(name)
@@ -268,8 +282,10 @@ class RowReader:
         problem = reason.splitlines()[0].rstrip(" .:")
         way_out = "Replace it with an intact file"
         if self._digests is not None:  # rows are answered, by a job that goes on
+            others = " and the other inputs" if len(self._inputs) > 1 else ""
             way_out = (
-                "The rows up to there are answered; replace the file with an intact one, and continue with --update"
+                f"The rows up to there{others} are answered; replace the file with an intact one, and continue with "
+                "--update"
             )
         return UnreadableInput(f"{_label(name)}: cannot be read past {self._place}: {problem}. {way_out}")
 

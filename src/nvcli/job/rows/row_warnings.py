@@ -102,6 +102,10 @@ class RowWarnings:
         """Record an input without rows."""
         self._new.append(f"warning: {name} holds no rows")
 
+    def add_broken(self, problem: str) -> None:
+        """Record an input that could only be read in part."""
+        self._new.append(f"warning: {problem}")
+
     def add_template(self, template: str, variables: Iterable[str]) -> None:
         """Record the chat template that is to know the variables, beginning with those of the job."""
         self._template = template
