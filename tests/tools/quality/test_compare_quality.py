@@ -187,6 +187,7 @@ def test_the_command_over_rows(capfd: pytest.CaptureFixture[str]) -> None:
     run_b = load_run_config(None, settings={**settings, "kv_cache_dtype": "fp8"})
     said: list[str] = []
     report = compare_quality(run_a, run_b, str(DEMO), limit=4, context=64, max_answer_tokens=12, say=said.append)
+    assert [line.partition(" 4 ")[0] for line in said[:2]] == ["A answers", "B answers"]
     assert report.differences == {"kv_cache_dtype": ("auto", "fp8")}
     assert report.answers is not None
     assert (report.answers.rows, report.answers.equal) == (4, 1.0)

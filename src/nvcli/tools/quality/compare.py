@@ -59,6 +59,12 @@ def compare_quality(
     With `max_answer_tokens` 0 nothing is answered, and only the prompts of rows are read. Raises ConfigError if the two
     cannot be compared, and what the engines raise.
     """
+
+    def warn(note: str) -> None:
+        """Say a note of the engines if it is a warning."""
+        if note.startswith("warning: "):
+            say(note)
+
     run_a, run_b = (msgspec.structs.replace(run, images="never") for run in (run_a, run_b))
     differences = _differences(run_a, run_b)
     if not differences:
@@ -77,9 +83,9 @@ def compare_quality(
     if max_answer_tokens:
         how_many = counted(len(passages), "prompt")
         say(f"A answers {how_many}")
-        answers_a = greedy_answers(run_a, passages, say)
+        answers_a = greedy_answers(run_a, passages, warn)
         say(f"B answers {how_many}")
-        agreed = agreement(answers_a, greedy_answers(run_b, passages, say))
+        agreed = agreement(answers_a, greedy_answers(run_b, passages, warn))
     tasks = [_task(passage, answer) for passage, answer in zip(passages, answers_a, strict=True)]
     lengths = [len(task.token_ids) // TOKEN_BYTES for task in tasks]
     if max(lengths) > configs[1].max_model_len:
@@ -91,7 +97,7 @@ def compare_quality(
     prompts, answers = TokenSums(), TokenSums()
     with ComparingRanks(configs, max_tokens=max(lengths)) as ranks:
         for note in ranks.wait_ready():
-            say(note)
+            warn(note)
         said_at = time.monotonic()
         for number, task in enumerate(tasks):
             if time.monotonic() - said_at > _SAY_SECONDS:
