@@ -110,6 +110,9 @@ class RowError(NvcliError):
         self.message = message
         self.traceback = traceback
 
+    def __reduce__(self) -> tuple[type[RowError], tuple[str, str, str]]:
+        return RowError, (self.type, self.message, self.traceback)
+
 
 def unexpected(error: BaseException, doing: str) -> RowError:
     """Return the error of the row during whose handling an unexpected exception was raised. Call it while the exception

@@ -93,6 +93,8 @@ def test_a_bad_row_is_an_answer_with_an_error(make_llm: MakeLLM) -> None:
     assert answers[0]["error"]["message"].startswith("rows[0]: expected a dict")
     with pytest.raises(RowError, match=r"rows\[3\]: none of `prompt`"):
         _ = answers[3].text
+    error = pickle.loads(pickle.dumps(answers[3].error))
+    assert (error.type, str(error)) == (answers[3].error.type, str(answers[3].error))
     assert (answers[3].finish_reason, answers[8].finish_reason, answers[8].text) == (None, "stop", "doog")
 
 

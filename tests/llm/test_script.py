@@ -17,6 +17,7 @@ assert not {"msgspec", "torch", "transformers"} & set(sys.modules)  # `import nv
 from nvcli import LLM
 assert "torch" not in sys.modules
 assert nvcli.LLM is LLM
+threading.Thread(target=__import__, args=("transformers",)).start()  # as an LLM does whose loading was interrupted
 
 async def in_a_notebook():  # an event loop runs there
     return LLM("demo", device="cpu", kv_cache_memory="64MiB", max_num_seqs=8, sampling={"temperature": 0})

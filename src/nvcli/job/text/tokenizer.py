@@ -7,6 +7,7 @@ clean-up that some tokenizer configurations ask transformers for.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
@@ -71,16 +72,13 @@ class Tokenizer:
 
         `chat_template` is the text of a template that takes the place of the checkpoint's own.
         """
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()  # what a user must know of a checkpoint, nvcli says itself
+        # It replaces itself in `sys.modules`: while another thread imports it, `from transformers import …` fails.
+        transformers: Any = importlib.import_module("transformers")
+        transformers.utils.logging.set_verbosity_error()  # what a user must know of a checkpoint, nvcli says itself
         check_tokenizer_files(model_path)
-        if is_plain(model_path):
-            from transformers import PreTrainedTokenizerFast as Loader
-        else:
-            from transformers import AutoTokenizer as Loader
+        loader = transformers.PreTrainedTokenizerFast if is_plain(model_path) else transformers.AutoTokenizer
         try:
-            loaded = Loader.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+            loaded = loader.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
             if chat_template is not None:
                 loaded.chat_template = chat_template
             tokenizer = cls(loaded)
