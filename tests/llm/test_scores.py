@@ -58,6 +58,13 @@ def test_wrong_calls_are_said(llm: LLM) -> None:
     assert bad.error.type == "invalid_value"
 
 
+def test_an_llm_for_scores_makes_nothing_else(model: Path) -> None:
+    with open_llm(model, task="score") as llm:
+        assert next(llm.score("abcd"))["best"] == 0
+        with pytest.raises(ConfigError, match=r"makes scores alone; for `generate`, leave `task` out"):
+            llm.generate("a")
+
+
 def test_an_llm_for_embeddings_makes_nothing_else(model: Path) -> None:
     with open_llm(model, task="embed", embed={"dimensions": 4}) as llm:
         one, same, other = llm.embed(["abcd", {"prompt": "abcd"}, "x"], order="input")

@@ -269,10 +269,10 @@ class LLM:
 
     def _check_task(self, task: Task) -> None:
         """Raise ConfigError unless the engines do what a method needs."""
-        makes_embeddings = self.config.task == "embed"
-        if makes_embeddings != (task == "embed"):
-            way_out = "leave `task` out" if makes_embeddings else 'make it with task="embed"'
-            what = "embeddings alone" if makes_embeddings else "no embeddings"
+        made_for = self.config.task
+        if task != made_for and (task, made_for) != ("score", "generate"):
+            way_out = 'make it with task="embed"' if task == "embed" else "leave `task` out"
+            what = {"generate": "no embeddings", "score": "scores alone", "embed": "embeddings alone"}[made_for]
             raise ConfigError(f"this LLM makes {what}; for `{task}`, {way_out}")
 
     def _answer(self, rows: Iterable[Row] | str | Mapping[str, Any], *, order: Order, **options: Any) -> Answers:
