@@ -43,7 +43,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return write
 
 
-def train(base: Path, folder: Path, **keys: Any) -> Tensor:
+def train(base: Path, folder: Path, *, save_embedding_layers: bool | str = "auto", **keys: Any) -> Tensor:
     """Write a random adapter of PEFT for a checkpoint, and return its logits of `IDS`."""
     generator = torch.Generator().manual_seed(1)
     with warnings.catch_warnings(), torch.no_grad():
@@ -58,7 +58,7 @@ def train(base: Path, folder: Path, **keys: Any) -> Tensor:
                     parameter.copy_(0.25 * noise)
                 else:
                     parameter.add_(0.3 * noise)
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, save_embedding_layers=save_embedding_layers)
         logits: Tensor = model.eval()(input_ids=torch.tensor([IDS])).logits[0]
     return logits
 
@@ -100,6 +100,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "modules": (
         "Llama",
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "input_layernorm", "mlp"]},
+    ),
+    "modules that are saved twice": (
+        "Llama",
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"], "save_embedding_layers": True},
     ),
     "embeddings": ("Llama", {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
     "tied, embeddings": ("Llama, tied", {"target_modules": ["embed_tokens"]}),

@@ -30,6 +30,8 @@ _KINDS = {
     ".token_adapter.trainable_tokens_delta": "rows",
 }
 """Suffix of a tensor's name → its role in the module. Any other tensor replaces one of the base model."""
+_COPIES = ".modules_to_save.", ".original_module."
+"""Parts of names that PEFT saves an embedding under once more, if it is a module to save."""
 _MATRICES = {"up": True, "down": False, "up of embedding": False, "down of embedding": True}
 """Matrix → whether the file stores [features, rank] rather than [rank, features]."""
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -92,10 +94,15 @@ def read_adapter_tensors(folder: Path) -> AdapterTensors:
             pass
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: corrupt ({error}); download it again") from None
+    whole = {name: info for name, info in whole.items() if not _is_copy(name, whole)}
     modules = tuple(_module(*key, tensors) for key, tensors in groups.items())
     if not modules and not whole:
         raise LoadError(f"{file}: has no tensors; train the adapter, or download it again")
     return AdapterTensors(file=file, modules=modules, whole=whole)
+
+
+def _is_copy(name: str, whole: Mapping[str, TensorInfo]) -> bool:
+    return any(part in name and name.replace(part, ".") in whole for part in _COPIES)
 
 
 def _check_size(info: TensorInfo) -> None:
