@@ -35,7 +35,7 @@ from nvcli.core.messages import pack, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import Request
-from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, resolve_engines
 from nvcli.tools.bench.shapes import model_folder
 
 PROMPT_TOKENS = (20, 600)
@@ -266,8 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 max_model_len=PROMPT_TOKENS[1] + COMMON_TOKENS + options.tokens,
                 tensor_parallel_size=options.tp,
             )
-            model = load_model(run, path)
-            config = resolve_engine_config(run, path, model)
+            model, config, *_ = resolve_engines(run, path, load_checkpoint(run, path))
             if options.shape is not None:
                 config = msgspec.structs.replace(config, load_format="dummy")
             requests = make_requests(options.rows, options.tokens, model.vocab_size, options.seed)

@@ -27,7 +27,7 @@ import msgspec
 from nvcli.core.config import RunConfig
 from nvcli.engine.request import Request
 from nvcli.engine.step_recorder import StepRecord
-from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, resolve_engines
 from nvcli.models.config import load_model_config
 from nvcli.tools.bench.command import parse_range
 from nvcli.tools.bench.engines import Engines
@@ -114,8 +114,7 @@ def main() -> None:
             RunConfig,
         )
         run = msgspec.structs.replace(run, lora=msgspec.structs.replace(lora, mode=options.mode))
-        model, _, adapters = load_with_adapters(run, path, load_checkpoint(run, path))
-        config = resolve_engine_config(run, path, model, row_adapters=adapters)
+        model, config, *_ = resolve_engines(run, path, load_checkpoint(run, path))
         engines = Engines(msgspec.structs.replace(config, load_format="dummy", record_steps=True), 1)
         try:
             ready = engines.wait_ready()

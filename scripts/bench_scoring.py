@@ -27,7 +27,7 @@ from demo_tasks import WORDS
 from nvcli import LLM
 from nvcli.core.config import RunConfig
 from nvcli.demo import demo_path
-from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, resolve_engines
 from nvcli.sizing.costs import model_costs
 from nvcli.tools.bench.ceilings import measure_ceilings
 
@@ -94,8 +94,8 @@ class NvcliScorer:
     def least_seconds(self, model_path: str, device: str) -> float:
         """Return the time that the last rows' products with matrices need on this device, at its measured rate."""
         run = RunConfig(model=model_path, device=device)
-        model = load_model(run, Path(model_path))
-        config = resolve_engine_config(run, Path(model_path), model)
+        path = Path(model_path)
+        model, config, *_ = resolve_engines(run, path, load_checkpoint(run, path))
         costs = model_costs(model, config.dtype)
         operations = self.num_prompt_tokens * costs.operations_per_token
         operations += self.num_scored_tokens * costs.lm_head.operations_per_row

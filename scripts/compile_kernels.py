@@ -44,7 +44,7 @@ from nvcli.core.lora_config import PAGE_RANKS
 from nvcli.core.messages import SlotSampling
 from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.errors import NvcliError, first_line
-from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, resolve_engines
 from nvcli.kernels import candidates, embedding, fp4_rows, fp8, late_masks, lora, low_rank_merge, token_mask
 from nvcli.kernels.fp8_types import LowRankSum
 from nvcli.kernels.lora_types import BLOCK_FIELDS, AdaptedLayer, AdapterBank, feature_blocks, page_columns
@@ -173,7 +173,7 @@ def start(shape: str, settings: Mapping[str, Any]) -> None:
         run = RunConfig(
             model=shape, device="cuda", attention_backend="triton", max_model_len=_MAX_MODEL_LEN, **settings
         )
-        config = resolve_engine_config(run, folder, load_model(run, folder))
+        config = resolve_engines(run, folder, load_checkpoint(run, folder)).config
         config = msgspec.structs.replace(config, load_format="dummy")
         with (
             patch.object(ModelRunner, "_compile_kernels", launch_and_stop),

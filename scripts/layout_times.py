@@ -24,7 +24,7 @@ from nvcli.core.config import load_run_config
 from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.job.planning.job_time import Lengths
 from nvcli.job.planning.layout import choose_layout, estimate_layout
-from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, resolve_engines
 from nvcli.tools.bench.shapes import write_shape
 from nvcli.tools.check.machine import named_gpus
 
@@ -50,9 +50,9 @@ def estimated(command: str, gpus: Sequence[SmiGpu]) -> tuple[str, float]:
     lengths = Lengths(prompt=prompt, computed=prompt, answer=answer)
     with tempfile.TemporaryDirectory() as name:
         folder = write_shape(said.shape, Path(name), quantization=run.quantization)
-        model = load_model(run, folder, gpus=gpus)
-        run = msgspec.structs.replace(run, max_model_len=min(4096, model.max_position_embeddings))
-        config = resolve_engine_config(run, folder, model, gpus=gpus)
+        checkpoint = load_checkpoint(run, folder)
+        run = msgspec.structs.replace(run, max_model_len=min(4096, checkpoint.max_position_embeddings))
+        model, config, *_ = resolve_engines(run, folder, checkpoint, gpus=gpus)
     layout = choose_layout(
         gpus,
         model,

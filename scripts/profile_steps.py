@@ -37,7 +37,7 @@ from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.scheduler import Scheduler
-from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, resolve_engines
 from nvcli.tools.bench.command import parse_range, parse_shared_prefix
 from nvcli.tools.bench.shapes import SHAPES, write_shape
 from nvcli.tools.bench.workload import Workload
@@ -108,8 +108,7 @@ def start_engine(run: RunConfig, workload: Workload, tp: int) -> EngineCore:
 
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(run.model, Path(folder), quantization=run.quantization)
-        model = load_model(run, path)
-        config = resolve_engine_config(run, path, model)
+        model, config, *_ = resolve_engines(run, path, load_checkpoint(run, path))
         always = run.speculation.policy == "always"
         config = msgspec.structs.replace(
             config, load_format="dummy", tensor_parallel_size=tp, draft_accept_rate=_ACCEPT_RATE if always else None

@@ -13,7 +13,7 @@ from nvcli.core.messages import pack, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import Request
-from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, resolve_engines
 
 
 @contextmanager
@@ -28,7 +28,8 @@ def opened(job: Job) -> Iterator[Callable[[Rows], None]]:
         max_num_batched_tokens=max(8192, job.max_num_seqs or 0),
         **options,
     )
-    client = EngineClient.start(resolve_engine_config(run, Path(job.model), load_model(run, Path(job.model))))
+    path = Path(job.model)
+    client = EngineClient.start(resolve_engines(run, path, load_checkpoint(run, path)).config)
     sampling = SamplingParams(temperature=job.temperature, ignore_eos=True)
     ids = count()
 

@@ -12,7 +12,7 @@ from checkpoints import write_tiny_model
 from nvcli.core.config import RunConfig
 from nvcli.core.system.nvidia_smi import SmiGpu, parse_gpus
 from nvcli.errors import ConfigError
-from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, resolve_engine_config, resolve_engines
 from nvcli.job.run.kept_weights import explain_choice, keep_weights
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.check.machine import named_gpus
@@ -80,8 +80,8 @@ def test_nothing_is_kept_on_a_cpu_or_where_layers_cannot_be_told(models: dict[st
 def test_what_is_kept_is_what_the_engine_gets(kind: str, kept: str, paths: dict[str, Path]) -> None:
     """`check --gpu` names GPUs that are not here."""
     run = RunConfig(model="m", device="cuda")
-    model = load_model(run, paths["blocks"], gpus=named_gpus(kind, None))
-    config = resolve_engine_config(run, paths["blocks"], model)
+    path = paths["blocks"]
+    model, config, *_ = resolve_engines(run, path, load_checkpoint(run, path), gpus=named_gpus(kind, None))
     assert model.quantization == config.quantization == kept
     assert config.weights_type == (f"{model.dtype}, linear layers in FP8" if kept == "fp8" else model.dtype)
 

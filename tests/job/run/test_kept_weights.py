@@ -14,7 +14,7 @@ from nvcli.core.config import RunConfig
 from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.errors import ConfigError
-from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, resolve_engine_config, resolve_engines
 from nvcli.job.run.kept_weights import explain_choice, keep_weights
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.sizing.memory import estimate
@@ -89,9 +89,7 @@ def test_auto_leaves_the_rest_alone(tmp_path: Path) -> None:
 def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
     write_shape("qwen3-32b", tmp_path, quantization="w4a16")
     run = RunConfig(model="m", device="cuda")
-    checkpoint = load_checkpoint(run, tmp_path)
-    model, _, _ = load_with_adapters(run, tmp_path, checkpoint, gpus=gpus_of(48 * GIB))
-    config = resolve_engine_config(run, tmp_path, model)
+    model, config, *_ = resolve_engines(run, tmp_path, load_checkpoint(run, tmp_path), gpus=gpus_of(48 * GIB))
     assert model.quantization == config.quantization == "w4a16"
     assert config.weights_type == "bfloat16, linear layers in 4 bits"
     with pytest.raises(ConfigError, match=r"is w4a16.* this one is not quantised: use quantization: none"):

@@ -12,7 +12,7 @@ from family_shapes import SHAPES
 from mtp_heads import add_mtp_head
 from nvcli.core.config import RunConfig
 from nvcli.core.speculation_config import SpeculationConfig
-from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, resolve_engines
 
 FEW: dict[str, Any] = {"device": "cuda", "max_num_seqs": 16, "max_model_len": 64}
 
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def head_of(path: Path, **settings: Any) -> str | None:
     run = RunConfig(model=str(path), **{**FEW, **settings})
-    return resolve_engine_config(run, path, load_model(run, path)).draft_head
+    return resolve_engines(run, path, load_checkpoint(run, path)).config.draft_head
 
 
 def test_runs_of_few_requests_use_it(checkpoint: Path) -> None:

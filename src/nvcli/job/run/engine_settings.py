@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 from nvcli.core.byte_sizes import parse_size
 from nvcli.core.config import AttentionBackends, RunConfig
@@ -38,11 +39,16 @@ _FEW_SEQS = 16
 """Most requests at a time of a run that uses the checkpoint's head by itself."""
 
 
-def load_model(run: RunConfig, model_path: Path, *, gpus: Sequence[SmiGpu] | None = None) -> ModelConfig:
-    """Load a checkpoint's configuration, with weights in the format that a run's ranks keep. The rest is as in
-    `load_with_adapters`."""
-    model = load_checkpoint(run, model_path)
-    return load_with_adapters(run, model_path, model, gpus=gpus)[0]
+class ResolvedEngines(NamedTuple):
+    """The engines of a run: their configuration, and what they load."""
+
+    model: ModelConfig
+    """The model with weights in the format that ranks keep."""
+    config: EngineConfig
+    adapter: Adapter | None
+    """The LoRA adapter for all rows; None: the run has none."""
+    row_adapters: Mapping[str, Adapter]
+    """The LoRA adapters that rows choose, by name."""
 
 
 def load_checkpoint(run: RunConfig, model_path: Path) -> ModelConfig:
@@ -56,16 +62,15 @@ def load_checkpoint(run: RunConfig, model_path: Path) -> ModelConfig:
     return with_stored_routers(model, model_path)
 
 
-def load_with_adapters(
+def resolve_engines(
     run: RunConfig,
     model_path: Path,
     model: ModelConfig,
     *,
     gpus: Sequence[SmiGpu] | None = None,
     reads_images: bool = True,
-) -> tuple[ModelConfig, Adapter | None, dict[str, Adapter]]:
-    """Return the model of a checkpoint (`load_checkpoint`) with weights in the format that a run's ranks keep, the LoRA
-    adapter for all rows (None: the run has none) and those that rows choose, by name.
+) -> ResolvedEngines:
+    """Resolve the engines of a run with the model of a checkpoint (`load_checkpoint`).
 
     `gpus` are the run's GPUs (None: those of this machine). `reads_images` false: with `images: auto` the vision tower
     is left out. Raises LoadError and ConfigError, also if an adapter does not fit the model.
@@ -85,7 +90,9 @@ def load_with_adapters(
         model = adapter.adapt(model)
     device = device_of(run)
     model = with_run_head(run, model_path, model, device)
-    return keep_weights(run, model, device, gpus=gpus, adapter=adapter), adapter, named
+    model = keep_weights(run, model, device, gpus=gpus, adapter=adapter)
+    config = resolve_engine_config(run, model_path, model, gpus=gpus, row_adapters=named)
+    return ResolvedEngines(model, config, adapter, named)
 
 
 def with_run_head(run: RunConfig, model_path: Path, model: ModelConfig, device: Literal["cpu", "cuda"]) -> ModelConfig:
@@ -136,14 +143,13 @@ def resolve_engine_config(
     model: ModelConfig,
     *,
     gpus: Sequence[SmiGpu] | None = None,
-    row_adapters: Mapping[str, Adapter] | None = None,
+    row_adapters: Mapping[str, Adapter] = MappingProxyType({}),
 ) -> EngineConfig:
     """Resolve every `auto` and null that can be decided here. Raises ConfigError.
 
-    `model` is as `load_model` returns it: with the head that drafts, and with `quantization: auto` with the format in
+    `model` is as `ResolvedEngines` has it: with the head that drafts, and with `quantization: auto` with the format in
     which weights are kept. An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `gpus` are the
-    run's GPUs, as far as known; None: those that nvidia-smi shows. `row_adapters` are the run's adapters with names;
-    None: read them.
+    run's GPUs, as far as known; None: those that nvidia-smi shows. `row_adapters` are the run's adapters with names.
     """
     device = device_of(run)
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
@@ -164,7 +170,6 @@ def resolve_engine_config(
     if run.fp8_accumulation == "fast":
         check_fast_accumulation(run, model, device)
     adapters = adapter_choice(run.lora)
-    row_adapters = _read_adapters(run, model_path) if row_adapters is None else row_adapters
     modes = find_modes(adapters, list(row_adapters.values()), model)
     return EngineConfig(
         model_path=model_path,
@@ -235,15 +240,6 @@ def _max_model_len(run: RunConfig, model: ModelConfig) -> int:
             "the model with `hf_overrides`"
         )
     return max_model_len
-
-
-def _read_adapters(run: RunConfig, model_path: Path) -> dict[str, Adapter]:
-    """Read the adapters that rows choose, by name. Raises LoadError."""
-    named = adapter_choice(run.lora).named
-    if not named:
-        return {}
-    model = load_checkpoint(run, model_path)
-    return {name: read_adapter(find_adapter(path), model) for name, path in named.items()}
 
 
 def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype, attention_backend: str) -> None:

@@ -42,7 +42,7 @@ from nvcli.job.run.adapter_modes import choose_modes
 from nvcli.job.run.chat_choice import ChatChoice, keep_choice
 from nvcli.job.run.default_sampling import check_default_sampling
 from nvcli.job.run.device import device_of
-from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
+from nvcli.job.run.engine_settings import ResolvedEngines, load_checkpoint, resolve_engines
 from nvcli.job.run.feeder import Feeder, RowSource, portions
 from nvcli.job.run.image_settings import check_reads_pdfs, image_processor, why_no_images
 from nvcli.job.run.job_facts import job_facts
@@ -364,27 +364,20 @@ def _find_model(
 
 def _with_engines(settings: RowSettings, needs: RowNeeds, *, gpus: Sequence[SmiGpu] | None = None) -> ResolvedModel:
     """Choose the settings of the engines for rows with these needs. The rest is as in `resolve_job`."""
-    run, path = settings.run, settings.model_path
-    model, adapter, row_adapters = load_with_adapters(run, path, settings.model, gpus=gpus, reads_images=needs.images)
-    config = resolve_engine_config(run, path, model, gpus=gpus, row_adapters=row_adapters)
+    run = settings.run
+    engines = resolve_engines(run, settings.model_path, settings.model, gpus=gpus, reads_images=needs.images)
     if needs.grammars:
-        config = msgspec.structs.replace(config, prepare_grammars=True)
-    resolved = model_of_rows(replace(settings, model=model), config, adapter=adapter, row_adapters=row_adapters)
+        engines = engines._replace(config=msgspec.structs.replace(engines.config, prepare_grammars=True))
+    resolved = model_of_rows(settings, engines)
     if resolved.task is not None:
         return resolved
     tokenizer = check_default_sampling(run.sampling, resolved.model_limits, resolved.load_tokenizer, settings.setter_of)
     return replace(resolved, tokenizer=tokenizer)
 
 
-def model_of_rows(
-    settings: RowSettings,
-    config: EngineConfig,
-    *,
-    adapter: Adapter | None = None,
-    row_adapters: Mapping[str, Adapter] | None = None,
-) -> ResolvedModel:
-    """Combine the settings of rows with those of the engines. The model in `settings` is as the ranks keep it."""
-    return ResolvedModel(**_values(settings), config=config, adapter=adapter, row_adapters=row_adapters or {})
+def model_of_rows(settings: RowSettings, engines: ResolvedEngines) -> ResolvedModel:
+    """Combine the settings of rows with the engines that answer them."""
+    return ResolvedModel(**(_values(settings) | engines._asdict()))
 
 
 def _values(settings: RowSettings) -> dict[str, Any]:

@@ -21,7 +21,12 @@ from nvcli.errors import ConfigError
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.row_images import RowImages
 from nvcli.job.planning.layout import resolve_layout
-from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
+from nvcli.job.run.engine_settings import (
+    ResolvedEngines,
+    load_checkpoint,
+    resolve_engine_config,
+    resolve_engines,
+)
 from nvcli.job.run.resolve import model_of_rows
 from nvcli.job.run.row_settings import read_row_settings
 from nvcli.models.adapters.adapter import Adapter, read_adapter
@@ -136,9 +141,10 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     with ExitStack() as stack:
         folder = model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization)
         path = stack.enter_context(folder)
-        model, _, row_adapters = load_with_adapters(run, path, load_checkpoint(run, path))
+        engines = resolve_engines(run, path, load_checkpoint(run, path))
+        model, row_adapters = engines.model, engines.row_adapters
         images = None if options.images is None else _make_images(path, model, options.images, size, options.seed)
-        requests, run = _draw_requests(run, path, model, workload, images, say=say)
+        requests, run = _draw_requests(run, path, engines, workload, images, say=say)
         adapters = None
         if options.lora_rank is not None:
             made_up = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nvcli-adapters-")))
@@ -189,31 +195,29 @@ def plot_result(result: BenchResult, path: Path) -> None:
 def _draw_requests(
     run: RunConfig,
     path: Path,
-    model: ModelConfig,
+    engines: ResolvedEngines,
     workload: Workload | FileWorkload,
     images: MadeUpImages | None,
     *,
     say: Callable[[str], None],
 ) -> tuple[list[Request], RunConfig]:
     """Return the requests of a workload, and the run with a `max_model_len` that they fit. Raises ConfigError."""
-    config = resolve_engine_config(run, path, model)  # whose errors come before any file is read
+    model = engines.model
     requests: list[Request] = []
     if isinstance(workload, Workload):
         longest = workload.max_model_len + (0 if images is None else images.num_tokens)
     else:
-        requests = workload.requests(model_of_rows(read_row_settings(run, path, model), config), say=say)
+        requests = workload.requests(model_of_rows(read_row_settings(run, path, model), engines), say=say)
         longest = max(len(unpack(request.prompt_ids)) + request.max_tokens for request in requests)
-    if run.max_model_len is None:
-        usual = min(max(_USUAL_MODEL_LEN, longest), model.max_position_embeddings)
-        run = msgspec.structs.replace(run, max_model_len=usual)
-    config = resolve_engine_config(run, path, model)
-    if longest > config.max_model_len:
+    max_model_len = run.max_model_len or min(max(_USUAL_MODEL_LEN, longest), model.max_position_embeddings)
+    if longest > max_model_len:
         raise ConfigError(
-            f"requests of up to {longest} tokens do not fit max_model_len {config.max_model_len}; "
+            f"requests of up to {longest} tokens do not fit max_model_len {max_model_len}; "
             "lower --input-len, --output-len, --shared-prefix or --images"
         )
     if isinstance(workload, Workload):  # drawn once they are known to fit, because it takes a while
         requests = workload.requests(model.vocab_size)
+    run = msgspec.structs.replace(run, max_model_len=max_model_len)
     return requests if images is None else images.add_to(requests), run
 
 

@@ -13,7 +13,7 @@ from nvcli.core.system.host_memory import available_ram
 from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.layout import resolve_layout
-from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, resolve_engines
 from nvcli.job.run.resolve import ResolvedModel, model_of_rows
 from nvcli.job.run.row_settings import read_row_settings
 from nvcli.job.text.prepare import PreparedRow
@@ -48,13 +48,13 @@ def run_profile(
             run = msgspec.structs.replace(run, device="cuda")
         gpus = None if total is None else [SmiGpu(index=0, uuid="", name="", total_bytes=total)]
         checkpoint = load_checkpoint(run, path)
-        model, _, row_adapters = load_with_adapters(run, path, checkpoint, gpus=gpus)
-        config = resolve_engine_config(run, path, model, gpus=gpus, row_adapters=row_adapters)
+        engines = resolve_engines(run, path, checkpoint, gpus=gpus)
+        model, config = engines.model, engines.config
         if shape is not None:
             config = msgspec.structs.replace(config, load_format="dummy")
         lengths = None
         if input_file is not None:
-            lengths = _file_lengths(model_of_rows(read_row_settings(run, path, model), config), input_file)
+            lengths = _file_lengths(model_of_rows(read_row_settings(run, path, checkpoint), engines), input_file)
         name = shape or run.model
         if not dry_run:
             check_ram(config, model, num_replicas=1, available=available_ram())
