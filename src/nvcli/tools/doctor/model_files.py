@@ -14,11 +14,12 @@ from nvcli.core.config import RunConfig
 from nvcli.core.lora_config import adapter_choice
 from nvcli.core.system.hub_access import DownloadSize
 from nvcli.errors import ConfigError, LoadError
+from nvcli.job.run.engine_settings import load_checkpoint
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_local_adapter
 from nvcli.models.adapters.row_adapters import check_row_adapter
 from nvcli.models.checkpoint import find_model, read_tensors, weight_files
-from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
+from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
 from nvcli.models.hub import check_reachable, check_room, download_size
 from nvcli.models.safetensors_header import read_header
@@ -91,12 +92,7 @@ def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
 
 def _read_config(run: RunConfig, path: Path) -> tuple[ModelConfig | None, list[Finding]]:
     try:
-        config = load_model_config(
-            path,
-            expert_parallel=run.enable_expert_parallel,
-            attention_dp=run.enable_attention_dp,
-            overrides=run.hf_overrides,
-        )
+        config = load_checkpoint(run, path)
     except ConfigError as error:
         return None, [problem("config", str(error), "change that setting, or choose another checkpoint")]
     except LoadError as error:
