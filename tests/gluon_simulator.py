@@ -8,6 +8,7 @@ early gives wrong results. Registers and layouts are not simulated.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import threading
 import types
@@ -31,6 +32,20 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.data, self.offset + offset)
+
+    def __getitem__(self, places: Any) -> Pointer:
+        return Pointer(self.data, self.offset[places])
+
+    def cast(self, dtype: torch.dtype) -> Pointer:
+        assert isinstance(self.offset, int)
+        assert self.offset == 0
+        return Pointer(self.data.view(dtype))
+
+    def to(self, dtype: torch.dtype, bitcast: bool) -> Pointer:
+        assert bitcast
+        offset = self.offset * self.data.itemsize
+        assert not (offset % dtype.itemsize).any(), "an address that the GPU would refuse"
+        return Pointer(self.data.view(dtype), offset // dtype.itemsize)
 
 
 def described(descriptor: Any) -> Tensor:
@@ -140,7 +155,8 @@ class Simulator:
         self._products = threading.local()
         self._stores = threading.local()
         self._loads: list[Callable[[], None]] = []
-        self._program = (0, 1)
+        self._program: tuple[int, ...] = ()
+        self._grid: tuple[int, ...] = ()
         found = {name: value for module in modules for name, value in vars(module).items()}
         names = found.copy()
         names |= {
@@ -162,10 +178,10 @@ class Simulator:
         names |= functions or {}
         self._names = names
 
-    def launch(self, kernel: str, num_programs: int, *args: Any, **constants: Any) -> None:
-        """Run `num_programs` programs of the kernel of that name."""
-        for program in range(num_programs):
-            self._program = (program, num_programs)
+    def launch(self, kernel: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """Run the programs of the kernel of that name."""
+        self._grid = grid
+        for self._program in itertools.product(*map(range, grid)):
             self._names[kernel](*args, **constants)
 
     def _language(self) -> Any:
@@ -213,7 +229,7 @@ class Simulator:
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             convert_layout=lambda x, layout: x, expand_dims=torch.unsqueeze,
-            program_id=lambda axis: self._program[0], num_programs=lambda axis: self._program[1],
+            program_id=lambda axis: self._program[axis], num_programs=lambda axis: self._grid[axis],
         )  # fmt: skip
 
     def _mbarrier(self) -> Any:
@@ -335,7 +351,7 @@ class SimulatedKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: object, **named: object) -> None:
             constants = {name: value for name, value in named.items() if name not in _LAUNCH_OPTIONS}
-            self._simulator.launch(self._name, grid[0], *map(as_argument, arguments), **constants)
+            self._simulator.launch(self._name, grid, *map(as_argument, arguments), **constants)
 
         return launch
 

@@ -15,7 +15,8 @@ from attention_setup import History, written_out
 from segment_trees import SegmentTree
 from torch import Tensor
 
-from gluon_registers import SimulatedKernel, block
+from gluon_registers import RegisterSimulator, block
+from gluon_simulator import SimulatedKernel
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
@@ -171,15 +172,13 @@ def numbers(words: Tensor) -> tuple[Tensor, ...]:
 def test_decode_rows_straight_to_registers(kind: Callable[..., AnyBench], many_rows: int, geometry: Any) -> None:
     """Simulated: rows of one chunk and of several, clusters of chunks, padding, and rows behind segments that they
     share. What belongs to no key is NaN."""
-    kernel = SimulatedKernel(
-        fp8_decode_attention,
-        "fp8_decode_attention_kernel",
-        {
-            "numbers_of_bytes": lambda words, pack: numbers(words),
-            "_log2": torch.log2,
-            "_transposed": lambda x: block(x.unflatten(0, (-1, 8)).transpose(1, 2).flatten(0, 1)),
-        },
-    )
+    functions = {
+        "numbers_of_bytes": lambda words, pack: numbers(words),
+        "_log2": torch.log2,
+        "_transposed": lambda x: block(x.unflatten(0, (-1, 8)).transpose(1, 2).flatten(0, 1)),
+    }
+    simulator = RegisterSimulator(fp8_decode_attention, functions=functions)
+    kernel = SimulatedKernel(simulator, "fp8_decode_attention_kernel")
     with (
         patch.multiple(decode_attention, _FEWEST_ROWS=0, _MANY_ROWS=many_rows, decode_attention_kernel=None),
         patch.object(decode_attention, "_load_direct_kernel", lambda *args: kernel),
