@@ -78,6 +78,17 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
     )
 
 
+def cache_room(config: EngineConfig, planned: MemoryUse, held: int) -> int:
+    """Return the bytes for the KV cache of a rank whose memory was `planned`, where something else holds `held` bytes
+    of the GPU; negative: the bytes missing."""
+    beside = planned.beside_cache + held
+    if config.kv_cache_memory is None:
+        return planned.budget - beside
+    left = planned.total - beside  # a cache of a set size is not limited by the budget
+    missing = planned.planned["KV cache"] - left
+    return -missing if missing > 0 else min(config.kv_cache_memory, left)
+
+
 def planned_adapters(config: EngineConfig, model: ModelConfig, total: int, stage: Stage | None = None) -> AdapterMemory:
     """Plan the LoRA adapters that rows choose from, for one rank of a stage on a GPU of `total` bytes."""
     weights = sum(rank_weights(config, model, stage).values())

@@ -28,7 +28,7 @@ from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.job_time import Lengths, gpu_speed, replica_seconds
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.kv_cache import block_bytes, state_blocks, state_share, tokens_in
-from nvcli.sizing.memory import estimate
+from nvcli.sizing.memory import cache_room, estimate
 from nvcli.sizing.weights import rank_weights
 
 _USUAL_TOKENS = 512
@@ -257,12 +257,7 @@ def _layouts(
 
 def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
     """Return the bytes available for a rank's KV cache on this GPU; negative: the bytes missing."""
-    plan = estimate(config, model, gpu.total_bytes)
-    fixed = plan.beside_cache + gpu.used_bytes
-    if config.kv_cache_memory is None:
-        return plan.budget - fixed
-    left = gpu.total_bytes - fixed
-    return config.kv_cache_memory if config.kv_cache_memory <= left else left - config.kv_cache_memory
+    return cache_room(config, estimate(config, model, gpu.total_bytes), gpu.used_bytes)
 
 
 def _nearest(

@@ -16,7 +16,7 @@ from nvcli.core.messages import MemoryUse
 from nvcli.errors import ConfigError
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.kv_cache import block_bytes, blocks_held, tokens_in
-from nvcli.sizing.memory import estimate
+from nvcli.sizing.memory import cache_room, estimate
 
 _MOST_ADVICE = 5
 _WORTH = 1.02
@@ -42,7 +42,7 @@ CacheRoom = Callable[[EngineConfig], int]
 """Returns the bytes left for a rank's KV cache under a configuration; negative: the bytes that are missing."""
 
 
-def cache_room(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> CacheRoom:
+def _measured_room(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> CacheRoom:
     """Return a function that tells how much room a configuration leaves for the KV cache.
 
     Estimates are corrected by the error of the estimate for `config`, for which `use` was measured.
@@ -51,12 +51,7 @@ def cache_room(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Cach
 
     def room(candidate: EngineConfig) -> int:
         planned = estimate(candidate, model.with_quantization(candidate.quantization), use.total)
-        beside = planned.beside_cache + error
-        if candidate.kv_cache_memory is None:
-            return planned.budget - beside
-        left = use.total - beside  # a cache of a set size is not limited by the budget
-        missing = planned.planned["KV cache"] - left
-        return -missing if missing > 0 else min(candidate.kv_cache_memory, left)
+        return cache_room(candidate, planned, error)
 
     return room
 
@@ -69,7 +64,7 @@ def advise(
     `request_len` is the length of a typical request in tokens; `longest` is that of the longest expected one, if
     known.
     """
-    room = cache_room(config, model, use)
+    room = _measured_room(config, model, use)
     now = _requests(config, model, room, request_len)
     if now >= config.max_num_seqs and room(config) > 0:
         return _more_requests(config, model, room, request_len)
