@@ -45,6 +45,7 @@ from nvcli.job.progress.display import Progress
 from nvcli.job.progress.summary import Summary
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.run.generate import generate
+from nvcli.job.run.resolve import resolve_job
 from nvcli.job.text.chat_renderer import ChatRenderer
 from nvcli.job.text.model_limits import ModelLimits
 from nvcli.job.text.prepare import PreparedRow, Preparer
@@ -186,7 +187,8 @@ def run_all(
     run = RunConfig(
         model=str(model), device="cpu", sampling={"max_tokens": 8, "temperature": 0}, max_num_seqs=max_num_seqs
     )
-    summary = generate(run, inputs=inputs, output=output, progress=Silent(sys.stderr), overwrite=True, start=start)
+    job = resolve_job(run, inputs=inputs, output=output, overwrite=True)
+    summary = generate(job, progress=Silent(sys.stderr), start=start)
     return summary, engines[0]
 
 

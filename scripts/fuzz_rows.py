@@ -38,6 +38,7 @@ from nvcli.demo import demo_path
 from nvcli.engine.request import PromptScoring, Request, RequestOutput
 from nvcli.job.compression import Unpacker, compression_of
 from nvcli.job.run.generate import generate
+from nvcli.job.run.resolve import resolve_job
 from row_maker import VOCAB_SIZE, RowMaker
 from row_oracle import JobFacts, Oracle, check, error_of, index_of
 
@@ -106,14 +107,8 @@ def run_here(source: Path, output: Path, facts: JobFacts, order: str, update: bo
             chat="never",  # the oracle counts the tokens of prompts
         ),
     )
-    generate(
-        run,
-        inputs=[str(source)],
-        output=str(output),
-        progress=Silent(sys.stderr),
-        update=update,
-        start=CheckingEngine,
-    )
+    job = resolve_job(run, inputs=[str(source)], output=str(output))
+    generate(job, progress=Silent(sys.stderr), update=update, start=CheckingEngine)
 
 
 def run_command(source: Path, output: Path, facts: JobFacts, order: str, update: bool) -> None:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from file_jobs import generate
 from held_engine import HeldEngine, MakeLLM
 from kept_lines import KeptLines
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.errors import ClosedError, ConfigError, LoadError, RowError, WorkerError
 from nvcli.job.run import plan
-from nvcli.job.run.generate import generate
 from nvcli.llm.answer import Answer
 from nvcli.llm.llm import LLM, Answers
 

@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,6 @@ class _Jobs:
         done."""
         from nvcli.job.files import folder_made, split_outputs
         from nvcli.job.run.engines import EngineSet
-        from nvcli.job.run.resolve import resolve_job
 
         each = split_outputs(inputs, self.options.output, self.shard)
         progress, reports = self._open_displays(inputs, each)
@@ -138,18 +138,7 @@ class _Jobs:
         with progress, folder_made(self.options.output), contextlib.ExitStack() as stack:
             if len(each) == 1:
                 return 1 if self._answer(*each[0], progress, reports[0]).rows_failed else 0
-            jobs = [  # so that errors of later ones are found before the first one begins
-                resolve_job(
-                    self.run,
-                    inputs=some,
-                    output=output,
-                    limit=self.options.limit,
-                    shard=self.shard,
-                    overwrite=self.options.overwrite,
-                    setter_of=self.source.setter,
-                )
-                for some, output in each
-            ]
+            jobs = [self._resolve(*one) for one in each]  # errors of later ones come before the first one begins
             engines = EngineSet(self.ahead.start_engine)
             stack.callback(engines.close)
             broken: list[ConfigError | InputChanged] = []
@@ -173,6 +162,19 @@ class _Jobs:
             raise reworded(broken[0], "\n".join(map(str, broken)) + "\nall other inputs are done")
         return 1 if failed else 0
 
+    def _resolve(self, inputs: Sequence[str], output: str | None) -> ResolvedJob:
+        from nvcli.job.run.resolve import resolve_job
+
+        return resolve_job(
+            self.run,
+            inputs=inputs,
+            output=output,
+            limit=self.options.limit,
+            shard=self.shard,
+            overwrite=self.options.overwrite,
+            setter_of=self.source.setter,
+        )
+
     def _answer(
         self,
         inputs: Sequence[str],
@@ -183,14 +185,14 @@ class _Jobs:
         engines: EngineSet | None = None,
         job: ResolvedJob | None = None,
     ) -> Summary:
-        """Do one job, and report the outcome. `engines` and `job` are those of `generate`: the job is one of
-        several."""
+        """Do one job, and report the outcome. `engines` and `job` are given where it is one of several."""
         from nvcli.errors import HopelessJob, OutputError, TooManyErrors, WorkerError
         from nvcli.job.output.sink import OutputClosed
         from nvcli.job.progress.summary import format_summary
         from nvcli.job.run.early_end import go_on_hint, next_steps, resume_hint
         from nvcli.job.run.generate import generate
 
+        started_at = time.monotonic()
         begun = threading.Event()
 
         def hint() -> str:
@@ -198,20 +200,14 @@ class _Jobs:
 
         try:
             summary = generate(
-                self.run,
-                inputs=inputs,
-                output=output,
+                job or self._resolve(inputs, output),
                 progress=progress,
-                overwrite=self.options.overwrite,
                 retry_errors=self.options.retry_errors,
                 update=self.options.update,
-                limit=self.options.limit,
-                shard=self.shard,
                 report=report,
-                setter_of=self.source.setter,
                 start=self.ahead.start_engine,
                 engines=engines,
-                job=job,
+                started_at=started_at,
                 on_begin=begun.set,
             )
         except (KeyboardInterrupt, Interrupted):  # before typer turns it into exit code 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from file_jobs import generate
 from hostile_images import bombs, mutated, valid_images
 from hostile_pdfs import valid_pdfs
 from model_engine import ModelEngine
@@ -21,7 +22,6 @@ from nvcli.core.config import JobConfig, RunConfig
 from nvcli.job.images.image_process import PageCount
 from nvcli.job.images.image_processes import ImageProcesses
 from nvcli.job.progress.display import Progress
-from nvcli.job.run.generate import generate
 from vision_model import write_vision_model
 
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from adapters import low_rank, write_adapter
+from file_jobs import generate
 from image_answers import put_pixels
 from model_engine import ModelEngine
 from nvcli.core.config import JobConfig, RunConfig
@@ -31,7 +32,6 @@ from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.job.images.row_images import RowImages
 from nvcli.job.job import Job, RowContext
 from nvcli.job.progress.display import Progress
-from nvcli.job.run.generate import generate
 from nvcli.job.run.resolve import resolve_job, resolve_settings
 from nvcli.llm.llm import LLM
 from nvcli.models.config import load_model_config

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from file_jobs import generate
 from model_engine import ModelEngine
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.demo import demo_path
@@ -24,7 +25,6 @@ from nvcli.job.job import Job
 from nvcli.job.progress.display import Progress
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.row_digest import InputRows
-from nvcli.job.run.generate import generate
 from nvcli.job.run.resolve import resolve_job, resolve_settings
 from nvcli.job.text.prepare import PreparedRow
 from nvcli.tools.bench.file_workload import prepared_rows

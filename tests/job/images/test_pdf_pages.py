@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from file_jobs import generate
 from model_engine import ModelEngine
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.system.pixel_file import PixelFile
@@ -21,7 +22,6 @@ from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.job.progress.display import Progress
 from nvcli.job.report.build import ReportFile
 from nvcli.job.rows.conversation import check_messages
-from nvcli.job.run.generate import generate
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.image_size import AreaRule, SizeRule, TileRule
 from pdf_files import pdf

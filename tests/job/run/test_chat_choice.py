@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from file_jobs import generate
 from kept_lines import KeptLines
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
 from nvcli.job.output.manifest import load_manifest, save_manifest
-from nvcli.job.run.generate import generate
 from nvcli.job.text.chat_renderer import Conversation
 from nvcli.job.text.tokenizer import Tokenizer, has_chat_template
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 
 from fake_engine import FakeEngine
+from file_jobs import generate
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.engine.request import EngineStats
 from nvcli.job.progress.display import Progress
 from nvcli.job.progress.summary import Summary
 from nvcli.job.run.engines import EngineSet
-from nvcli.job.run.generate import generate
 
 
 class Jobs:

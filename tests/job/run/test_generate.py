@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from file_jobs import generate
 from kept_lines import KeptLines
 from nvcli.core.config import JobConfig, MessageTemplate, RunConfig
 from nvcli.core.engine_config import EngineConfig
@@ -24,7 +25,6 @@ from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import CapacityError, ConfigError, LoadError, WorkerError
 from nvcli.job.progress.summary import Summary, format_summary
 from nvcli.job.run.feeder import Feeder
-from nvcli.job.run.generate import generate
 from nvcli.job.text.tokenizer import Tokenizer
 from scheduler_engine import SchedulerEngine
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from file_jobs import generate
 from kept_lines import KeptLines
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.errors import HopelessJob
 from nvcli.job.job import ErrorInfo, JobResult, RowContext
 from nvcli.job.run.counts import LeadingErrors
-from nvcli.job.run.generate import generate
 
 pytestmark = pytest.mark.usefixtures("tokenizer")
 BAD, OTHER, GOOD = {"prompt": 5}, {"prompt_token_ids": []}, {"prompt": "ab"}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from file_jobs import generate
 from kept_lines import KeptLines
 from nvcli.core.config import RunConfig
 from nvcli.errors import RowError, WorkerError, first_line
@@ -22,7 +23,6 @@ from nvcli.job.progress.summary import Summary
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.run import open_rows
 from nvcli.job.run.early_end import RowTracebacks
-from nvcli.job.run.generate import generate
 from nvcli.job.run.open_rows import OpenRow
 from nvcli.job.text.prepare import Preparer
 from nvcli.job.text.stop_strings import StopStringDetector

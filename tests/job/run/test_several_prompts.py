@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from file_jobs import generate
 from kept_lines import KeptLines
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.engine.request import Request
 from nvcli.job.progress.summary import Summary
-from nvcli.job.run.generate import generate
 from nvcli.job.run.several_prompts import MAX_PARTS_AT_ONCE
 
 pytestmark = pytest.mark.usefixtures("tokenizer")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from file_jobs import generate
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.config_types import Order
 from nvcli.errors import ConfigError, WorkerError
 from nvcli.job.output.merge import merge_outputs
 from nvcli.job.progress.display import Progress
 from nvcli.job.progress.summary import Summary
-from nvcli.job.run.generate import generate
 from nvcli.job.shard import Shard
 
 pytestmark = pytest.mark.usefixtures("tokenizer")  # imports transformers once, before the runs

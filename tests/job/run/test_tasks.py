@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from checkpoints import reference_logits, reference_model
+from file_jobs import generate
 from kept_lines import KeptLines
 from model_engine import ModelEngine, write_byte_model
 from nvcli.core.config import RunConfig
@@ -20,7 +21,6 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.core.validation import convert
 from nvcli.errors import ConfigError
 from nvcli.job.progress.summary import Summary, format_summary
-from nvcli.job.run.generate import generate
 from nvcli.job.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")  # imports transformers once, before the runs

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from file_jobs import generate
 from nvcli.core.config import load_sourced_config
 from nvcli.errors import ConfigError
 from nvcli.job.progress.display import Progress
-from nvcli.job.run.generate import generate
 from nvcli.job.shard import Shard
 from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.tools.bench.shapes import write_shape

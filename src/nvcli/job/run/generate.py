@@ -1,8 +1,8 @@
 """`generate`: one job from its files to its files.
 
-A job is resolved (`job.run.resolve`: what is asked for, checked before a process is started), planned (`job.run.plan`:
-what to start for it), and run. While the engines load the model, a background thread imports the tokenizer and reads
-ahead.
+A job that is resolved (`job.run.resolve`: what is asked for, checked before a process is started) is planned
+(`job.run.plan`: what to start for it) and run. While the engines load the model, a background thread imports the
+tokenizer and reads ahead.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from nvcli.core.byte_sizes import counted, parse_size
-from nvcli.core.config import JobConfig, RunConfig
+from nvcli.core.config import JobConfig
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import convert
 from nvcli.errors import ConfigError, HopelessJob, TooManyErrors, WorkerError
@@ -33,59 +33,49 @@ from nvcli.job.run.early_end import Interrupts, keep_traceback
 from nvcli.job.run.engines import EngineEvents, EngineSet, StartEngine, start_engine
 from nvcli.job.run.loop import JobLoop
 from nvcli.job.run.plan import RunPlan, plan_replicas, plan_run
-from nvcli.job.run.resolve import ResolvedJob, resolve_job
-from nvcli.job.run.settings import SetterOf, unknown_setter
+from nvcli.job.run.resolve import ResolvedJob
 from nvcli.job.shard import WHOLE, Shard
 from nvcli.job.text.tokenizer import Tokenizer
 
 
 def generate(
-    run: RunConfig,
+    job: ResolvedJob,
     *,
-    inputs: Sequence[str],
-    output: str | None,
     progress: Progress,
-    overwrite: bool = False,
     retry_errors: bool = False,
     update: bool = False,
-    limit: int | None = None,
-    shard: Shard | None = None,
     report: ReportFile | None = None,
-    setter_of: SetterOf = unknown_setter,
     start: StartEngine = start_engine,
     engines: EngineSet | None = None,
-    job: ResolvedJob | None = None,
+    started_at: float | None = None,
     on_begin: Callable[[], None] = lambda: None,
 ) -> Summary:
-    """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
+    """Answer the rows of a job, or of its shard, as they would be answered in the whole job.
 
-    An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again,
-    and `update` answers the rows of its inputs that have changed since.
-    With a `shard` only its rows are answered, as they would be in the whole job; `limit` counts all rows.
-    `report` is written when the run is over, however it ends; `setter_of` names for it what set each key of `run`.
-    `start` starts the engine of one replica. With `engines`, those are used and go on running for other jobs. `job` is
-    what the settings of the job were resolved to, if they were. `on_begin` is called once the run has begun a new
-    output; what was there before is gone then. Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError,
-    InputChanged, OutputError, TooManyErrors or HopelessJob; OutputClosed when nobody reads the output any more;
-    KeyboardInterrupt after a signal that asks for the end (`end_signals`). Rows that were answered by then are in the
-    output.
+    An output of the same job is continued, unless the job overwrites it; `retry_errors` answers its failed rows again,
+    and `update` the rows of its inputs that have changed since. `report` is written when the run is over, however it
+    ends. `start` starts the engine of one replica. With `engines`, those are used and go on running for other jobs.
+    `started_at` is when the run began, by `time.monotonic` (None: now). `on_begin` is called once the run has begun a
+    new output; what was there before is gone then.
+
+    Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError, InputChanged, OutputError, TooManyErrors or
+    HopelessJob; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal that asks for the
+    end (`end_signals`). Rows that were answered by then are in the output.
     """
-    started_at = time.monotonic()
+    started_at = started_at or time.monotonic()
+    run = job.run
     for flag, is_given in (("--retry-errors", retry_errors), ("--update", update)):
-        if overwrite and is_given:
+        if job.overwrite and is_given:
             raise ConfigError(f"--overwrite and {flag} exclude each other: start over, or keep what is answered")
-    job = job or resolve_job(
-        run, inputs=inputs, output=output, limit=limit, shard=shard, overwrite=overwrite, setter_of=setter_of
-    )
     options = OutputOptions(
         order=run.job.order,
         can_continue=job.can_continue,
-        overwrite=overwrite,
+        overwrite=job.overwrite,
         retry_errors=retry_errors,
         update=update,
         identify_rows=job.identify_rows if job.can_continue else None,
-        limit=limit,
-        shard=shard,
+        limit=job.limit,
+        shard=job.shard,
         reorder_bytes=parse_size(run.job.reorder_memory) or 0,
         text_field=run.job.text_field,
         on_begin=on_begin,

@@ -162,6 +162,8 @@ class ResolvedJob(ResolvedModel):
     """Number of rows of the inputs to read; None: all."""
     shard: Shard | None
     """The shard of the rows to answer; None: all rows."""
+    overwrite: bool
+    """Whether the output starts over, whatever it holds."""
     can_continue: bool
     """Whether the inputs can be read again, so that another run may continue the output."""
     known_inputs: tuple[KnownInput, ...]
@@ -221,7 +223,7 @@ def resolve_job(
     *,
     inputs: Sequence[str],
     output: str | None,
-    limit: int | None,
+    limit: int | None = None,
     shard: Shard | None = None,
     overwrite: bool = False,
     weights: bool = True,
@@ -232,9 +234,10 @@ def resolve_job(
 
     Raises ConfigError and LoadError.
 
-    `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
-    inputs. `overwrite` says that what the output holds does not matter. `weights` false: the job is only looked
-    at, so that the checkpoint needs no weights. `gpus` are those that the job is for (None: those here). `setter_of`
+    `output` None: the output goes beside a single input file; `-` is standard input or output. Reads the checkpoint's
+    small files, and samples of the inputs. `limit` counts all rows, not only those of the shard. `overwrite` says that
+    what the output holds does not matter. `weights` false: the job is only looked at, so that the checkpoint needs no
+    weights. `gpus` are those that the job is for (None: those here). `setter_of`
     names for messages what set each key of `run`.
     """
     names = expand_inputs(inputs, output)
@@ -286,6 +289,7 @@ def resolve_job(
         chat=chat.kinds,
         limit=limit,
         shard=shard,
+        overwrite=overwrite,
         can_continue=can_continue,
         known_inputs=known_inputs,
         pdfs=pdfs,
