@@ -30,7 +30,8 @@ def test_hashes_are_those_of_each_prompt_alone(max_bytes: int) -> None:
         packed = pack(prompts[-1])
         assert hashes.of(packed) == hash_blocks(packed, BLOCK_SIZE)
         hashes.of(packed).clear()  # the caller's own
-        assert hashes._num_bytes == sum(map(prompt_hashes._size, hashes._runs.values()))
+        runs = hashes._runs
+        assert runs._num_bytes == sum(prompt_hashes._size(*each) for each in runs._kept.items()) <= max_bytes
 
 
 @pytest.fixture
@@ -74,4 +75,4 @@ def test_what_is_kept_takes_bounded_memory() -> None:
     hashes = PromptHashes(BLOCK_SIZE, max_bytes=50_000)
     for row in range(1_000):
         hashes.of(pack([row] * 40))
-    assert 0 < len(hashes._runs) <= 50_000 // (160 + 10 * 64 + 512)
+    assert 0 < len(hashes._runs._kept) <= 50_000 // (160 + 10 * 64 + 512)

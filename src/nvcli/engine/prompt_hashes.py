@@ -7,14 +7,13 @@ cheaper, and only the rest is hashed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
+from nvcli.core.lru_cache import LruCache
 from nvcli.core.messages import TOKEN_BYTES
 from nvcli.engine.block_manager import BlockHash, hash_blocks, num_equal_blocks
 
 _MAX_BYTES = 16 * 1024 * 1024
-"""Approximate maximum memory of the runs, beyond which the oldest are dropped. With blocks of 64 this is three million
-tokens, fewer if runs are short."""
+"""Approximate maximum memory of the runs, beyond which the least recently used are dropped. With blocks of 64 this is
+three million tokens, fewer if runs are short."""
 _RUN_BYTES = 512
 _HASH_BYTES = 64
 """Approximate memory of a hash, and of a run besides its tokens and hashes."""
@@ -28,10 +27,8 @@ class PromptHashes:
 
     def __init__(self, block_size: int, *, max_bytes: int = _MAX_BYTES) -> None:
         self.block_size = block_size
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._runs: OrderedDict[tuple[BlockHash, bytes], _Run] = OrderedDict()
-        """(hash before the run, tokens of its first block) → run, oldest first."""
+        self._runs = LruCache[tuple[BlockHash, bytes], _Run](max_bytes, _size)
+        """(hash before the run, tokens of its first block) → run."""
 
     def of(self, token_bytes: bytes, root: BlockHash = b"") -> list[BlockHash]:
         """Return the hashes of all full blocks of a prompt of packed int32 tokens, which begin from `root`. The caller
@@ -46,7 +43,7 @@ class PromptHashes:
             if run is None:
                 rest = token_bytes[start:end]
                 new = hash_blocks(rest, self.block_size, parent)
-                self._keep(key, (rest, new))
+                self._runs.put(key, (rest, new))
                 return hashes + new
             tokens, known = run
             if token_bytes.startswith(tokens, start):
@@ -63,17 +60,10 @@ class PromptHashes:
         tokens, known = run
         block_bytes = self.block_size * TOKEN_BYTES
         at = count * block_bytes
-        self._keep(key, (tokens[:at], known[:count]))
-        self._keep((known[count - 1], tokens[at : at + block_bytes]), (tokens[at:], known[count:]))
-
-    def _keep(self, key: tuple[BlockHash, bytes], run: _Run) -> None:
-        before = self._runs.pop(key, None)
-        self._num_bytes += _size(run) - (0 if before is None else _size(before))
-        self._runs[key] = run
-        while self._num_bytes > self._max_bytes:
-            self._num_bytes -= _size(self._runs.popitem(last=False)[1])
+        self._runs.put(key, (tokens[:at], known[:count]))
+        self._runs.put((known[count - 1], tokens[at : at + block_bytes]), (tokens[at:], known[count:]))
 
 
-def _size(run: _Run) -> int:
+def _size(key: tuple[BlockHash, bytes], run: _Run) -> int:
     tokens, hashes = run
     return len(tokens) + _HASH_BYTES * len(hashes) + _RUN_BYTES

@@ -88,7 +88,7 @@ def test_preempted_requests_are_computed_again(name: str, checkpoint_of: Callabl
     runner = runner_of(path, block_size=4)
     assert runner._images is not None
     assert runner._images.encoder is not None
-    runner._images.encoder.most_kept_bytes = 0
+    runner._images.encoder._kept.max_bytes = 0
     scheduler = make_scheduler(runner, num_blocks=36 * len(runner.ready.kv_groups))
     assert answers_in_order(run_requests(runner, requests.requests(), scheduler)) == expected
     assert scheduler.stats.num_preemptions > 0

@@ -6,10 +6,9 @@ answers are kept for rows that come later, within bounds.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import msgspec
 
+from nvcli.core.lru_cache import LruCache
 from nvcli.errors import RowError
 from nvcli.job.job import JobResult, RowContext, failed
 from nvcli.job.text.prepare import PreparedRow
@@ -29,12 +28,10 @@ class Duplicates:
         self._is_on = is_on
         self._max_rows = max_rows
         self._max_bytes = max_bytes
-        self._max_kept_bytes = max_kept_bytes
         self._followers: dict[bytes, list[tuple[RowContext, int]]] = {}
         """Rows that wait for the one being computed, with their bytes, by answer key."""
-        self._kept: OrderedDict[bytes, JobResult] = OrderedDict()
-        """Kept answers by answer key, the least recently used first."""
-        self._kept_bytes = 0
+        self._kept = LruCache[bytes, JobResult](max_kept_bytes, lambda _, answer: answer.num_bytes)
+        """Kept answers by answer key."""
         self._ready: list[tuple[PreparedRow, JobResult]] = []
         self.num_rows = 0
         """Number of rows that wait for another row's answer."""
@@ -55,7 +52,6 @@ class Duplicates:
             return True
         answer = self._kept.get(key)
         if answer is not None:
-            self._kept.move_to_end(key)
             self._ready.append((row, _copy(answer, row.context)))
             return False
         followers = self._followers.get(key)
@@ -79,7 +75,7 @@ class Duplicates:
             return
         followers = self._followers.pop(key)
         if error is None:  # what the row passes through is not kept with its answer
-            self._keep(key, msgspec.structs.replace(result, context=_NOWHERE))
+            self._kept.put(key, msgspec.structs.replace(result, context=_NOWHERE))
         for context, num_bytes in followers:
             self.num_rows -= 1
             self.num_bytes -= num_bytes
@@ -96,14 +92,6 @@ class Duplicates:
     def forget_answers(self) -> None:
         """Forget the answers that are kept for later rows."""
         self._kept.clear()
-        self._kept_bytes = 0
-
-    def _keep(self, key: bytes, answer: JobResult) -> None:
-        self._kept[key] = answer
-        self._kept_bytes += answer.num_bytes
-        while self._kept_bytes > self._max_kept_bytes:
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= oldest.num_bytes
 
 
 def _copy(answer: JobResult, context: RowContext) -> JobResult:

@@ -7,7 +7,6 @@ untrusted. llguidance limits its own work; should a schema get past that, its pr
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from nvcli.core.grammars import CHECK_STACK_BYTES, GrammarError, Vocabulary, check_structured
+from nvcli.core.lru_cache import LruCache
 from nvcli.core.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, Structured
 from nvcli.core.system.host_memory import limit_more_memory
 from nvcli.errors import RowError
@@ -66,10 +66,8 @@ class GrammarMaker:
     ) -> None:
         """`vocab_size` is the number of the model's logits, `end_ids` its end-of-sequence ids. Without a model it is
         not known whether a model's tokens can follow a grammar."""
-        self._max_kept_bytes = max_kept_bytes
-        self._kept: OrderedDict[bytes, Grammar | RowError] = OrderedDict()
-        """Grammars or errors by the form asked for, the least recently used first."""
-        self._kept_bytes = 0
+        self._kept = LruCache[bytes, Grammar | RowError](max_kept_bytes, _num_bytes)
+        """Grammars or errors by the form asked for."""
         self._encode = msgspec.json.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(MadeGrammar).decode
         self.worker = GuardedProcess(
@@ -87,11 +85,7 @@ class GrammarMaker:
         `name` is what the row calls it, for messages. Raises RowError, and WorkerError if no process can be started.
         """
         key = self._encode(wanted)
-        found = self._kept.get(key)
-        if found is None:
-            found = self._make(wanted, key)
-        else:
-            self._kept.move_to_end(key)
+        found = self._kept.get(key) or self._make(wanted, key)
         if isinstance(found, Grammar):
             return found
         raise RowError(found.type, f"{name} {found.message}")
@@ -112,14 +106,8 @@ class GrammarMaker:
         else:
             made = Grammar(found.grammar, wanted)
         if not isinstance(made, RowError) or made.type != "aborted":
-            self._keep(key, made)
+            self._kept.put(key, made)
         return made
-
-    def _keep(self, key: bytes, made: Grammar | RowError) -> None:
-        self._kept[key] = made
-        self._kept_bytes += _num_bytes(key, made)
-        while self._kept_bytes > self._max_kept_bytes:
-            self._kept_bytes -= _num_bytes(*self._kept.popitem(last=False))
 
 
 def _not_made(answer: NoAnswer) -> RowError:

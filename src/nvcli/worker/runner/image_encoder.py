@@ -9,7 +9,6 @@ memory until the request has ended, so that an image can be computed again at an
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Self
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nvcli.core.engine_config import EngineConfig
+from nvcli.core.lru_cache import LruCache
 from nvcli.core.prompt_image import PromptImage
 from nvcli.core.system.pixel_file import PixelFile
 from nvcli.models.vision.image_processor import read_processor
@@ -48,10 +48,8 @@ class ImageEncoder:
         self._tower, self._scale, self._group, self._device = tower, scale, group, device
         self._dtype = tower.patch_embed.weight.dtype
         self._batch_tokens = batch_tokens
-        self.most_kept_bytes = most_kept_bytes
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        """Digest → embeddings of an image's tokens, the least recently used first."""
-        self._kept_bytes = 0
+        self._kept = LruCache[bytes, Tensor](most_kept_bytes, lambda _, embeddings: embeddings.nbytes)
+        """Digest → embeddings of an image's tokens."""
         self._files: dict[str, PixelFile] = {}
         """The parent's memories that hold pixels."""
 
@@ -72,23 +70,18 @@ class ImageEncoder:
         """Return the embeddings of images by digest, [N, outputs × O] each, and keep them. All ranks ask for the same
         ones."""
         wanted = {image.key: image for image in images}
-        for key in wanted:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-        missing = [image for key, image in wanted.items() if key not in self._kept]
+        found = {key: kept for key in wanted if (kept := self._kept.get(key)) is not None}
+        missing = [image for key, image in wanted.items() if key not in found]
         for batches in zip_longest(*(self._batches(share) for share in self._shares(missing)), fillvalue=[]):
             for image, output in self._computed(batches):
-                self._kept[image.key] = output
-                self._kept_bytes += output.nbytes
-        found = {key: self._kept[key] for key in wanted}
-        while self._kept_bytes > self.most_kept_bytes and self._kept:
-            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+                found[image.key] = output
+        for image in missing:
+            self._kept.put(image.key, found[image.key])
         return found
 
     def forget(self) -> None:
         """Drop all embeddings, which another tower would not give."""
         self._kept.clear()
-        self._kept_bytes = 0
 
     def run_largest(self) -> None:
         """Run the tower over the largest batch on a GPU, so that its memory is measured; on a CPU over the smallest
