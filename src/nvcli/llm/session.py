@@ -139,7 +139,7 @@ class Session:
                 raise ClosedError("this LLM is asleep; call llm.wake() before it is used")
             self._calls.add(call)
         keys = row_keys(resolved.run.job)
-        chat = resolved.choose_chat(is_task=task is not None)
+        chat = resolved.choose_chat(task)
         parser = resolved.make_parser(chat, keep=lambda value: value, caller=call, task=task)
         assert self._tokenizer is not None, "the session is ready"
         parser.warnings.add_template(self._tokenizer.chat_template or "", resolved.run.job.chat_template_kwargs)

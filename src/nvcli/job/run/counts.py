@@ -250,7 +250,7 @@ class Outcomes:
         """Count a finished row. `sampling` is the row's; None: it failed before that was known."""
         pixels = images.pixels[:_MAX_EXAMPLE_IMAGES] if images is not None and self.shows_images else ()
         if result.error is not None:
-            _keep(self.error_examples, result.error.type, result, result.error, pixels)
+            _keep(self.error_examples, result.error.type, result, result.error.message, pixels)
         else:
             self.prompt_lengths[bin_of(result.usage.prompt_tokens)] += 1
             self.prompt_tokens += result.usage.prompt_tokens
@@ -267,14 +267,13 @@ class Outcomes:
 
 
 def _keep(
-    examples: dict[str, list[Example]], kind: str, result: JobResult, text: str | ErrorInfo, images: Sequence[Pixels]
+    examples: dict[str, list[Example]], kind: str, result: JobResult, text: str, images: Sequence[Pixels]
 ) -> None:
     kept = examples.setdefault(kind, [])
     if len(kept) < MAX_EXAMPLES and not (kept and kept[-1].index == result.context.index):
-        message = text.message if isinstance(text, ErrorInfo) else text
-        context, message = result.context, shorten(message, MAX_EXAMPLE_CHARS)
+        context, text = result.context, shorten(text, MAX_EXAMPLE_CHARS)
         pictures = [thumbnail(image) for image in images]
-        kept.append(Example(id=context.id, index=context.index, text=message, images=pictures))
+        kept.append(Example(id=context.id, index=context.index, text=text, images=pictures))
 
 
 _BINS_PER_OCTAVE = 16

@@ -331,12 +331,11 @@ def _chat_choice(
         parser = settings.make_parser(frozenset())
         return any(not kinds.isdisjoint(parser.kinds) for _ in make_reader(parser).batches())
 
-    is_task = settings.task is not None
     return keep_choice(
         settings.run.job,
-        settings.choose_chat(is_task=is_task),
+        settings.choose_chat(),
         begun,
-        makes_messages=settings.has_chat_template and not is_task,
+        makes_messages=settings.has_chat_template and settings.task is None,
         has_rows=has_rows,
     )
 
@@ -362,7 +361,7 @@ def _find_model(
     check_tokenizer_files(path)
     if weights:
         check_weight_files(path)
-    settings.choose_chat(is_task=settings.task is not None)  # which may be an error
+    settings.choose_chat()  # which may be an error
     return settings
 
 

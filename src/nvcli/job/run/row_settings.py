@@ -65,8 +65,9 @@ class RowSettings:
     setter_of: SetterOf
     """Names what set a key of `run`."""
 
-    def choose_chat(self, *, is_task: bool) -> TextKinds:
-        """Return which texts of rows become messages. Raises ConfigError. `is_task` is as in `choose_chat`."""
+    def choose_chat(self, task: TaskRows | None = None) -> TextKinds:
+        """Return which texts of rows become messages. Raises ConfigError. `task` is as in `make_parser`."""
+        is_task = (task or self.task) is not None
         return choose_chat(
             self.run, is_task=is_task, has_chat_template=self.has_chat_template, setter_of=self.setter_of
         )

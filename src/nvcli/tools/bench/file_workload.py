@@ -37,7 +37,7 @@ def prepared_rows(
     inputs = fetch_inputs(inputs)
     check_reads_pdfs(model.run, model.model_path, model.model, inputs)
     check_tokenizer_files(model.model_path)
-    parser = model.make_parser(model.choose_chat(is_task=False))
+    parser = model.make_parser(model.choose_chat())
     pdfs = count_pages_of_inputs(inputs)
     reader = RowReader(inputs, parser, limit=limit, check_columns=model.run.job.check_columns, pdfs=pdfs)
     try:
