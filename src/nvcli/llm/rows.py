@@ -14,7 +14,7 @@ import msgspec
 
 from nvcli.core.validation import is_integer, show
 from nvcli.errors import ConfigError, RowError, first_line, unexpected
-from nvcli.job.job import Caller, Job, JobResult
+from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.native_row import RowDefaults, RowKeys
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.plain_values import plain_value
@@ -60,14 +60,7 @@ def as_conversation(row: Row, keys: RowKeys) -> dict[str, Any]:
 
 
 def parse_row(
-    row: Row,
-    keys: RowKeys,
-    parser: RowParser,
-    *,
-    index: int,
-    caller: Caller,
-    read: ReadRow = as_row,
-    defaults: RowDefaults,
+    row: Row, parser: RowParser, *, index: int, read: ReadRow = as_row, defaults: RowDefaults
 ) -> Job | JobResult:
     """Parse a row of a program. `index` counts the rows of its call from 0.
 
@@ -75,7 +68,7 @@ def parse_row(
     """
     where = f"rows[{index}]"
     try:
-        values = _read(row, keys, read)
+        values = _read(row, parser.keys, read)
         parsed = parser.parse(values, index=index, where=where, defaults=defaults)
         if isinstance(parsed, JobResult) and isinstance(values, dict) and "role" in values:
             return _with_hint(parsed)

@@ -27,7 +27,6 @@ from nvcli.job.run.engines import EngineEvents, EngineSet, StartEngine, start_en
 from nvcli.job.run.loop import JobLoop
 from nvcli.job.run.plan import plan_replicas, window_rows
 from nvcli.job.run.resolve import resolve_settings
-from nvcli.job.run.row_settings import row_keys
 from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.llm.call import Call
 from nvcli.llm.call_defaults import CallDefaults, Lora
@@ -138,7 +137,6 @@ class Session:
             if self._is_asleep:
                 raise ClosedError("this LLM is asleep; call llm.wake() before it is used")
             self._calls.add(call)
-        keys = row_keys(resolved.run.job)
         chat = resolved.choose_chat(task)
         parser = resolved.make_parser(chat, keep=lambda value: value, caller=call, task=task)
         assert self._tokenizer is not None, "the session is ready"
@@ -156,7 +154,7 @@ class Session:
                         defaults.check_length(index)
                         break
                     own = defaults.of_row(index)
-                    parsed = parse_row(row, keys, parser, index=index, caller=call, read=read, defaults=own)
+                    parsed = parse_row(row, parser, index=index, read=read, defaults=own)
                     for warning in parser.warnings.take_new():
                         self._note(warning)
                     own_prompt = parsed.prompt if isinstance(parsed, Job) else None
