@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from model_driver import CPU, load_weights
 from nvcli.kernels.activation import Activation
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.weight_formats import FP8Scaling
+from nvcli.models import linear_methods
 from nvcli.models.config import load_model_config
 from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod, ShardedLinear
 from nvcli.models.registry import build_model
@@ -47,25 +49,25 @@ class DoublingMethod(PlainLinearMethod):
         return LinearMethod.apply_for_sum(self, layer, x, residual)
 
 
-def test_a_factory_chooses_by_name_and_pieces(tmp_path: Path) -> None:
+def test_methods_are_chosen_by_pieces(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "model")
-    seen: dict[str, list[str]] = {}
+    seen: list[list[str]] = []
 
-    def factory(name: str, pieces: Sequence[LinearPiece]) -> LinearMethod:
-        seen[name] = [piece.weight.name for piece in pieces]
+    def choose(pieces: Sequence[LinearPiece], **_: object) -> LinearMethod:
+        name = pieces[0].weight.name
+        seen.append([piece.weight.name for piece in pieces])
         return DoublingMethod() if ".mlp." in name and ".1." not in name else PlainLinearMethod()
 
     config = load_model_config(path)
-    model = build_model(config, TensorParallelGroup.single(), torch.float32, linear_method=factory)
+    with patch.object(linear_methods, "linear_method", choose):
+        model = build_model(config, TensorParallelGroup.single(), torch.float32)
     plain = build_model(config, TensorParallelGroup.single(), torch.float32)
     num_bytes, plain_bytes = load_weights(model, path, CPU), load_weights(plain, path, CPU)
     doubled = 3 * 32 * 48
     assert num_bytes == plain_bytes + 8 * doubled, "bytes are those of the parameters that are there"
     assert model.weight_bytes()["MLP"] == plain.weight_bytes()["MLP"] + 8 * doubled
-    assert seen["model.layers.1.self_attn.qkv_proj"] == [
-        f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"
-    ]
-    assert seen["model.layers.0.mlp.down_proj"] == ["model.layers.0.mlp.down_proj.weight"]
+    assert [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"] in seen
+    assert ["model.layers.0.mlp.down_proj.weight"] in seen
     assert len(seen) == 2 * 4
     x = torch.randn(5, 32)
     for layer in ("0", "1"):

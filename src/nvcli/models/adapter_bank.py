@@ -22,7 +22,7 @@ from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.adapters.merge import check_finite, read_stored, read_stored_features
 from nvcli.models.host_adapters import HostAdapters
 from nvcli.models.kept_values import in_order
-from nvcli.models.parallel import LinearPiece, LowRankProducts, ShardedLinear
+from nvcli.models.parallel import LinearPiece, ShardedLinear
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import LowRankChange
 from nvcli.models.weights import length
@@ -95,7 +95,7 @@ class LoadedAdapters:
             scales=torch.zeros(num_places, num_projections, dtype=torch.float32, device=device),
         )
         for plan in self._plans:
-            plan.linear.low_rank = LowRankProducts(bank=self.bank, layer=plan.layer)
+            plan.linear.low_rank = self.bank, plan.layer
         self._free_pages = list(range(num_pages))
 
     def load(self, place: int, number: int) -> LoadError | None:

@@ -38,16 +38,16 @@ class InvariantLinearMethod(PlainLinearMethod):
 
 
 def linear_method(
-    path: str, pieces: Sequence[LinearPiece], *, has_fp8_units: bool = True, fp8_accumulation: FP8Accumulation = "exact"
+    pieces: Sequence[LinearPiece], *, batch_invariant: bool, has_fp8_units: bool, fp8_accumulation: FP8Accumulation
 ) -> LinearMethod:
-    """Return the method of the layer `path`. All pieces of a layer are kept in the same way (`geometry.py`).
-
-    `has_fp8_units` says whether activations may be multiplied in FP8, and `fp8_accumulation` how such products are
-    accumulated (`RunConfig`).
-    """
+    """Return the method of a layer. All its pieces are kept in the same way (`geometry.py`); the others are those of
+    `build_model`."""
     weight = pieces[0].weight
     scaling, groups = weight.scaling, weight.w4
     assert all((piece.weight.scaling, piece.weight.w4) == (scaling, groups) for piece in pieces)
+    if batch_invariant:
+        assert scaling is groups is None, "ModelConfig.check_batch_invariant comes first"
+        return InvariantLinearMethod()
     if groups is not None:
         kept = groups.kept(length(pieces[0].columns))
         assert kept is not None, "ModelConfig.check_tensor_parallel comes first"
@@ -55,11 +55,3 @@ def linear_method(
     if scaling is None:
         return PlainLinearMethod()
     return Fp8LinearMethod(scaling, fp8_accumulation) if has_fp8_units else Fp8WeightLinearMethod(scaling)
-
-
-def invariant_linear_method(path: str, pieces: Sequence[LinearPiece]) -> LinearMethod:
-    """Return the method of the layer `path` in a batch-invariant run, whose weights are plain."""
-    assert all(piece.weight.scaling is None is piece.weight.w4 for piece in pieces), (
-        "ModelConfig.check_batch_invariant comes first"
-    )
-    return InvariantLinearMethod()

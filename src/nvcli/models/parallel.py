@@ -29,7 +29,7 @@ from nvcli.kernels.lora import activate_with_low_rank, add_low_rank
 from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, AdapterRows
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.tensor_spec import StoredDtype, TensorSpec
-from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
+from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length, stacked_rows
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
@@ -55,9 +55,9 @@ class ShardedLinear(WeightModule):
     """Present only if the weight is in FP8 or 4 bits (`fp8_linear.py`, `w4_linear.py`)."""
     column_order: nn.Parameter
     """[pieces, columns] int32; present only if 4-bit columns have an order of their own."""
-    low_rank: LowRankProducts | None = None
-    """The products that LoRA adapters of single rows add, set when adapters get their places; None: no adapter changes
-    the layer."""
+    low_rank: tuple[AdapterBank, AdaptedLayer] | None = None
+    """The LoRA adapters on the device, and their matrices for the layer, set when adapters get their places; None: no
+    adapter changes the layer."""
 
     def __init__(self, build: BuildContext, path: str, projections: Sequence[str | LinearPiece]) -> None:
         """Build the layer. `path` is its dotted name in the model; the projections are its siblings in the checkpoint.
@@ -68,7 +68,7 @@ class ShardedLinear(WeightModule):
         self.pieces = tuple(
             linear_piece(build, f"{parent}.{one}") if isinstance(one, str) else one for one in projections
         )
-        self.method = build.linear_method(path, self.pieces)
+        self.method = build.linear_method(self.pieces)
         self.method.create(self)
         self.takes_adapters = build.has_adapters
 
@@ -78,32 +78,16 @@ class ShardedLinear(WeightModule):
         return self.method.input_scaling if adapters is None or self.low_rank is None else None
 
     def add_adapters(self, out: Tensor, x: Activations, adapters: AdapterRows | None) -> None:
-        """Add the products of `x` [T, columns] with the rows' adapters to the layer's product `out` [T, rows]."""
+        """Add the products of `x` [T, columns] with the rows' adapters to the layer's product `out` [T, rows], which is
+        contiguous."""
         if adapters is not None and self.low_rank is not None:
-            self.low_rank.add(out, _values(x), adapters)
+            add_low_rank(out, _values(x), adapters, *self.low_rank)
 
     def weight_sources(self) -> Iterator[WeightSource]:
         return self.method.sources(self)
 
     def weight_problem(self) -> str | None:
         return self.method.weight_problem(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRankProducts:
-    """The products that the adapters on the device add to that of a linear layer, whatever its method."""
-
-    bank: AdapterBank
-    layer: AdaptedLayer
-
-    def add(self, out: Tensor, x: Tensor, adapters: AdapterRows) -> None:
-        """Add to `out` [T, rows], which is contiguous, the products of `x` [T, columns] with the rows' adapters."""
-        add_low_rank(out, x, adapters, self.bank, self.layer)
-
-    def activate(self, gate_up: Tensor, x: Tensor, adapters: AdapterRows, activation: Activation) -> Tensor:
-        """Compute activation(gate) × up, with the adapters' products added to both. gate_up: [T, rows] → [T, rows /
-        2]."""
-        return activate_with_low_rank(gate_up, x, adapters, self.bank, self.layer, activation)
 
 
 def _values(x: Activations) -> Tensor:
@@ -152,10 +136,6 @@ class LinearMethod(ABC):
         return self.apply(layer, x, with_bias=True)
 
 
-LinearMethodFactory = Callable[[str, Sequence[LinearPiece]], LinearMethod]
-"""Chooses the method of one layer, from the layer's dotted name in the model and its pieces."""
-
-
 class PlainLinearMethod(LinearMethod):
     """Unquantised weights, in the type in which the model's tensors are kept."""
 
@@ -166,18 +146,9 @@ class PlainLinearMethod(LinearMethod):
         layer.bias = None if first.bias is None else empty_parameter(first.bias, rows)
 
     def sources(self, layer: ShardedLinear) -> Iterator[WeightSource]:
-        start = 0
-        for piece in layer.pieces:
-            rows = slice(start, start + length(piece.rows))
-            yield WeightSource(
-                tensor=piece.weight,
-                read=(piece.rows, piece.columns),
-                parameter="weight",
-                write=(rows, slice(0, length(piece.columns))),
-            )
-            if piece.bias is not None:
-                yield WeightSource(tensor=piece.bias, read=(piece.rows,), parameter="bias", write=(rows,))
-            start = rows.stop
+        yield from stacked_rows("weight", ((piece.weight, (piece.rows, piece.columns)) for piece in layer.pieces))
+        biases = ((piece.bias, (piece.rows,)) for piece in layer.pieces if piece.bias is not None)
+        yield from stacked_rows("bias", biases)
 
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "only FP8 layers take quantised rows"
@@ -205,7 +176,8 @@ class BuildContext:
     group: TensorParallelGroup
     tensors: Mapping[str, TensorSpec]
     """The tensors of the stage, by name."""
-    linear_method: LinearMethodFactory
+    linear_method: Callable[[Sequence[LinearPiece]], LinearMethod]
+    """Chooses the method of one layer, from its pieces (`linear_methods.py`)."""
     max_positions: int
     """Rotary tables cover positions below it."""
     stage: Stage
@@ -256,7 +228,7 @@ class ColumnParallelLinear(ShardedLinear):
         if adapters is None or self.low_rank is None:
             return self.method.apply_gated(self, x, activation, scaling)
         gate_up = self.method.apply(self, x, with_bias=True)
-        return self.low_rank.activate(gate_up, _values(x), adapters, activation)
+        return activate_with_low_rank(gate_up, _values(x), adapters, *self.low_rank, activation)
 
 
 class RowParallelLinear(ShardedLinear):
@@ -310,9 +282,7 @@ class TensorShards(WeightModule):
 
     def weight_sources(self) -> Iterator[WeightSource]:
         for parameter, tensor in self.tensors.items():
-            read = tensor.shard(self.group.rank, self.group.size)
-            write = tuple(slice(0, length(part)) for part in read)
-            yield WeightSource(tensor=tensor, read=read, parameter=parameter, write=write)
+            yield from stacked_rows(parameter, [(tensor, tensor.shard(self.group.rank, self.group.size))])
 
 
 class TensorShard(TensorShards):

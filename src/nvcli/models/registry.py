@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from nvcli.core.config_types import FP8Accumulation
     from nvcli.models.causal_lm import CausalLM
     from nvcli.models.config import ModelConfig
-    from nvcli.models.parallel import LinearMethodFactory
     from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
@@ -25,7 +24,6 @@ def build_model(
     dtype: torch.dtype,
     *,
     max_positions: int | None = None,
-    linear_method: LinearMethodFactory | None = None,
     stage: Stage = WHOLE,
     has_fp8_units: bool = True,
     fp8_accumulation: FP8Accumulation = "exact",
@@ -34,33 +32,31 @@ def build_model(
 ) -> CausalLM:
     """Build this rank's part of the model on the meta device; `RankWeights` gives it memory and weights.
 
-    `max_positions` is the length of the longest sequence that will run (None: what the config says), `linear_method`
-    chooses how each linear layer is stored (None: as the model's tensors say), `stage` is the pipeline stage,
-    `has_fp8_units` says whether FP8 weights are multiplied with activations in FP8 or with plain ones, and
-    `fp8_accumulation` how such products are accumulated (`RunConfig`). `batch_invariant`: a token's results are bitwise
-    identical in every batch (see `ModelConfig.check_batch_invariant`). `has_adapters`: rows may have LoRA adapters,
-    which the layers are given later (`adapter_bank.py`). Raises ConfigError if the shapes are not divisible by the
-    group's size, or there are too few layers.
+    `max_positions` is the length of the longest sequence that will run (None: what the config says), `stage` is the
+    pipeline stage, `has_fp8_units` says whether FP8 weights are multiplied with activations in FP8 or with plain ones,
+    and `fp8_accumulation` how such products are accumulated (`RunConfig`). `batch_invariant`: a token's results are
+    bitwise identical in every batch (see `ModelConfig.check_batch_invariant`). `has_adapters`: rows may have LoRA
+    adapters, which the layers are given later (`adapter_bank.py`). Raises ConfigError if the shapes are not divisible
+    by the group's size, or there are too few layers.
     """
     import torch
 
     from nvcli.models.causal_lm import CausalLM
-    from nvcli.models.linear_methods import invariant_linear_method
-    from nvcli.models.linear_methods import linear_method as method_of_pieces
+    from nvcli.models.linear_methods import linear_method
     from nvcli.models.parallel import BuildContext
 
     config.check_tensor_parallel(group.size)
     config.check_pipeline_parallel(stage.count)
     plain_dtype = stored_dtype(dtype)
-    own_method = (
-        invariant_linear_method
-        if batch_invariant
-        else partial(method_of_pieces, has_fp8_units=has_fp8_units, fp8_accumulation=fp8_accumulation)
-    )
     build = BuildContext(
         group=group,
         tensors={tensor.name: tensor for tensor in model_tensors(config, plain_dtype, stage)},
-        linear_method=linear_method or own_method,
+        linear_method=partial(
+            linear_method,
+            batch_invariant=batch_invariant,
+            has_fp8_units=has_fp8_units,
+            fp8_accumulation=fp8_accumulation,
+        ),
         max_positions=max_positions or config.max_position_embeddings,
         stage=stage,
         dtype=plain_dtype,

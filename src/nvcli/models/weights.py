@@ -115,7 +115,8 @@ def stacked_rows(parameter: str, parts: Iterable[tuple[TensorSpec, tuple[slice, 
     start = 0
     for tensor, read in parts:
         rows = slice(start, start + length(read[0]))
-        yield WeightSource(tensor=tensor, read=read, parameter=parameter, write=(rows, *read[1:]))
+        write = rows, *(slice(0, length(part)) for part in read[1:])
+        yield WeightSource(tensor=tensor, read=read, parameter=parameter, write=write)
         start = rows.stop
 
 
