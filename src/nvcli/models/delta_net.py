@@ -7,7 +7,6 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import Tensor
@@ -30,7 +29,7 @@ from nvcli.models.parallel import (
     TensorShard,
     linear_piece,
 )
-from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length, stacked_rows
+from nvcli.models.short_conv import ConvWeights
 
 
 class GatedDeltaNet(TokenMixer):
@@ -52,7 +51,7 @@ class GatedDeltaNet(TokenMixer):
         )
         pieces = _pieces_by_head(build, path, config) if config.is_fused_by_head else _pieces(build, path, config)
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", pieces)
-        self.conv = ConvWeight(build, f"{path}.conv1d", config)
+        self.conv = ConvWeights(build, [f"{path}.conv1d"] * 3, _parts(config, build.group.rank, size))
         # One number for each of this rank's value heads: [Hv].
         self.log_rate = TensorShard(build, f"{path}.A_log")
         self.step_bias = TensorShard(build, f"{path}.dt_bias")
@@ -81,20 +80,6 @@ class GatedDeltaNet(TokenMixer):
             projected.storage_offset() + heads.num_channels,
         )
         return gated_rms_norm(out, output_gate, self.norm.weight, self.norm.eps).flatten(1)
-
-
-class ConvWeight(WeightModule):
-    """The convolution's taps for this rank's channels, [channels, 1, taps]: its queries, keys and values."""
-
-    def __init__(self, build: BuildContext, path: str, config: DeltaNetConfig) -> None:
-        super().__init__()
-        self.tensor = build.tensors[f"{path}.weight"]
-        self.parts = _parts(config, build.group.rank, build.group.size)
-        self.weight = empty_parameter(self.tensor, sum(map(length, self.parts)), 1, config.conv_taps)
-
-    def weight_sources(self) -> Iterator[WeightSource]:
-        taps = self.tensor.shard(0, 1)[1:]
-        yield from stacked_rows("weight", ((self.tensor, (part, *taps)) for part in self.parts))
 
 
 def _parts(config: DeltaNetConfig, rank: int, size: int) -> tuple[slice, slice, slice]:

@@ -6,11 +6,9 @@ the gates (z) and the step sizes. Shapes: T tokens, H hidden, Hv heads of this r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import StateSpec
@@ -24,7 +22,7 @@ from nvcli.models.layers import Angles, TokenMixer
 from nvcli.models.mixers.mamba import MambaConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard
-from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, stacked_rows
+from nvcli.models.short_conv import ConvWeights
 
 
 class Mamba(TokenMixer):
@@ -71,27 +69,6 @@ class Mamba(TokenMixer):
         out = selective_scan(qkv, gates, pool, rows, heads, kept)
         out, gate = out.flatten(1), projected[:, channels:gates_end]
         return gate_values(out, gate, "silu") if self.norm is None else self.norm(out, gate)
-
-
-class ConvWeights(WeightModule):
-    """The convolution's taps for this rank's channels, [channels, 1, taps], and its bias [channels] if it has one: the
-    parts of `names`, one after the other."""
-
-    bias: nn.Parameter | None
-
-    def __init__(self, build: BuildContext, names: list[str]) -> None:
-        super().__init__()
-        self.group = build.group
-        self.parts = [build.tensors[f"{name}.weight"] for name in names]
-        self.biases = [build.tensors[f"{name}.bias"] for name in names if f"{name}.bias" in build.tensors]
-        rows = sum(part.kept_shape(build.group.size)[0] for part in self.parts)
-        self.weight = empty_parameter(self.parts[0], rows, *self.parts[0].shape[1:])
-        self.bias = empty_parameter(self.biases[0], rows) if self.biases else None
-
-    def weight_sources(self) -> Iterator[WeightSource]:
-        for parameter, tensors in (("weight", self.parts), ("bias", self.biases)):
-            shards = [tensor.shard(self.group.rank, self.group.size) for tensor in tensors]
-            yield from stacked_rows(parameter, zip(tensors, shards, strict=True))
 
 
 class GatedNorm(TensorShard):

@@ -5,6 +5,8 @@ Shapes: T tokens, H hidden, C channels of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
@@ -14,7 +16,8 @@ from nvcli.kernels.fp8_types import Activations
 from nvcli.models.layers import Angles, TokenMixer
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.short_conv import ShortConvConfig
-from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShards
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear
+from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length, stacked_rows
 
 
 class ShortConv(TokenMixer):
@@ -31,7 +34,7 @@ class ShortConv(TokenMixer):
     ) -> None:
         super().__init__(spec, cache_layer)
         self.in_proj = ColumnParallelLinear(build, f"{path}.bcx_proj", ("b_proj", "c_proj", "x_proj"))
-        self.conv = Taps(build, {name: f"{path}.conv.{name}" for name in ("weight", "bias")})
+        self.conv = ConvWeights(build, [f"{path}.conv"])
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
 
     @property
@@ -49,7 +52,26 @@ class ShortConv(TokenMixer):
         return convolved.mul_(after)
 
 
-class Taps(TensorShards):
-    """The convolution's taps for this rank's channels, [C, 1, taps], and its bias [C] if it has one."""
+class ConvWeights(WeightModule):
+    """A convolution's taps for this rank's channels, [C, 1, taps], and its bias [C] if it has one: rows of the tensors
+    of `names`, one after the other."""
 
     bias: nn.Parameter | None
+
+    def __init__(self, build: BuildContext, names: Sequence[str], rows: Sequence[slice] | None = None) -> None:
+        """`rows`: those of each tensor; None: the rank's."""
+        super().__init__()
+        tensors = [build.tensors[f"{name}.weight"] for name in names]
+        rows = rows or [tensor.shard(build.group.rank, build.group.size)[0] for tensor in tensors]
+        biases = [build.tensors[f"{name}.bias"] for name in names if f"{name}.bias" in build.tensors]
+        self.parts = {
+            parameter: [(one, (part, *one.shard(0, 1)[1:])) for one, part in zip(found, rows, strict=False)]
+            for parameter, found in (("weight", tensors), ("bias", biases))
+        }
+        num_channels = sum(map(length, rows))
+        self.weight = empty_parameter(tensors[0], num_channels, *tensors[0].shape[1:])
+        self.bias = empty_parameter(biases[0], num_channels) if biases else None
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        for parameter, parts in self.parts.items():
+            yield from stacked_rows(parameter, parts)
