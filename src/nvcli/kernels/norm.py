@@ -46,9 +46,9 @@ def add_rms_norm(
 
 
 @with_kernel("elementwise.norm")
-def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, is_centered: bool = False) -> Tensor:
+def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Add up float32 parts [P, T, H], and return the norm of the sum in `dtype`: [T, H]."""
-    return rms_norm(parts.sum(dim=0), weight, eps, is_centered=is_centered).to(dtype)
+    return rms_norm(parts.sum(dim=0), weight, eps).to(dtype)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:

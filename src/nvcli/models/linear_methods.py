@@ -46,7 +46,7 @@ def linear_method(
     scaling, groups = weight.scaling, weight.w4
     assert all((piece.weight.scaling, piece.weight.w4) == (scaling, groups) for piece in pieces)
     if batch_invariant:
-        assert scaling is groups is None, "ModelConfig.check_batch_invariant comes first"
+        assert scaling is None is groups, "ModelConfig.check_batch_invariant comes first"
         return InvariantLinearMethod()
     if groups is not None:
         kept = groups.kept(length(pieces[0].columns))

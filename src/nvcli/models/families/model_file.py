@@ -102,8 +102,9 @@ class ModelFile(JsonFile):
         """Read whether attention has biases."""
         return self.get("attention_bias", bool, default)
 
-    def head_dim(self, key: str = "head_dim") -> int:
+    def head_dim(self) -> int:
         """Read `head_dim`; if it is absent or null, the hidden size is divided by the number of heads."""
+        key = "head_dim"
         if self.has(key):
             head_dim = self.positive(key, most=MAX_HEAD_DIM)
         else:
@@ -117,12 +118,12 @@ class ModelFile(JsonFile):
             raise self.error(key, f"{head_dim} is odd; rotary embedding pairs dimensions")
         return head_dim
 
-    def num_kv_heads(self, key: str = "num_key_value_heads") -> int:
+    def num_kv_heads(self) -> int:
         """Read the number of KV heads; if it is absent or null, each head has its own."""
         num_heads = self.positive("num_attention_heads")
-        num_kv_heads = self.positive(key, num_heads)
+        num_kv_heads = self.positive("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
-            raise self.error(key, f"{num_kv_heads} does not divide {num_heads} attention heads")
+            raise self.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} attention heads")
         return num_kv_heads
 
     def mlp(

@@ -159,10 +159,10 @@ def add_rms_norm(
     return out
 
 
-def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, is_centered: bool = False) -> Tensor:
+def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """See `nvcli.kernels.norm.sum_rms_norm`. The last dimension is dense → [T, H], contiguous."""
     out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
-    _launch(parts, out, weight, out, eps, add=False, is_centered=is_centered)
+    _launch(parts, out, weight, out, eps, add=False, is_centered=False)
     return out
 
 
