@@ -18,6 +18,7 @@ from nvcli.kernels.causal_conv import causal_conv
 from nvcli.kernels.delta_net import delta_chunks, delta_rule, delta_step
 from nvcli.kernels.kept_inputs import KeptInputs, PendingTokens
 from nvcli.kernels.norm import gated_rms_norm
+from nvcli.kernels.recurrence import RecurrentInputs
 from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
 
@@ -70,13 +71,13 @@ def test_both_forms_are_those_of_transformers(length: int) -> None:
         output_final_state=True,
     )
     scaled = q * 8**-0.5
-    found, found_state = delta_chunks(scaled, k, v, decay, beta, state)
+    inputs = RecurrentInputs(scaled, k, v, decay, beta)
+    found, found_state = delta_chunks(inputs, state)
     assert_close(found, expected[0])
     assert_close(found_state, expected_state[0])
     steps = []
     for i in range(length):
-        part = slice(i, i + 1)
-        one, states = delta_step(scaled[part], k[part], v[part], decay[part], beta[part], state.unsqueeze(0))
+        one, states, _ = delta_step(inputs.part(slice(i, i + 1)), state.unsqueeze(0))
         state = states[0]
         steps.append(one)
     assert_close(torch.cat(steps), expected[0])
@@ -87,7 +88,7 @@ def test_equal_keys_are_exact() -> None:
     """A prompt of one token over and over: every key reads what the token before it wrote."""
     q = k = torch.full((128, 1, 4), 0.5)
     v, state = rand(128, 1, 4), torch.zeros(1, 4, 4)
-    found, last = delta_chunks(q, k, v, torch.zeros(128, 1), torch.ones(128, 1), state)
+    found, last = delta_chunks(RecurrentInputs(q, k, v, torch.zeros(128, 1), torch.ones(128, 1)), state)
     torch.testing.assert_close(found, v, atol=1e-5, rtol=1e-5)  # each token writes over the one before
     assert last.abs().max() < 10
 

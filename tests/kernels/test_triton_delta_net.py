@@ -27,8 +27,7 @@ from nvcli.kernels.triton.recurrent import (
     causal_conv,
     chunk_walk,
     delta_chunks,
-    delta_net,
-    selective_scan,
+    rules,
 )
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
@@ -57,8 +56,8 @@ HEADS = [
 if HAS_GPU:
     HEADS += [RecurrentHeads(1, 128, 2, 128), RecurrentHeads(1, 128, 2, 64, rule="scan")]
 RULES = {
-    "delta": (delta_net.delta_rule, reference.delta_rule),
-    "scan": (selective_scan.selective_scan, scan_reference.selective_scan),
+    "delta": (rules.delta_rule, reference.delta_rule),
+    "scan": (rules.selective_scan, scan_reference.selective_scan),
 }
 """The kernel and the reference of each rule."""
 
@@ -194,7 +193,7 @@ def test_a_prompt_of_one_token_over_and_over(dtype: torch.dtype) -> None:
     pool = torch.zeros(2, 1, 16, 16)
     found_pool = pool.to(DEVICE, copy=True)
     moved = DeltaGates(*(gate.to(DEVICE) for gate in gates))
-    found = delta_net.delta_rule(qkv.to(DEVICE), moved, found_pool, on_device(rows), heads)
+    found = rules.delta_rule(qkv.to(DEVICE), moved, found_pool, on_device(rows), heads)
     assert_close(found, reference.delta_rule(qkv, gates, pool, rows, heads), dtype)
 
 
@@ -224,7 +223,7 @@ def test_no_number_of_rows_compiles_anew(dtype: torch.dtype) -> None:
         x = rand(5 * num_rows, 150, dtype=dtype).to(DEVICE)
         out = causal_conv.causal_conv(x, weight, pool, on_device(rows))
         gates = DeltaGates(x[:, :2], x[:, 2:4], weight[:2, 0].contiguous(), weight[:2, 1].contiguous())
-        delta_net.delta_rule(out, gates, states, on_device(rows), heads)
+        rules.delta_rule(out, gates, states, on_device(rows), heads)
         out = out.unflatten(1, (3, 50))
         norm.gated_rms_norm(out, out, weight[:50, 0].contiguous(), 1e-6)
 

@@ -24,7 +24,7 @@ from nvcli.kernels.recurrent_types import RecurrentHeads, ScanGates
 from nvcli.kernels.state_rows import StateRows
 
 
-@with_kernel("recurrent.selective_scan")
+@with_kernel("recurrent.rules")
 def selective_scan(
     qkv: Tensor, gates: ScanGates, pool: Tensor, rows: StateRows, heads: RecurrentHeads, kept: KeptInputs | None = None
 ) -> Tensor:
@@ -47,17 +47,17 @@ def scan_step(inputs: RecurrentInputs, state: Tensor, *, skip: Tensor) -> tuple[
     return (state * q.unsqueeze(-1)).sum(-2) + skip * v, state, written
 
 
-def scan_chunks(inputs: RecurrentInputs, state: Tensor, *, skip: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Compute the tokens of one row, `chunk` of them at a time; see `ChunkRule`.
+def scan_chunks(inputs: RecurrentInputs, state: Tensor, *, skip: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the tokens of one row, CHUNK of them at a time; see `ChunkRule`.
 
     In a chunk, a token reads what the state and the tokens up to itself have written, each decayed by all steps since.
     """
     out = torch.empty_like(inputs.v)
-    for start in range(0, len(out), chunk):
-        part = slice(start, start + chunk)
-        q, k, v = (x.transpose(0, 1) for x in inputs.part(part)[:3])  # [Hv, chunk, D]
+    for start in range(0, len(out), CHUNK):
+        part = slice(start, start + CHUNK)
+        q, k, v = (x.transpose(0, 1) for x in inputs.part(part)[:3])  # [Hv, CHUNK, D]
         written = v * inputs.factor[part].T.unsqueeze(-1)
-        total = inputs.decay[part].cumsum(0).T  # [Hv, chunk]
+        total = inputs.decay[part].cumsum(0).T  # [Hv, CHUNK]
         # Masked before exp: above the diagonal the difference may be too large for it.
         between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
         total = total.unsqueeze(-1)

@@ -6,6 +6,7 @@ computes one token after another, and stores none of their states. All other row
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -168,14 +169,14 @@ def compute_decode_rows(
     rows: StateRows,
     heads: RecurrentHeads,
     kept: KeptInputs | None,
-    out: Tensor,
-) -> None:
-    """Compute the leading rows, of one token or with drafts, into `out`, as `nvcli.kernels.recurrence.compute_rows`
-    does."""
+) -> Tensor:
+    """Compute the leading rows, of one token or with drafts, as `nvcli.kernels.recurrence.compute_rows` does. Return
+    its result, in which those of the rows behind them are undefined yet."""
     assert pool[0].is_contiguous()
     beta = gates.beta if isinstance(gates, DeltaGates) else gates.step
     assert qkv.stride(1) == beta.stride(1) == gates.step.stride(1) == 1
     strides = qkv.stride(0), beta.stride(0), gates.step.stride(0), pool.stride(0)
+    out = torch.empty(len(qkv), heads.num_value_heads, heads.value_dim, dtype=qkv.dtype, device=qkv.device)
     sizes = {"BLOCK_SIZE": rows.block_size, "HEADS": heads, "KEY_TILE": next_power_of_2(heads.key_dim)}
     if rows.num_single_rows:
         tile = min(_STEP_TILE, next_power_of_2(heads.value_dim))
@@ -209,3 +210,4 @@ def compute_decode_rows(
             VALUE_TILE=tile,
             num_warps=_DRAFT_WARPS,
         )
+    return out

@@ -1,0 +1,32 @@
+"""The rules of recurrent layers in Triton: decode rows token by token (`steps.py`), all others in chunks
+(`delta_chunks.py`, `scan_chunks.py`)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nvcli.kernels.kept_inputs import KeptInputs
+from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, ScanGates
+from nvcli.kernels.state_rows import StateRows
+from nvcli.kernels.triton.recurrent import delta_chunks, scan_chunks
+from nvcli.kernels.triton.recurrent.steps import compute_decode_rows
+
+
+def delta_rule(
+    qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: RecurrentHeads, kept: KeptInputs | None = None
+) -> Tensor:
+    """See `nvcli.kernels.delta_net.delta_rule`."""
+    out = compute_decode_rows(qkv, gates, pool, rows, heads, kept)
+    if len(rows.slots) > rows.num_decode_rows:
+        delta_chunks.compute_chunks(qkv, gates, pool, rows, heads, out)
+    return out
+
+
+def selective_scan(
+    qkv: Tensor, gates: ScanGates, pool: Tensor, rows: StateRows, heads: RecurrentHeads, kept: KeptInputs | None = None
+) -> Tensor:
+    """See `nvcli.kernels.selective_scan.selective_scan`."""
+    out = compute_decode_rows(qkv, gates, pool, rows, heads, kept)
+    if len(rows.slots) > rows.num_decode_rows:
+        scan_chunks.compute_chunks(qkv, gates, pool, rows, heads, out)
+    return out
