@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.drafts import LEAST_MATCH, LONGEST_MATCH
-from nvcli.kernels.step_tensors import RUN, AnswerTable
+from nvcli.kernels.step_tensors import RUN
 from nvcli.kernels.triton.elementwise.answer_table import enter_answer, follow_answers
 
 if TYPE_CHECKING:
-    from nvcli.kernels.step_tensors import DraftRows, SlotState, StepInputs, StepRows
+    from nvcli.kernels.step_tensors import AnswerTable, DraftRows, SlotState, StepInputs, StepRows
 
 _LONGEST, _LEAST, _RUN = tl.constexpr(LONGEST_MATCH), tl.constexpr(LEAST_MATCH), tl.constexpr(RUN)
 _TOKENS = tl.constexpr(1024)
@@ -31,8 +31,7 @@ def _find_drafts_kernel(
     num_drafts_ptr,  # [R] int32, written
     sources_ptr,  # [R] int32, written
     matches_ptr,  # [R] int32, written
-    entries_ptr,  # [NUM_ENTRIES] int64; NUM_ENTRIES 0: there is no table
-    time_ptr,  # [1] int64, advanced
+    answers,  # `AnswerTable`, whose time is advanced; None: there is no table
     stride,
     NUM_ENTRIES: tl.constexpr,
     FOR_ALL: tl.constexpr,
@@ -40,8 +39,9 @@ def _find_drafts_kernel(
     """Program (row)."""
     row = tl.program_id(0)
     most = tl.load(most_ptr + row)
-    if (NUM_ENTRIES > 0) & (row == 0):
-        tl.store(time_ptr, tl.load(time_ptr) + 1)
+    if answers is not None:  # noqa: SIM102  # known when the kernel is compiled, unlike the row
+        if row == 0:
+            tl.store(answers.time, tl.load(answers.time) + 1)
     if most == 0:
         tl.store(num_drafts_ptr + row, 0)
         tl.store(sources_ptr + row, 0)
@@ -65,9 +65,9 @@ def _find_drafts_kernel(
         is_found = (best >> 32) >= _LEAST
         found = tl.where(is_found, (best & 0x7FFFFFFF).to(tl.int32), 0)
         num_others = 0
-        if NUM_ENTRIES > 0:
+        if answers is not None:
             num_wanted = tl.where((best >> 32) < _RUN, most, 0)
-            num_others = follow_answers(entries_ptr, tokens_ptr, last, num_wanted, NUM_ENTRIES)
+            num_others = follow_answers(answers.entries, tokens_ptr, last, num_wanted, NUM_ENTRIES)
         num_drafts = most
         if not FOR_ALL:
             num_drafts = tl.where(num_others > 0, num_others, tl.where(is_found, most, 0))
@@ -92,8 +92,7 @@ def find_drafts(
         drafts.num_drafts,
         drafts.sources,
         drafts.matches,
-        state.token_ids if answers is None else answers.entries,
-        state.lengths if answers is None else answers.time,
+        answers,
         state.token_ids.stride(0),
         NUM_ENTRIES=0 if answers is None else len(answers.entries),
         FOR_ALL=for_all,
@@ -121,16 +120,15 @@ def _accept_drafts_kernel(
     logits_rows_ptr,  # [N] int64
     sample_positions_ptr,  # [N] int32
     ids_ptr,  # [N] int32
-    held_ptr,  # [N] int32
+    held_ptr,  # None, or [N] int32
     lengths_ptr,  # [S] int32, written
     token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
     counts_ptr,  # [R] int32, written
-    answers,  # `AnswerTable`; its entries and ends are written. NUM_ENTRIES 0: there is no table
+    answers,  # `AnswerTable`; its entries and ends are written. None: there is no table
     stride,
     padding_slot,
     accepted,
     NUM_ENTRIES: tl.constexpr,
-    HAS_HELD: tl.constexpr,
     THROWS_COINS: tl.constexpr,
 ):
     """Program (row)."""
@@ -154,12 +152,12 @@ def _accept_drafts_kernel(
         count = 1 + tl.min(tl.where(has_draft & is_right, _DRAFTS, index), axis=0)
         if num_logits > 1:
             count = tl.maximum(tl.minimum(count, tl.load(limits_ptr + row) - first + 1), 0)
-        if HAS_HELD:
+        if held_ptr is not None:
             count = tl.where(tl.load(held_ptr + start) != 0, 0, count)
         tokens_ptr = token_ids_ptr + slot * stride
         tl.store(tokens_ptr + first + index, tl.maximum(sampled, 0), mask=index < count)
         tl.store(lengths_ptr + slot, first - 1 + count)
-        if NUM_ENTRIES > 0:
+        if answers is not None:
             tl.debug_barrier()  # all threads see the tokens
             last = first - 1 + count
             enter_from = tl.maximum(tl.minimum(tl.load(answers.ends + slot), first), _RUN)
@@ -192,16 +190,15 @@ def accept_drafts(
         inputs.logits_rows,
         inputs.sample_positions,
         ids,
-        ids if held is None else held,
+        held,
         state.lengths,
         state.token_ids,
         drafts.counts,
-        AnswerTable(state.token_ids, state.lengths, state.lengths) if answers is None else answers,
+        answers,
         state.token_ids.stride(0),
         state.padding_slot,
         accepted,
         NUM_ENTRIES=0 if answers is None else len(answers.entries),
-        HAS_HELD=held is not None,
         THROWS_COINS=accepted >= 0,
         num_warps=1,
     )

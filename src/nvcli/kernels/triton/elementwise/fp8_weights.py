@@ -21,10 +21,10 @@ _COLUMNS = 4096
 
 
 @triton.jit
-def _load_sum(values_ptr, product_ptr, row, columns, factor, SIZE: tl.constexpr, HAS_PRODUCT: tl.constexpr):
+def _load_sum(values_ptr, product_ptr, row, columns, factor, SIZE: tl.constexpr):
     places = row * SIZE + columns
     values = tl.load(values_ptr + places, mask=columns < SIZE, other=0).to(tl.float32)
-    if HAS_PRODUCT:
+    if product_ptr is not None:
         values = tl.fma(tl.load(product_ptr + places, mask=columns < SIZE, other=0), factor, values)
     return values
 
@@ -32,13 +32,12 @@ def _load_sum(values_ptr, product_ptr, row, columns, factor, SIZE: tl.constexpr,
 @triton.jit
 def _quantise_rows_kernel(
     values_ptr,  # [R, SIZE], contiguous
-    product_ptr,  # with HAS_PRODUCT [R, SIZE] float32, contiguous
+    product_ptr,  # None, or [R, SIZE] float32, contiguous
     codes_ptr,  # [R, SIZE], contiguous, written
     scales_ptr,  # [R] float32, written
     factor,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HAS_PRODUCT: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     """Program (row)."""
@@ -46,14 +45,14 @@ def _quantise_rows_kernel(
     largest = tl.zeros([COLUMNS], tl.float32)
     for first in tl.static_range(0, SIZE, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        values = _load_sum(values_ptr, product_ptr, row, columns, factor, SIZE, HAS_PRODUCT)
+        values = _load_sum(values_ptr, product_ptr, row, columns, factor, SIZE)
         largest = tl.maximum(largest, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
     largest_of_all = tl.reduce(largest, 0, _maximum)
     largest_of_all = tl.maximum(largest_of_all, _LEAST, propagate_nan=tl.PropagateNan.ALL)
     scale = largest_of_all * (1 / _MAX) if ON_GPU else tl.div_rn(largest_of_all, _MAX)
     for first in tl.static_range(0, SIZE, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        values = _load_sum(values_ptr, product_ptr, row, columns, factor, SIZE, HAS_PRODUCT)
+        values = _load_sum(values_ptr, product_ptr, row, columns, factor, SIZE)
         codes = tl.clamp(tl.div_rn(values, scale), -_MAX, _MAX, propagate_nan=tl.PropagateNan.ALL)
         tl.store(codes_ptr + row * SIZE + columns, codes.to(tl.float8e4nv), mask=columns < SIZE)
     tl.store(scales_ptr + row, scale)
@@ -76,13 +75,12 @@ def quantise_rows(
     num_rows, size = values.shape
     _quantise_rows_kernel[(num_rows,)](
         values,
-        values if product is None else product,
+        product,
         codes,
         scales,
         factor,
         SIZE=size,
         COLUMNS=min(_COLUMNS, next_power_of_2(size)),
-        HAS_PRODUCT=product is not None,
         ON_GPU=values.is_cuda,
         num_warps=8,
     )

@@ -17,14 +17,13 @@ _BLOCK = 2048
 @triton.jit
 def _gate_kernel(
     values_ptr,  # [T, SIZE], read and written
-    source_ptr,  # gates [T, SIZE / NEIGHBOURS], or with MAKES_GATE rows [T, IN_SIZE] that make one; source_stride apart
-    weight_ptr,  # [IN_SIZE], with MAKES_GATE
+    source_ptr,  # gates [T, SIZE / NEIGHBOURS], or with a weight rows [T, IN_SIZE] that make one; source_stride apart
+    weight_ptr,  # None, or [IN_SIZE]
     source_stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     FUNCTION: tl.constexpr,
-    MAKES_GATE: tl.constexpr,
     IN_SIZE: tl.constexpr,
     IN_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -36,7 +35,7 @@ def _gate_kernel(
     await_kernel_before(DEPENDENT)
     values_ptrs = values_ptr + row * SIZE + columns
     values = tl.load(values_ptrs, mask=inside, other=0.0).to(tl.float32)
-    if MAKES_GATE:
+    if weight_ptr is not None:
         features = tl.arange(0, IN_BLOCK)
         is_feature = features < IN_SIZE
         x = tl.load(source_ptr + row * source_stride + features, mask=is_feature, other=0.0).to(tl.float32)
@@ -77,7 +76,6 @@ def _launch(values: Tensor, source: Tensor, weight: Tensor | None, function: Gat
         BLOCK=block,
         NEIGHBOURS=1 if weight is not None else size // source.shape[1],
         FUNCTION=function,
-        MAKES_GATE=weight is not None,
         IN_SIZE=in_size,
         IN_BLOCK=next_power_of_2(in_size),
         **dependent(values.device),

@@ -107,17 +107,16 @@ def _keep_guesses_kernel(
     kept,  # `KeptGuesses`, written
     slots_ptr,  # [R] int64
     following_ptr,  # [R] int32
-    guesses_ptr,  # [R] int32
-    states_ptr,  # [R, hidden_size], rows `state_stride` apart
+    guesses_ptr,  # [R] int32, with states
+    states_ptr,  # None, or [R, hidden_size], rows `state_stride` apart
     hidden_size,
     state_stride,
-    HAS_STATES: tl.constexpr,
 ):
     """Program (row). Rows of the padding slot write its row all at once."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     tl.store(kept.positions + slot, tl.load(following_ptr + row))
-    if HAS_STATES:
+    if states_ptr is not None:
         tl.store(kept.tokens + slot, tl.maximum(tl.load(guesses_ptr + row), 0))
         for first in range(0, hidden_size, _HIDDEN):
             index = first + tl.arange(0, _HIDDEN)
@@ -132,16 +131,14 @@ def keep_guesses(
     """See `nvcli.kernels.guesses.keep_guesses`."""
     if odds is not None:
         kept.odds[last.slots] = odds
-    has_states = guesses is not None and states is not None
     _keep_guesses_kernel[(len(last.slots),)](
         kept,
         last.slots,
         last.following,
-        guesses if has_states else last.following,
-        states if has_states else kept.states,
+        guesses,
+        states,
         kept.states.shape[1],
         states.stride(0) if states is not None else 0,
-        HAS_STATES=has_states,
         num_warps=4,
     )
 
@@ -192,7 +189,7 @@ def begin_passes(
 )  # fmt: skip
 def _next_pass_kernel(
     passes,  # `PassRows`
-    guesses_ptr,  # [R] int32
+    guesses_ptr,  # None, or [R] int32
     token_ids_ptr,  # [S, ...] int32, rows token_ids_stride apart, written
     block_tables_ptr,  # [G, S, ...] int32, rows block_table_stride apart, groups group_stride
     out,  # `Pass`, written
@@ -204,7 +201,6 @@ def _next_pass_kernel(
     token_ids_stride,
     block_table_stride,
     group_stride,
-    HAS_GUESSES: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -216,7 +212,7 @@ def _next_pass_kernel(
     draft = number - 1 + ahead
     place = token_ids_ptr + slot * token_ids_stride + tl.minimum(last + draft, num_columns - 1)
     token = tl.load(place, mask=inside, other=0)
-    if HAS_GUESSES:
+    if guesses_ptr is not None:
         is_draft = tl.load(passes.most + row, mask=inside, other=0) >= draft
         guess = tl.maximum(tl.load(guesses_ptr + row, mask=inside, other=0), 0)
         token = tl.where(is_draft, guess, token)
@@ -242,7 +238,7 @@ def next_pass(
     out = Pass(tokens, positions, seq_lens, places, sampled)
     _next_pass_kernel[(triton.cdiv(num_rows, _ROWS.value),)](
         rows,
-        rows.most if guesses is None else guesses,
+        guesses,
         state.token_ids,
         state.block_tables,
         out,
@@ -254,7 +250,6 @@ def next_pass(
         state.token_ids.stride(0),
         state.block_tables.stride(1),
         state.block_tables.stride(0),
-        HAS_GUESSES=guesses is not None,
         NUM_GROUPS=num_groups,
         BLOCK_SIZE=state.block_size,
         num_warps=_WARPS,

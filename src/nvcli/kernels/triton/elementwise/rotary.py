@@ -22,11 +22,12 @@ keys go to the cache alone; 43.7 for 8,192 where qkv holds them, too. With 32 an
 @triton.jit
 def _norm_and_turn(
     first, second, weight_ptr, cos, sin, eps, halves, inside,
-    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, NORM_LAST: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTATE: tl.constexpr, NORM_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of some heads: [heads, D/2] float32 each → the same, normed where NORM, and turned by the angles
-    where ROTATE. With NORM_LAST the norm's weight, all of a norm that a rotation changes, comes after the rotation."""
-    if NORM:
+    """Both halves of some heads: [heads, D/2] float32 each → the same, normed if there is a weight, and turned by the
+    angles where ROTATE. With NORM_LAST the norm's weight, all of a norm that a rotation changes, comes after the
+    rotation."""
+    if weight_ptr is not None:
         mean_square = tl.sum(first * first + second * second, axis=1) / HEAD_DIM
         scale = tl.rsqrt(mean_square + eps)[:, None]
         first_weight = tl.load(weight_ptr + halves, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -38,17 +39,17 @@ def _norm_and_turn(
         turned = first * cos - second * sin
         second = second * cos + first * sin
         first = turned
-    if NORM and NORM_LAST:
+    if weight_ptr is not None and NORM_LAST:
         first, second = first * first_weight, second * second_weight
     return first, second
 
 
 @triton.jit
-def _load_heads(source, angles, mask, inside, HALF: tl.constexpr, ROTATE: tl.constexpr):
-    """Load both halves of some heads in float32, and the angles by which they are turned where ROTATE."""
+def _load_heads(source, angles, mask, inside, HALF: tl.constexpr):
+    """Load both halves of some heads in float32, and the angles by which they are turned, if there are any."""
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-    if ROTATE:
+    if angles is not None:
         cos = tl.load(angles, mask=inside, other=0.0)[None, :]
         sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
     else:
@@ -59,8 +60,8 @@ def _load_heads(source, angles, mask, inside, HALF: tl.constexpr, ROTATE: tl.con
 @triton.jit
 def _qk_norm_rope_store_kernel(
     qkv_ptr,
-    cos_sin_ptr,
-    q_weight_ptr,
+    cos_sin_ptr,  # None: heads are not rotated
+    q_weight_ptr,  # None: heads are not normed; and so the next one
     k_weight_ptr,
     q_out_ptr,
     k_cache_ptr,
@@ -76,9 +77,6 @@ def _qk_norm_rope_store_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
-    NORM_Q: tl.constexpr,
-    NORM_K: tl.constexpr,
-    ROTATE: tl.constexpr,
     NORM_LAST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # slots of a block that lies apart from the next; 0: blocks lie one behind the other
     KEEP_KEYS: tl.constexpr,  # rotated keys go back into qkv as well
@@ -91,16 +89,17 @@ def _qk_norm_rope_store_kernel(
     group = tl.program_id(1)
     halves = tl.arange(0, BLOCK_HALF)
     inside = halves < HALF
-    angles = cos_sin_ptr + token * HEAD_DIM + halves
+    ROTATE: tl.constexpr = cos_sin_ptr is not None
+    angles = cos_sin_ptr + token * HEAD_DIM + halves if ROTATE else None
     qkv_row = qkv_ptr + token * qkv_row_stride
     await_kernel_before(DEPENDENT)
     if group < Q_GROUPS:
         heads = group * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
         mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
         offsets = heads[:, None] * HEAD_DIM + halves[None, :]
-        first, second, cos, sin = _load_heads(qkv_row + offsets, angles, mask, inside, HALF, ROTATE)
+        first, second, cos, sin = _load_heads(qkv_row + offsets, angles, mask, inside, HALF)
         first, second = _norm_and_turn(
-            first, second, q_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_Q, ROTATE, NORM_LAST
+            first, second, q_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, ROTATE, NORM_LAST
         )
         target = q_out_ptr + token * (NUM_HEADS * HEAD_DIM) + offsets
         tl.store(target, first.to(q_out_ptr.dtype.element_ty), mask=mask)
@@ -111,13 +110,13 @@ def _qk_norm_rope_store_kernel(
         mask = (heads < 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
         is_key = heads < NUM_KV_HEADS
         source = qkv_row + (NUM_HEADS + heads)[:, None] * HEAD_DIM + halves[None, :]
-        first, second, cos, sin = _load_heads(source, angles, mask, inside, HALF, ROTATE)
+        first, second, cos, sin = _load_heads(source, angles, mask, inside, HALF)
         slot = tl.load(slot_mapping_ptr + token)
         place = slot * cache_slot_stride
         if BLOCK_SIZE:
             place = slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * cache_slot_stride
         k_first, k_second = _norm_and_turn(
-            first, second, k_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_K, ROTATE, NORM_LAST
+            first, second, k_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, ROTATE, NORM_LAST
         )
         # Rounded once, to the model's type; the cache may hold another.
         stored_first = tl.where(is_key[:, None], k_first, first).to(qkv_ptr.dtype.element_ty)
@@ -181,9 +180,9 @@ def qk_norm_rope_store(
     block_half = next_power_of_2(head_dim // 2)
     _qk_norm_rope_store_kernel[(num_tokens, num_groups)](
         qkv,
-        qkv if cos_sin is None else cos_sin,
-        qkv if q_weight is None else q_weight,
-        qkv if k_weight is None else k_weight,
+        cos_sin,
+        q_weight,
+        k_weight,
         q,
         k_cache,
         v_cache,
@@ -198,9 +197,6 @@ def qk_norm_rope_store(
         HEAD_DIM=head_dim,
         BLOCK_HALF=block_half,
         HEADS_PER_PROGRAM=heads_per_program,
-        NORM_Q=q_weight is not None,
-        NORM_K=k_weight is not None,
-        ROTATE=cos_sin is not None,
         NORM_LAST=norms_last,
         BLOCK_SIZE=0 if is_dense else block_size,
         KEEP_KEYS=keep_keys,
@@ -234,7 +230,7 @@ def _rotate_kernel(
     mask = (heads < 2 * NUM_HEADS) & inside[None, :]
     source = qkv_ptr + token * (3 * NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves[None, :]
     await_kernel_before(DEPENDENT)
-    first, second, cos, sin = _load_heads(source, cos_sin_ptr + token * HEAD_DIM + halves, mask, inside, HALF, True)
+    first, second, cos, sin = _load_heads(source, cos_sin_ptr + token * HEAD_DIM + halves, mask, inside, HALF)
     if q_weight_ptr is not None:
         scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
         weight = tl.where(heads < NUM_HEADS, q_weight_ptr, k_weight_ptr) + halves[None, :]

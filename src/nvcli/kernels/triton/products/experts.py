@@ -59,7 +59,7 @@ def _experts_kernel(
     x_scales_ptr,  # quantised: [T or T × k] float32, or for blocks [T or T × k, groups]
     weight,  # descriptor of [E × ROWS, in], tiles [out_tile, in_tile]; in 4 bits [E, ROWS, words] int16
     weight_scales_ptr,  # [E, ROWS] float32, or for blocks [E, ROWS / GROUP, groups]; in 4 bits [E, groups, ROWS] int32
-    bias_ptr,  # [E, ROWS], with HAS_BIAS
+    bias_ptr,  # None, or [E, ROWS]
     order_ptr,  # [T × k] int32
     items_ptr,  # [N, ITEM_FIELDS] int32
     pair_weights_ptr,  # [T × k] float32, how much each pair counts
@@ -69,7 +69,6 @@ def _experts_kernel(
     IN_FEATURES: tl.constexpr,
     EXPERTS_PER_TOKEN: tl.constexpr,
     NUM_SCALES: tl.constexpr,  # of an expert
-    HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,  # `ExpertActivation`, or None
     KIND: tl.constexpr,  # `TileKind`
     HALF_KIND: tl.constexpr,  # the same with half as many rows, for items of at most as many; None: these are not told
@@ -85,14 +84,14 @@ def _experts_kernel(
         _multiply_item(
             x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr, out_ptr,
             expert, first_row, num_rows, feature, num_tokens, OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, NUM_SCALES,
-            HAS_BIAS, ACTIVATION, KIND,
+            ACTIVATION, KIND,
         )  # fmt: skip
     elif HALF_KIND is not None:  # noqa: SIM102  # known when the kernel is compiled, unlike the number of rows
         if num_rows > 0:
             _multiply_item(
                 x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr,
                 out_ptr, expert, first_row, num_rows, feature, num_tokens, OUT_FEATURES, IN_FEATURES,
-                EXPERTS_PER_TOKEN, NUM_SCALES, HAS_BIAS, ACTIVATION, HALF_KIND,
+                EXPERTS_PER_TOKEN, NUM_SCALES, ACTIVATION, HALF_KIND,
             )  # fmt: skip
 
 
@@ -101,7 +100,7 @@ def _multiply_item(
     x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr, out_ptr,
     expert, first_row, num_rows, feature, num_tokens,
     OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, EXPERTS_PER_TOKEN: tl.constexpr, NUM_SCALES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, KIND: tl.constexpr,
+    ACTIVATION: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Multiply an item's rows, up to a tile from `first_row` on, by a tile of features of its expert. An expert's
     weight has ROWS rows: `out`, or gated 2 `out`, those of the gate first. Rows behind the item's last are those of
@@ -125,7 +124,7 @@ def _multiply_item(
         IN_FEATURES, KIND,
     )  # fmt: skip
     row_features = expert * ROWS + features
-    if HAS_BIAS:
+    if bias_ptr is not None:
         total += load_features(bias_ptr + row_features, is_feature, ROWS_FIRST)
         if GATED:
             up += load_features(bias_ptr + row_features + OUT_FEATURES, is_feature, ROWS_FIRST)
@@ -245,7 +244,7 @@ def _multiply(
         row_scales,
         TensorDescriptor.from_tensor(_codes(x, matrix), [launch.out_tile, launch.in_tile]) if weight_by_tma else weight,
         numbers if scales is None else scales,
-        numbers if bias is None else bias,
+        bias,
         work.order,
         work.items,
         routes.weights,
@@ -255,7 +254,6 @@ def _multiply(
         IN_FEATURES=in_features,
         EXPERTS_PER_TOKEN=routes.experts.shape[1],
         NUM_SCALES=0 if scales is None else scales[0].numel(),
-        HAS_BIAS=bias is not None,
         ACTIVATION=activation,
         KIND=kind,
         HALF_KIND=half_kind if launch.has_halves else None,

@@ -54,11 +54,9 @@ class HopperW4Kind:
     out_bytes: int
     """Bytes of a number of the result."""
     is_gated: bool
-    is_grouped: bool
-    """Whether the rows are those of experts, by their work list."""
-    has_bias: bool
     activation: ExpertActivation
     experts_per_token: int
+    """0: the product of a linear layer."""
 
     @property
     def all_blocks(self) -> int:
@@ -94,7 +92,7 @@ def _tile(tile, work, KIND: gl.constexpr):
     """Return the expert, the first row, the number of rows from there on, the strip of features, the first 128 input
     features and the end of these that a tile has, and its part."""
     num_rows, _, part_tiles, strips, in_tiles, items_ptr = work
-    if KIND.is_grouped:
+    if KIND.experts_per_token > 0:
         item_ptr = items_ptr + tile // strips * ITEM_FIELDS
         expert = gl.load(item_ptr)
         row = gl.load(item_ptr + 1)
@@ -256,7 +254,7 @@ def _finish(total, result, out_smem, tile, block, KIND: gl.constexpr, OF_SUMS: g
     OUT_BYTES: gl.constexpr = KIND.out_bytes
     ACTIVATION: gl.constexpr = KIND.activation
     FEATURES: gl.constexpr = BLOCK // 2 if KIND.is_gated else BLOCK
-    if KIND.has_bias:
+    if bias_ptr is not None:
         inner = gl.arange(0, BLOCK, gl.SliceLayout(1, OF_SUMS))
         feature = block * BLOCK + inner
         if KIND.is_gated:
@@ -272,7 +270,7 @@ def _finish(total, result, out_smem, tile, block, KIND: gl.constexpr, OF_SUMS: g
         values = _activate(gate, up, ACTIVATION).reshape([FEATURES, ROW_TILE])
     else:
         values = total
-        if KIND.is_grouped:
+        if KIND.experts_per_token > 0:
             columns = gl.arange(0, ROW_TILE, gl.SliceLayout(0, OF_SUMS))
             is_pair = columns < rows
             pairs = gl.load(order_ptr + row + columns, mask=is_pair, other=0)
@@ -283,7 +281,7 @@ def _finish(total, result, out_smem, tile, block, KIND: gl.constexpr, OF_SUMS: g
     inner_rows = gl.arange(0, ROW_TILE, gl.SliceLayout(1, in_memory))
     features = block * FEATURES + gl.arange(0, FEATURES, gl.SliceLayout(0, in_memory))
     is_row = inner_rows < rows
-    if KIND.is_grouped and not KIND.is_gated:
+    if KIND.experts_per_token > 0 and not KIND.is_gated:
         pair = gl.load(order_ptr + row + inner_rows, mask=is_row, other=0)
         out_rows = pair % KIND.experts_per_token * num_rows + pair // KIND.experts_per_token
     else:
@@ -336,11 +334,11 @@ def hopper_w4_kernel(
     x_desc,  # of [T, in]; tiles [ROW_TILE, PART]
     words_desc,  # of [E, rows / 16, 2, 8, words] int16; tiles [1, BLOCK / 16, 2, 8, PART]
     scales_desc,  # of [E × tiles, rows / 16, 2, 8] int32; tiles [1, BLOCK / 16, 2, 8]
-    bias_ptr,  # with HAS_BIAS [E, out or 2 out]
-    items_ptr,  # GROUPED: [N, ITEM_FIELDS] int32
-    order_ptr,  # GROUPED: [pairs] int32
-    weights_ptr,  # GROUPED, not GATED: [pairs] float32
-    out_ptr,  # [P, T, out], or GROUPED and not GATED [k, T, out] by pair, written
+    bias_ptr,  # None, or [E, out or 2 out]
+    items_ptr,  # of experts: [N, ITEM_FIELDS] int32
+    order_ptr,  # of experts: [pairs] int32
+    weights_ptr,  # of experts, not GATED: [pairs] float32
+    out_ptr,  # [P, T, out], or of experts and not GATED [k, T, out] by pair, written
     num_rows,  # T; of a result by pair the tokens
     num_tiles,
     part_tiles,  # of 128 input features, of every part but the last

@@ -39,9 +39,9 @@ def _ranked(ordered, index):
 @triton.jit(do_not_specialize=["part_stride"])
 def _route_kernel(
     logits_ptr,  # [NUM_PARTS, T, NUM_EXPERTS] float32, parts part_stride apart
-    bias_ptr,  # [NUM_EXPERTS] float32, with HAS_BIAS
-    correction_ptr,  # [NUM_EXPERTS] float32, with HAS_CORRECTION
-    factors_ptr,  # [NUM_EXPERTS] float32, with HAS_FACTORS
+    bias_ptr,  # None, or [NUM_EXPERTS] float32; and so the next two
+    correction_ptr,
+    factors_ptr,
     routes,  # `Routes`, written
     part_stride,
     NUM_EXPERTS: tl.constexpr,
@@ -55,9 +55,6 @@ def _route_kernel(
     SIGMOID: tl.constexpr,
     RENORMALISE: tl.constexpr,
     SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_CORRECTION: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (token). GROUP_TILE and MEMBER_TILE are the next powers of two of the number of groups and of a group's
@@ -73,7 +70,7 @@ def _route_kernel(
     for part in tl.static_range(NUM_PARTS):
         source = logits_ptr + part * part_stride + token.to(tl.int64) * NUM_EXPERTS + expert
         logits += tl.load(source, mask=exists, other=0.0)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         logits += tl.load(bias_ptr + expert, mask=exists, other=0.0)
     if SIGMOID:
         scores = tl.sigmoid(logits)
@@ -81,10 +78,10 @@ def _route_kernel(
     else:
         largest = tl.max(tl.max(tl.where(exists, logits, float("-inf")), 1), 0)
         scores = tl.where(exists, tl.exp(logits - largest), 0.0)
-        if HAS_CORRECTION or not RENORMALISE:
+        if correction_ptr is not None or not RENORMALISE:
             scores = scores / tl.sum(tl.sum(scores, 1), 0)
         choice = logits
-    if HAS_CORRECTION:
+    if correction_ptr is not None:
         choice = scores + tl.load(correction_ptr + expert, mask=exists, other=0.0)
     may_be_chosen = exists
     if GROUPS_PER_TOKEN < NUM_GROUPS:
@@ -110,7 +107,7 @@ def _route_kernel(
     is_chosen = place >= 0
     if RENORMALISE:
         scores = scores / (tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0) + _TINY)
-    if HAS_FACTORS:
+    if factors_ptr is not None:
         scores *= tl.load(factors_ptr + expert, mask=exists, other=0.0)
     target = token.to(tl.int64) * EXPERTS_PER_TOKEN + place
     tl.store(routes.experts + target, expert, mask=is_chosen)
@@ -133,9 +130,9 @@ def route(
     routes = Routes(*(torch.empty(size, dtype=dtype, device=logits.device) for dtype in (torch.int32, torch.float32)))
     _route_kernel[(num_tokens,)](
         logits,
-        logits if bias is None else bias,
-        logits if correction is None else correction,
-        logits if factors is None else factors,
+        bias,
+        correction,
+        factors,
         routes,
         logits.stride(0),
         NUM_EXPERTS=num_experts,
@@ -149,9 +146,6 @@ def route(
         SIGMOID=routing.scoring == "sigmoid",
         RENORMALISE=routing.renormalise,
         SCALE=routing.scale,
-        HAS_BIAS=bias is not None,
-        HAS_CORRECTION=correction is not None,
-        HAS_FACTORS=factors is not None,
         num_warps=1,
         **dependent(logits.device),
     )

@@ -30,9 +30,9 @@ the tokens. Memory traffic alone takes 62."""
 
 
 @triton.jit
-def _bias_of(bias_ptr, channel, inside, HAS_BIAS: tl.constexpr):
-    """Return the bias of channels [1, CHANNELS] in float32; zeros if there is none."""
-    return tl.load(bias_ptr + channel, mask=inside & HAS_BIAS, other=0.0).to(tl.float32)
+def _bias_of(bias_ptr, channel, inside):
+    """Return the bias of channels [1, CHANNELS] in float32; 0 if there is none."""
+    return 0.0 if bias_ptr is None else tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _silu(x):
 def _step_kernel(
     x_ptr,  # [T, NUM_CHANNELS], rows x_stride apart
     weight_ptr,  # [NUM_CHANNELS, TAPS]
-    bias_ptr,  # [NUM_CHANNELS], with HAS_BIAS
+    bias_ptr,  # None, or [NUM_CHANNELS]
     pool_ptr,  # [num_blocks, TAPS - 1, NUM_CHANNELS], blocks pool_stride apart, read and written
     out_ptr,  # [T, NUM_CHANNELS], written
     rows,  # `RowTensors`
@@ -53,7 +53,6 @@ def _step_kernel(
     NUM_CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ACTIVATES: tl.constexpr,
     TAPS_TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -72,7 +71,7 @@ def _step_kernel(
     value = tl.where(tap == TAPS - 1, own, before)
     weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0)
     total = tl.sum(value.to(tl.float32) * weight.to(tl.float32), 0)[None, :]
-    total += _bias_of(bias_ptr, channel, inside, HAS_BIAS)
+    total += _bias_of(bias_ptr, channel, inside)
     out = _silu(total) if ACTIVATES else total
     out_ptr += token.to(tl.int64) * NUM_CHANNELS + channel
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -96,7 +95,6 @@ def _draft_kernel(
     NUM_CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ACTIVATES: tl.constexpr,
     TAPS_TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -108,7 +106,7 @@ def _draft_kernel(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     inside = channel < NUM_CHANNELS
     weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0).to(tl.float32)
-    bias = _bias_of(bias_ptr, channel, inside, HAS_BIAS)
+    bias = _bias_of(bias_ptr, channel, inside)
     for index in range(end - start):
         place = tap + index  # the state's entries, then the row's tokens
         is_before = inside & (tap < TAPS) & (place < TAPS - 1) & (source > 0)
@@ -154,7 +152,6 @@ def _chunk_kernel(
     NUM_CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ACTIVATES: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -167,7 +164,7 @@ def _chunk_kernel(
     last = tl.minimum(first + TOKENS, end)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < NUM_CHANNELS
-    bias = _bias_of(bias_ptr, channel, inside, HAS_BIAS)
+    bias = _bias_of(bias_ptr, channel, inside)
     weights = ()
     for tap in tl.static_range(TAPS):
         weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
@@ -277,13 +274,12 @@ def causal_conv(
         _step_kernel[grid](
             x,
             weight,
-            weight if bias is None else bias,
+            bias,
             pool,
             out,
             tensors,
             *strides,
             **sizes,
-            HAS_BIAS=bias is not None,
             ACTIVATES=activates,
             TAPS_TILE=next_power_of_2(taps),
             CHANNELS=_STEP_CHANNELS,
@@ -295,14 +291,13 @@ def causal_conv(
         _draft_kernel[rows.num_draft_rows, ceil_div(num_channels, _DRAFT_CHANNELS)](
             x,
             weight,
-            weight if bias is None else bias,
+            bias,
             pool,
             out,
             kept.inputs,
             tensors,
             *strides,
             **sizes,
-            HAS_BIAS=bias is not None,
             ACTIVATES=activates,
             TAPS_TILE=next_power_of_2(taps),
             CHANNELS=_DRAFT_CHANNELS,
@@ -312,7 +307,7 @@ def causal_conv(
         _chunk_kernel[ceil_div(num_tokens, _TOKENS), tiles](
             x,
             weight,
-            weight if bias is None else bias,
+            bias,
             pool,
             out,
             tensors,
@@ -322,7 +317,6 @@ def causal_conv(
             len(x),
             *strides,
             **sizes,
-            HAS_BIAS=bias is not None,
             ACTIVATES=activates,
             TOKENS=_TOKENS,
             CHANNELS=_CHANNELS,

@@ -50,16 +50,14 @@ def _sample_chunk_kernel(
     columns,  # `SamplingColumns`
     slots_ptr,  # [N] int64
     positions_ptr,  # [N]
-    min_kept_ptr,  # [N] float32, with HAS_MIN_KEPT
+    min_kept_ptr,  # None, or [N] float32
     best_score_ptr,  # [N, num_chunks] float32, written
     best_token_ptr,  # [N, num_chunks] int32, written
-    maxima_ptr,  # [N, num_chunks × groups of a chunk] of the logits' type, written with HAS_CANDIDATES
+    maxima_ptr,  # [N, num_chunks × groups of a chunk] of the logits' type, written; None: not wanted
     logits_row_stride,
     start,
     end,
     num_chunks,
-    HAS_MIN_KEPT: tl.constexpr,
-    HAS_CANDIDATES: tl.constexpr,
     FEW_ALLOWED: tl.constexpr,
     SHARDED: tl.constexpr,
     APPROXIMATE: tl.constexpr,
@@ -83,7 +81,7 @@ def _sample_chunk_kernel(
     score = tl.where(score < float("inf"), score, float("inf"))  # maxima pass over a NaN
     temperature = tl.load(columns.temperature + slot)
     if has_small_top_k(temperature, tl.load(columns.top_k + slot)):
-        if HAS_CANDIDATES:
+        if maxima_ptr is not None:
             maxima = tl.max(tl.reshape(score, (_CHUNK_GROUPS, GROUP_TOKENS)), axis=1)
             groups = (index * num_chunks + chunk) * _CHUNK_GROUPS + tl.arange(0, _CHUNK_GROUPS)
             tl.store(maxima_ptr + groups, maxima.to(maxima_ptr.dtype.element_ty))
@@ -94,7 +92,7 @@ def _sample_chunk_kernel(
         if draws:
             uniforms = quad_uniforms(quads, draw_of(columns, slot, tl.load(positions_ptr + index)))
             noisy = score * (1.0 / temperature) + gumbel(uniforms, APPROXIMATE)
-            if HAS_MIN_KEPT:
+            if min_kept_ptr is not None:
                 min_kept = tl.load(min_kept_ptr + index)
                 if min_kept > -float("inf"):  # most rows need no division
                     # The same division, rounded the same way, as that which made the threshold.
@@ -117,16 +115,15 @@ def _sample_row_kernel(
     positions_ptr,  # [N]
     best_score_ptr,  # [N, num_chunks] float32
     best_token_ptr,  # [N, num_chunks] int32
-    maxima_ptr,  # [N, num_chunks × groups of a chunk] of the logits' type
-    groups_ptr,  # [N, LISTED_GROUPS] int32, scratch memory
+    maxima_ptr,  # [N, num_chunks × groups of a chunk] of the logits' type; None: no row has a small top-k
+    groups_ptr,  # [N, LISTED_GROUPS] int32, scratch memory, with maxima
     out_ptr,  # [N] int32, or with SHARDED int64; written
-    lists_ptr,  # [N, LIST_WIDTH] int32, written with SHARDED and HAS_CANDIDATES
+    lists_ptr,  # [N, LIST_WIDTH] int32, written with SHARDED and maxima
     logits_row_stride,
     start,
     end,
     num_chunks,
     CHUNKS: tl.constexpr,
-    HAS_CANDIDATES: tl.constexpr,
     SHARDED: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
@@ -140,7 +137,7 @@ def _sample_row_kernel(
     best = tl.full([], -float("inf"), tl.float32)
     token = tl.full([], NO_TOKEN, tl.int32)
     if has_small_top_k(temperature, top_k):
-        if HAS_CANDIDATES:
+        if maxima_ptr is not None:
             shard = (logits_ptr + index * logits_row_stride, start, end)
             groups_ptr += index * LISTED_GROUPS
             draw = draw_of(columns, slot, tl.load(positions_ptr + index))
@@ -189,14 +186,14 @@ def sample(
 ) -> Tensor:
     """See `nvcli.kernels.sampling.sample`."""
     threshold = min_kept_logit(logits, columns, slots, except_top_k=MAX_CANDIDATES)
-    return _launch(logits, columns, slots, positions, threshold=threshold, few_allowed=few_allowed)[0]
+    return _launch(logits, columns, slots, positions, threshold=threshold, few_allowed=few_allowed)
 
 
 def packed_argmax(
     logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int = 0
 ) -> Tensor:
     """See `nvcli.kernels.sampling.packed_argmax`."""
-    return _launch(logits, columns, slots, positions, start=start)[0]
+    return _launch(logits, columns, slots, positions, start=start)
 
 
 def shard_candidates(
@@ -204,7 +201,7 @@ def shard_candidates(
 ) -> tuple[Tensor, Tensor]:
     """See `nvcli.kernels.candidates.shard_candidates`."""
     lists = torch.empty(logits.shape[0], LIST_WIDTH, dtype=torch.int32, device=logits.device)
-    return _launch(logits, columns, slots, positions, lists, start=start)
+    return _launch(logits, columns, slots, positions, lists, start=start), lists
 
 
 def _launch(
@@ -217,9 +214,9 @@ def _launch(
     threshold: Tensor | None = None,
     start: int | None = None,
     few_allowed: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Launch the pass and the choice. `start` is the first token of a shard, of which packed numbers are returned; with
-    None, `logits` is the whole vocabulary, of which tokens are. With `lists` these are written and returned, too."""
+    None, `logits` is the whole vocabulary, of which tokens are. With `lists` these are written, too."""
     num_rows, num_tokens = logits.shape
     assert logits.stride(1) == 1
     device = logits.device
@@ -229,7 +226,7 @@ def _launch(
     num_chunks = max(1, triton.cdiv(start % 4 + num_tokens, 4 * _QUADS.value))
     best_scores = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
     best_tokens = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
-    maxima, groups, written = best_scores, best_tokens, out if lists is None else lists
+    maxima = groups = None
     if has_candidates:
         maxima = torch.empty(num_rows, num_chunks * _CHUNK_GROUPS.value, dtype=logits.dtype, device=device)
         groups = torch.empty(num_rows, LISTED_GROUPS.value, dtype=torch.int32, device=device)
@@ -238,7 +235,7 @@ def _launch(
         columns,
         slots,
         positions,
-        best_scores if threshold is None else threshold,
+        threshold,
         best_scores,
         best_tokens,
         maxima,
@@ -246,8 +243,6 @@ def _launch(
         start,
         start + num_tokens,
         num_chunks,
-        HAS_MIN_KEPT=threshold is not None,
-        HAS_CANDIDATES=has_candidates,
         FEW_ALLOWED=few_allowed,
         SHARDED=is_sharded,
         APPROXIMATE=logits.is_cuda,
@@ -264,16 +259,15 @@ def _launch(
         maxima,
         groups,
         out,
-        written,
+        lists,
         logits.stride(0),
         start,
         start + num_tokens,
         num_chunks,
         CHUNKS=triton.next_power_of_2(num_chunks),
-        HAS_CANDIDATES=has_candidates,
         SHARDED=is_sharded,
         APPROXIMATE=logits.is_cuda,
         num_warps=_ROW_WARPS if has_candidates else 1,
         maxnreg=_MAX_REGISTERS,
     )
-    return out, written
+    return out

@@ -118,8 +118,8 @@ def _one_shot_kernel(
     parts,  # a tuple with each rank's [T, SIZE]
     flags_ptr,  # [NUM_RANKS] int64, addresses of each rank's flags [T, NUM_RANKS] int32
     epochs_ptr,  # [T] int32, advanced
-    residual_ptr,  # [T, SIZE], updated with NORM
-    weight_ptr,  # [SIZE], with NORM
+    residual_ptr,  # [T, SIZE], updated; None: the sum is not normed
+    weight_ptr,  # [SIZE], with a residual
     out_ptr,  # [T, SIZE], written
     scales_ptr,  # see `store_row`
     eps,
@@ -127,11 +127,10 @@ def _one_shot_kernel(
     NUM_RANKS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
     BY_GROUPS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """Program (row). Every rank reads all parts of every row. out = sum; with NORM: residual += sum and
+    """Program (row). Every rank reads all parts of every row. out = sum; with a residual: residual += sum and
     out = norm(residual) × weight."""
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, NUM_RANKS)
@@ -144,16 +143,17 @@ def _one_shot_kernel(
     inside = columns < SIZE
     weight = columns.to(tl.float32)
     residual = weight
-    if NORM:  # on their way while others are waited for
+    if residual_ptr is not None:  # on their way while others are waited for
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         residual = tl.load(residual_ptr + row_start + columns, mask=inside, other=0.0).to(tl.float32)
     _wait(tl.load(flags_ptr + rank) + flags_of_row + ranks * 4, epochs, ON_GPU)
     x = _sum_of_parts(parts, row_start, columns, inside, NUM_RANKS)
-    if NORM:
+    dtype: tl.constexpr = parts[0].dtype.element_ty
+    if residual_ptr is not None:
         total = (x + residual).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row_start + columns, total, mask=inside)
         x = _normed(total.to(tl.float32), weight, eps, SIZE)
-    store_row(x.to(residual_ptr.dtype.element_ty), row, out_ptr, scales_ptr, SIZE, BLOCK, BY_GROUPS)
+    store_row(x.to(dtype), row, out_ptr, scales_ptr, SIZE, BLOCK, BY_GROUPS)
     tl.store(epochs_ptr + row, epoch)
 
 
@@ -340,13 +340,12 @@ def add_rms_norm(
         parts,
         flags,
         epochs,
-        result if residual is None else residual,
-        result if weight is None else weight,
+        residual,
+        weight,
         result,
         scales,
         eps,
         rank,
-        NORM=residual is not None,
         **constants,
     )
 
