@@ -18,7 +18,6 @@ from nvcli.job.images.pixel_memory import PixelMemory, Pixels
 from nvcli.job.images.row_images import RowImages
 from nvcli.models.config import load_model_config
 from nvcli.models.vision.image_processor import ImageProcessor, read_processor
-from nvcli.models.vision.tower import PixelScale
 from requests_factory import make_request
 from vision_model import IMAGE_ID
 from vision_reference import allowed_size, load_reference, make_image, model_inputs
@@ -87,7 +86,6 @@ def reference_answers(model: Path, processor: ImageProcessor, guesses: Sequence[
     vision = load_model_config(model).vision
     assert vision is not None
     reference = load_reference(model)
-    scale = PixelScale(processor.factor, processor.mean, processor.std)
     answers = []
     for prompt, guess in zip(PROMPTS, guesses, strict=True):
         ids: list[int] = []
@@ -100,7 +98,7 @@ def reference_answers(model: Path, processor: ImageProcessor, guesses: Sequence[
             images.append(make_image(rows, columns, part[2]))
             ids += _tokens(columns, rows) if vision.row_gap else [IMAGE_ID] * (rows * columns)
         with torch.inference_mode():
-            logits = reference(**model_inputs(vision, ids + guess, images, scale)).logits[0]
+            logits = reference(**model_inputs(vision, ids + guess, images, processor)).logits[0]
         answers.append(greedy_answer(logits, len(ids), MAX_TOKENS, END_ID))
     return answers
 

@@ -19,7 +19,7 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import P
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from nvcli.models.vision.tower import PixelScale
+from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.vision_config import VisionConfig
 
 _PIXEL_KEYS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
@@ -56,7 +56,7 @@ def make_image(rows: int, columns: int, seed: int) -> np.ndarray:
     return rng.integers(0, 256, (rows * SIDE, columns * SIDE, 3), dtype=np.uint8)
 
 
-def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], scale: PixelScale) -> dict[str, Tensor]:
+def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: ImageProcessor) -> dict[str, Tensor]:
     """Return what transformers' processor makes of images that have their size already."""
     area = {"patch_size": vision.patch_size, "merge_size": vision.merge_size}
     own: dict[str, Any] = {
@@ -83,13 +83,15 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], scale: Pixe
     tile = vision.tile_tokens * vision.token_pixels
     if tile:
         images = [part for image in images for part in image.reshape(-1, tile, tile, 3)]
-    prepare = kinds[vision.processor](do_resize=False, image_mean=list(scale.mean), image_std=list(scale.std), **own)
+    prepare = kinds[vision.processor](
+        do_resize=False, image_mean=list(processor.mean), image_std=list(processor.std), **own
+    )
     found = prepare(images=list(images), return_tensors="pt", input_data_format="channels_last")
     return {key: found[key] for key in _PIXEL_KEYS if key in found}
 
 
 def model_inputs(
-    vision: VisionConfig, ids: Sequence[int], images: Sequence[np.ndarray], scale: PixelScale
+    vision: VisionConfig, ids: Sequence[int], images: Sequence[np.ndarray], processor: ImageProcessor
 ) -> dict[str, Tensor]:
     """Return what transformers' model takes for a prompt with images."""
     tokens = torch.tensor([ids])
@@ -101,4 +103,4 @@ def model_inputs(
         inputs["token_type_ids"] = types
     elif vision.axes or vision.attends_both_ways:
         inputs["mm_token_type_ids"] = types
-    return inputs | pixel_inputs(vision, images, scale)
+    return inputs | pixel_inputs(vision, images, processor)

@@ -20,14 +20,21 @@ from family_shapes import SHAPES
 from model_driver import ModelDriver
 from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.whole_images import WholeImage
+from nvcli.models.vision.image_processor import ImageProcessor
+from nvcli.models.vision.image_size import EdgeRule
 from nvcli.models.vision.patch_grid import patch_grid
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
-from nvcli.models.vision.tower import PixelScale
 from nvcli.models.vision.vision_config import VisionConfig
 from nvcli.sizing.images import largest_tower_batch, tower_batch_tokens, tower_bytes
 from vision_reference import allowed_size, load_reference, make_image, model_inputs, pixel_inputs
 
-SCALE = PixelScale(factor=1 / 255, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
+PROCESSOR = ImageProcessor(
+    rule=EdgeRule(side=1, longest=1),  # images have their size already
+    resampling="bicubic",
+    factor=1 / 255,
+    mean=(0.4, 0.5, 0.6),
+    std=(0.2, 0.3, 0.25),
+)
 FAMILIES = [
     "qwen 2-vl",
     "exaone 4.5",
@@ -95,8 +102,8 @@ def test_towers_are_those_of_transformers(name: str, driver_of) -> None:
     sizes = [allowed_size(vision, *size) for size in SIZES]
     images = [make_image(*size, seed) for seed, size in enumerate(sizes)]
     with torch.inference_mode():
-        expected = reference.model.get_image_features(**pixel_inputs(vision, images, SCALE), return_dict=True)
-        found = driver.model.vision([torch.from_numpy(image) for image in images], SCALE)
+        expected = reference.model.get_image_features(**pixel_inputs(vision, images, PROCESSOR), return_dict=True)
+        found = driver.model.vision([torch.from_numpy(image) for image in images], PROCESSOR)
     deep = getattr(expected, "deepstack_features", None) or []
     whole = torch.cat([torch.cat(list(part)) for part in (expected.pooler_output, *deep)], dim=1)
     assert [len(each) for each in found] == [rows * columns for rows, columns in sizes]
@@ -118,8 +125,8 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
         ids += ([IMAGE_TOKEN] * columns + [TEXT_TOKEN] * vision.row_gap) * rows + [7, 8]
     ids += [11, 12, 13, 14]
     with torch.inference_mode():
-        expected = reference(**model_inputs(vision, ids, images, SCALE)).logits[0]
-        embeddings = torch.cat(driver.model.vision([torch.from_numpy(image) for image in images], SCALE))
+        expected = reference(**model_inputs(vision, ids, images, PROCESSOR)).logits[0]
+        embeddings = torch.cat(driver.model.vision([torch.from_numpy(image) for image in images], PROCESSOR))
     outputs = torch.split(embeddings, driver.model.config.hidden_size, dim=1)
     places = [place for place, token in enumerate(ids) if token == IMAGE_TOKEN]
     cuts = [] if not is_cut else [spans[1].first, spans[1].end + 1] if vision.attends_both_ways else [9, 20]

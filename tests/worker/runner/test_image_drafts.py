@@ -20,7 +20,6 @@ from nvcli.attention.image_tokens import ImageTokens
 from nvcli.core.messages import DRAFT_SOURCES, unpack
 from nvcli.engine.core import EngineCore
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
-from nvcli.models.vision.tower import PixelScale
 from nvcli.worker.runner.input_buffers import StepBatch
 from nvcli.worker.runner.model_drafter import ModelDrafter
 from one_rank import make_core, make_runner, make_scheduler, run_core
@@ -103,14 +102,12 @@ def test_a_head_reads_images_as_over_the_whole_text(tmp_path: Path, monkeypatch:
     spans = [ImageSpan(image.first, image.rows, image.columns) for image in request.images]
     drawn = [part for part in PROMPTS[4] if not isinstance(part, int)]
     images = [make_image(*allowed_size(requests.vision, *size), seed) for *size, seed in drawn]
-    processor = requests.processor
-    scale = PixelScale(processor.factor, processor.mean, processor.std)
     rows = torch.tensor([place for place, token in enumerate(text) if token == IMAGE_ID])
     end = len(text) - 1
     behind = torch.arange(len(prompt), end) + offset_behind(spans, end)
     batch = make_batch([(RequestState(), text[:-1])], driver.kv_cache, driver.backend, driver.blocks)
     with torch.inference_mode():
-        embeddings = torch.cat(tower([torch.from_numpy(image) for image in images], scale))
+        embeddings = torch.cat(tower([torch.from_numpy(image) for image in images], requests.processor))
         positions = torch.cat([torch.from_numpy(angle_positions(spans, 0, len(prompt))), behind.expand(3, -1)], dim=1)
         batch = replace(batch, angle_positions=positions, images=ImageTokens(rows, embeddings))
         states = driver.model.forward_with_states(batch)[1]

@@ -148,7 +148,7 @@ def _drawn(question: Question, page: PdfPage) -> tuple[Image, Fit]:
 
 def _fit(processor: ImageProcessor, height: int, width: int) -> Fit:
     try:
-        return processor.fit(height, width)
+        return processor.rule.fit(height, width)
     except ValueError as error:
         raise Unreadable(str(error)) from None
 

@@ -142,7 +142,7 @@ class RowImages:
         parts = text.split(self._text.written)
         if len(parts) - 1 != len(pixels):
             return _other_count(len(parts) - 1, len(pixels))
-        side = self._processor.token_pixels
+        side = self._processor.rule.side
         spelled = [self._text.spelled(each.height // side) for each in pixels]
         return "".join(chain.from_iterable(zip(parts, [*spelled, ""], strict=True)))
 
@@ -151,7 +151,7 @@ class RowImages:
         one token for each image, or for each row of its tokens."""
         places = [place for place, token in enumerate(ids) if token == self._token_id]
         gap = int(self._text is not None and self._text.between != "")
-        side = self._processor.token_pixels
+        side = self._processor.rule.side
         sizes = [(each.height // side, each.width // side) for each in pixels]
         if len(places) != sum(rows if gap else 1 for rows, _ in sizes):
             raise _other_count(len(places), len(pixels))
@@ -258,10 +258,10 @@ def limited(processor: ImageProcessor, part: Mapping[str, Any]) -> ImageProcesso
     if least == rule.min_pixels and most == rule.max_pixels:
         return processor
     most = min(most, rule.max_pixels)
-    if not processor.token_pixels**2 <= most or least > most:
+    if not rule.side**2 <= most or least > most:
         raise RowError(
             "invalid_image",
-            f"`min_pixels` is {least:,} and `max_pixels` {most:,}; allowed: {processor.token_pixels**2:,} or more, "
+            f"`min_pixels` is {least:,} and `max_pixels` {most:,}; allowed: {rule.side**2:,} or more, "
             "the smaller one first",
         )
     return replace(processor, rule=replace(rule, min_pixels=least, max_pixels=most))

@@ -82,7 +82,7 @@ def most_image_tokens(run: RunConfig, model_path: Path, model: ModelConfig, max_
     if not model.has_tower:
         return 0
     assert model.vision is not None
-    return min(image_processor(run, model_path, model.vision).max_tokens, max_model_len)
+    return min(image_processor(run, model_path, model.vision).rule.max_tokens, max_model_len)
 
 
 def keeps_images_whole(model: ModelConfig, max_image_tokens: int, max_num_batched_tokens: int) -> bool:

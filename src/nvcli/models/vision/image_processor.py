@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
-from nvcli.models.vision.image_size import AreaRule, CountRule, EdgeRule, Fit, SizeRule, TileRule
+from nvcli.models.vision.image_size import AreaRule, CountRule, EdgeRule, SizeRule, TileRule
 from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -39,21 +39,6 @@ class ImageProcessor:
     """Pixels, from 0 to 255, are multiplied by it; then `mean` is subtracted, and they are divided by `std`."""
     mean: Channels
     std: Channels
-
-    @property
-    def token_pixels(self) -> int:
-        """Pixels of the side of a token's square."""
-        return self.rule.side
-
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens of an image."""
-        return self.rule.max_tokens
-
-    def fit(self, height: int, width: int) -> Fit:
-        """Return the size to which an image of this height and width is brought. Raises ValueError for one that
-        cannot be."""
-        return self.rule.fit(height, width)
 
 
 def has_processor(path: Path) -> bool:

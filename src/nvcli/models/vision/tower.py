@@ -8,7 +8,6 @@ size, N tokens, O the decoder's hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,19 +17,11 @@ from torch import Tensor, nn
 from nvcli.kernels.patch_attention import Segments, attend_segments, make_segments, rotate_patches
 from nvcli.kernels.patch_types import HeadNorms, Runs
 from nvcli.models.parallel import BuildContext
+from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.merger import SquareMerger, make_merger
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
 from nvcli.models.vision.tower_parts import Linear, Norm, Scale, Weights, activate_and_multiply
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
-
-
-@dataclass(frozen=True, slots=True)
-class PixelScale:
-    """How the processor of a checkpoint scales pixels: (value × factor − mean) / std, by channel."""
-
-    factor: float
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
 
 
 class VisionTower(nn.Module):
@@ -58,26 +49,26 @@ class VisionTower(nn.Module):
             for n in range(len(config.deepstack_layers))
         )
 
-    def forward(self, images: Sequence[Tensor], scale: PixelScale) -> list[Tensor]:
+    def forward(self, images: Sequence[Tensor], processor: ImageProcessor) -> list[Tensor]:
         """Return the embeddings of each image's tokens, [N, outputs × O]: first those of the merger, then those of
         each deepstack layer. `images`: [height, width, 3] uint8, whole tokens high and wide, on the tower's device.
 
         Under `batch_invariant` each image is computed by itself, so that its bits depend on no other.
         """
         if self.batch_invariant and len(images) > 1:
-            return [output for image in images for output in self([image], scale)]
+            return [output for image in images for output in self([image], processor)]
         side = self.config.patch_size
         grids = [(image.shape[0] // side, image.shape[1] // side) for image in images]
-        patches = torch.cat([self._patches(image, scale) for image in images])
+        patches = torch.cat([self._patches(image, processor) for image in images])
         sizes = [rows * columns // self.config.merge_size**2 for rows, columns in grids]
         return list(torch.split(self._compute(patches, patch_grid(self.config, grids)), sizes))
 
-    def _patches(self, image: Tensor, scale: PixelScale) -> Tensor:
+    def _patches(self, image: Tensor, processor: ImageProcessor) -> Tensor:
         """Cut an image into patches of scaled values, in the type of the weights: [P, values of a patch]."""
         config = self.config
         side, merge = config.patch_size, config.merge_size
-        values = image.float().mul_(scale.factor)
-        for channel, mean, std in zip(values.unbind(-1), scale.mean, scale.std, strict=True):
+        values = image.float().mul_(processor.factor)
+        for channel, mean, std in zip(values.unbind(-1), processor.mean, processor.std, strict=True):
             channel.sub_(mean).div_(std)  # by numbers: copies of a tensor would wait for the GPU
         if config.centres_pixels:
             values.sub_(0.5).mul_(2)

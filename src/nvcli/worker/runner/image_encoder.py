@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from nvcli.core.lru_cache import LruCache
 from nvcli.core.prompt_image import PromptImage
 from nvcli.core.system.pixel_file import PixelFile
 from nvcli.models.vision.image_processor import read_processor
-from nvcli.models.vision.tower import PixelScale, VisionTower
+from nvcli.models.vision.tower import VisionTower
 from nvcli.sizing.images import kept_image_bytes, largest_tower_batch, tower_batch_tokens
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.worker.runner.memory import device_bytes
@@ -34,37 +33,19 @@ class ImageEncoder:
     """The tower of a stage's ranks, and the embeddings that each of them keeps."""
 
     def __init__(
-        self,
-        tower: VisionTower,
-        scale: PixelScale,
-        group: TensorParallelGroup,
-        device: torch.device,
-        *,
-        batch_tokens: int,
-        most_kept_bytes: int,
+        self, config: EngineConfig, tower: VisionTower, group: TensorParallelGroup, device: torch.device
     ) -> None:
-        """`batch_tokens`: the most tokens of the images that the tower computes together, and of one image.
-        `most_kept_bytes`: the most bytes of embeddings that are kept for later steps, the same on all ranks."""
-        self._tower, self._scale, self._group, self._device = tower, scale, group, device
+        """Raises LoadError."""
+        self._tower, self._group, self._device = tower, group, device
+        self._processor = read_processor(config.model_path, tower.config)
         self._dtype = tower.patch_embed.weight.dtype
-        self._batch_tokens = batch_tokens
+        self._batch_tokens = tower_batch_tokens(config)
+        """The most tokens of the images that the tower computes together, and of one image."""
+        most_kept_bytes = group.min(kept_image_bytes(config, tower.config, device_bytes(device)))  # alike on all ranks
         self._kept = LruCache[bytes, Tensor](most_kept_bytes, lambda _, embeddings: embeddings.nbytes)
         """Digest → embeddings of an image's tokens."""
         self._files: dict[str, PixelFile] = {}
         """The parent's memories that hold pixels."""
-
-    @classmethod
-    def of(cls, config: EngineConfig, tower: VisionTower, group: TensorParallelGroup, device: torch.device) -> Self:
-        """Return the encoder of a rank with a tower. Raises LoadError."""
-        processor = read_processor(config.model_path, tower.config)
-        return cls(
-            tower,
-            PixelScale(processor.factor, processor.mean, processor.std),
-            group,
-            device,
-            batch_tokens=tower_batch_tokens(config),
-            most_kept_bytes=group.min(kept_image_bytes(config, tower.config, device_bytes(device))),
-        )
 
     def embeddings(self, images: Iterable[PromptImage]) -> Mapping[bytes, Tensor]:
         """Return the embeddings of images by digest, [N, outputs × O] each, and keep them. All ranks ask for the same
@@ -95,7 +76,7 @@ class ImageEncoder:
             torch.zeros(rows * side, columns * side, 3, dtype=torch.uint8, device=device) for rows, columns in sizes
         ]
         self._of_all_ranks(
-            self._tower(images, self._scale), [[rows * columns for rows, columns in sizes]] * self._group.size
+            self._tower(images, self._processor), [[rows * columns for rows, columns in sizes]] * self._group.size
         )
 
     def _shares(self, images: Iterable[PromptImage]) -> list[list[PromptImage]]:
@@ -122,7 +103,7 @@ class ImageEncoder:
     def _computed(self, batches: Sequence[Sequence[PromptImage]]) -> Iterator[tuple[PromptImage, Tensor]]:
         """Compute a batch of each rank, and yield the images of all with their embeddings."""
         own = batches[self._group.rank]
-        outputs = self._tower([self._read(image) for image in own], self._scale) if own else []
+        outputs = self._tower([self._read(image) for image in own], self._processor) if own else []
         found = self._of_all_ranks(outputs, [list(map(_num_tokens, batch)) for batch in batches])
         for image, output in zip(chain(*batches), found, strict=True):
             # a view would keep the embeddings of the whole batch.

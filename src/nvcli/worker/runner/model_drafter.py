@@ -29,7 +29,6 @@ from nvcli.kernels.guesses import (
 from nvcli.kernels.step_tensors import Pass
 from nvcli.kernels.token_scores import shard_scores
 from nvcli.models.causal_lm import CausalLM
-from nvcli.models.draft_heads.head import DraftHead
 from nvcli.worker.runner.input_buffers import StepBatch
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
@@ -40,49 +39,23 @@ class ModelDrafter:
     """Drafts of one rank's rows by a head. All ranks call it alike."""
 
     def __init__(
-        self,
-        head: DraftHead,
-        slots: SlotTable,
-        sampler: Sampler,
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-        max_positions: int,
-        reads_states: bool = True,
-        has_uneven_rows: bool = False,
-        images: StepImages | None = None,
+        self, config: EngineConfig, model: CausalLM, slots: SlotTable, sampler: Sampler, images: StepImages | None
     ) -> None:
-        """`max_positions`: the positions that the head knows; `reads_states`: see `DraftHeadConfig`; `has_uneven_rows`:
-        whether steps may give the rows different numbers of drafts; `images`: those that the head reads, or whose
-        positions shift those of its tokens."""
-        self._images = images
-        self._has_uneven_rows = has_uneven_rows
-        self._reads_states = reads_states
-        self._head, self._slots, self._sampler = head, slots, sampler
-        self._max_positions = max_positions
-        lengths = slots.state.lengths
-        self._kept = empty_guesses(len(lengths), hidden_size, dtype, lengths.device)
+        """`model` has a head. `images`: those of steps."""
+        head = model.config.draft_head
+        assert head is not None
+        assert model.draft_head is not None
+        self._head, self._slots, self._sampler = model.draft_head, slots, sampler
+        self._reads_states = head.reads_states
+        self._images = images if head.reads_states else None
+        """The images that the head reads, or whose positions shift those of its tokens. A model of its own sees
+        none."""
+        self._has_uneven_rows = bool(config.uneven_draft_widths)
+        """Whether steps may give the rows different numbers of drafts."""
+        self._max_positions = config.max_model_len
+        lengths, size = slots.state.lengths, head.state_size(model.config.hidden_size)
+        self._kept = empty_guesses(len(lengths), size, getattr(torch, config.dtype), lengths.device)
         self._row_starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
-
-    @classmethod
-    def of(
-        cls, model: CausalLM, slots: SlotTable, sampler: Sampler, config: EngineConfig, images: StepImages | None
-    ) -> ModelDrafter | None:
-        """Make the drafter of a model; None: it has no head. `images`: those of steps, which a model of its own, that
-        reads no states, does not see."""
-        if model.draft_head is None or model.config.draft_head is None:
-            return None
-        return cls(
-            model.draft_head,
-            slots,
-            sampler,
-            hidden_size=model.config.draft_head.state_size(model.config.hidden_size),
-            dtype=getattr(torch, config.dtype),
-            max_positions=config.max_model_len,
-            reads_states=model.config.draft_head.reads_states,
-            has_uneven_rows=bool(config.uneven_draft_widths),
-            images=images if model.config.draft_head.reads_states else None,
-        )
 
     def propose(self, batch: StepBatch, *, for_all: bool) -> None:
         """Draft tokens for the rows of a step that have a guess, before the step's inputs are prepared. `for_all`:

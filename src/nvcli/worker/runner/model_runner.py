@@ -227,7 +227,8 @@ class ModelRunner:
         self.slots = SlotTable(config, self._attention.kv_spec.num_groups, self.device)
         vocab_size = self.model_config.vocab_size
         self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
-        self._images = StepImages.of(config, self.model, self.slots, self.group, self.device)
+        has_images = self.model_config.has_tower
+        self._images = StepImages(config, self.model, self.slots, self.group, self.device) if has_images else None
         self._image_encoder = None if self._images is None else self._images.encoder
         follows = self._context.rank == config.output_rank
         self.kept_states: KeptStates | None = None
@@ -237,7 +238,8 @@ class ModelRunner:
             if kv_spec.state_groups:
                 most_tokens, most_rows = config.max_draft_step_tokens, config.max_padded_rows
                 self.kept_states = KeptStates(kv_spec, most_tokens, most_rows, self.device)
-            self._model_drafter = ModelDrafter.of(self.model, self.slots, self.sampler, config, self._images)
+            if self.model.draft_head is not None:
+                self._model_drafter = ModelDrafter(config, self.model, self.slots, self.sampler, self._images)
         self.constraints = Constraints(
             config.model_path,
             vocab_size,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import numpy as np
 import torch
@@ -22,14 +21,13 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.image_tokens import ImageTokens
-from nvcli.attention.whole_images import Kind, WholeImage, plan_both_ways
+from nvcli.attention.whole_images import WholeImage, plan_both_ways
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
 from nvcli.core.prompt_image import PromptImage
 from nvcli.kernels.step_tensors import StepRows
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
-from nvcli.models.vision.vision_config import VisionConfig
 from nvcli.sizing.images import image_buffer_bytes
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.worker.runner.image_encoder import ImageEncoder
@@ -85,52 +83,29 @@ class StepImages:
     """The images of each slot, and those of the step that is about to run."""
 
     def __init__(
-        self,
-        vision: VisionConfig,
-        encoder: ImageEncoder | None,
-        kinds: Sequence[Kind],
-        slots: SlotTable,
-        device: torch.device,
-        *,
-        max_tokens: int,
-        num_bytes: int,
-        feeds_head: bool,
+        self, config: EngineConfig, model: CausalLM, slots: SlotTable, group: TensorParallelGroup, device: torch.device
     ) -> None:
-        """`encoder`: None in a stage without a tower. `kinds`: those of the stage's layers that attend to images both
-        ways. `feeds_head`: whether a head reads embeddings of images."""
-        self._vision, self._kinds = vision, kinds
-        self.encoder, self._device = encoder, device
-        self.num_bytes = num_bytes
+        """`model` reads images. Raises LoadError."""
+        vision, tower, head = model.config.vision, model.vision, model.config.draft_head
+        assert vision is not None
+        self._vision, self._device = vision, device
+        self._kinds = [
+            (spec.window, spec.kv_group) for spec in model.attention_kinds if vision.is_whole_in(spec.window)
+        ]
+        """The kinds of the stage's layers that attend to images both ways."""
+        self.encoder = None if tower is None else ImageEncoder(config, tower, group, device)
+        """None in a stage without a tower."""
+        self.num_bytes = 0 if tower is None else image_buffer_bytes(config, vision, device_bytes(device))
         """The most bytes of embeddings, kept ones and those of a step, for the plan of the memory."""
         self._plan: ImagePlan | None = None
         """The plan of the step that is about to run; None: its chunks have no images."""
-        self._feeds_head = feeds_head
+        self._feeds_head = head is not None and head.reads_images
         self._ahead: ImageTokens | None = None
         """The images that the head reads in that step; None: none, or it has not begun."""
         self._images: dict[int, Sequence[PromptImage]] = {}
         """The images of the slots that have any."""
-        self._offsets = SlotNumbers(len(slots.state.lengths), max_tokens, slots.upload, device)
+        self._offsets = SlotNumbers(len(slots.state.lengths), config.max_padded_tokens, slots.upload, device)
         """Offsets of the positions of each slot's tokens after its images."""
-
-    @classmethod
-    def of(
-        cls, config: EngineConfig, model: CausalLM, slots: SlotTable, group: TensorParallelGroup, device: torch.device
-    ) -> Self | None:
-        """Return the images of a rank's steps; None if prompts have none. Raises LoadError."""
-        vision, tower = model.config.vision, model.vision
-        if not model.config.has_tower or vision is None:
-            return None
-        head = model.config.draft_head
-        return cls(
-            vision,
-            None if tower is None else ImageEncoder.of(config, tower, group, device),
-            [(spec.window, spec.kv_group) for spec in model.attention_kinds if vision.is_whole_in(spec.window)],
-            slots,
-            device,
-            max_tokens=config.max_padded_tokens,
-            num_bytes=0 if tower is None else image_buffer_bytes(config, vision, device_bytes(device)),
-            feeds_head=head is not None and head.reads_images,
-        )
 
     def plan(self, step: StepInput) -> bool:
         """Take in the images of new slots, and plan the chunks that begin before the end of their request's last
