@@ -51,8 +51,6 @@ class DraftEvidence:
             return None
         if self._accept_rate is not None:
             return Outcome(self._draw(self._accept_rate), self._most)
-        if state.request.constraint is not None:
-            return Outcome(0, num_known)  # it has no drafts
         cut = state.num_tokens - num_known
         before = state.tokens(max(0, cut - _LONGEST), cut)
         given = state.generated[-num_known:]

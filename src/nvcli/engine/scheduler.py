@@ -422,15 +422,11 @@ class Scheduler:
                 continue
             if self._homes[state.home].num_running > 1 or state.num_pending:
                 # Alone, it waits for the tokens that are on their way, which may be its last.
-                self._preempt(self._running.choose_victim(state.home))
+                self._send_to_wait(self._running.choose_victim(state.home))
+                self._num_preemptions += 1
             else:
                 self._finish_too_large(state, state.num_computed + 1)
         return 0
-
-    def _preempt(self, state: RequestState) -> None:
-        """Take back a request's slot and blocks, because other requests need the blocks."""
-        self._send_to_wait(state)
-        self._num_preemptions += 1
 
     def _send_to_wait(self, state: RequestState) -> None:
         """Take back a request's slot and blocks; it waits, first in line, to be recomputed."""
