@@ -55,7 +55,7 @@ def activate_gated(gate, up, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _experts_kernel(
     x_ptr,  # with an ACTIVATION [T, in]; else [T × k, in], in the order of order_ptr
-    x_tiles,  # by TMA, descriptor of the latter, tiles [row_tile, in_tile]
+    x_tiles,  # by TMA, descriptor of the latter, tiles [row_tile, in_tile]; else None
     x_scales_ptr,  # quantised: [T or T × k] float32, or for blocks [T or T × k, groups]
     weight,  # descriptor of [E × ROWS, in], tiles [out_tile, in_tile]; in 4 bits [E, ROWS, words] int16
     weight_scales_ptr,  # [E, ROWS] float32, or for blocks [E, ROWS / GROUP, groups]; in 4 bits [E, groups, ROWS] int32
@@ -240,7 +240,7 @@ def _multiply(
     half_kind = replace(kind, row_tile=work.row_tile // 2, x_by_tma=False, is_whole=has_whole_tiles)
     _experts_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
         numbers,
-        TensorDescriptor.from_tensor(numbers, [work.row_tile, launch.in_tile]) if launch.has_tiles else numbers,
+        TensorDescriptor.from_tensor(numbers, [work.row_tile, launch.in_tile]) if launch.has_tiles else None,
         row_scales,
         TensorDescriptor.from_tensor(_codes(x, matrix), [launch.out_tile, launch.in_tile]) if weight_by_tma else weight,
         numbers if scales is None else scales,

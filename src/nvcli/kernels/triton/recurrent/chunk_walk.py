@@ -39,16 +39,16 @@ with tiles of 32, and 473 with the others; the scan takes 265 µs with three sta
 class ChunkParts(NamedTuple):
     """Results of a rule for all chunks, computed before their states are known. T tokens, Hv value heads."""
 
-    solved: Tensor
-    """[T, Hv, CHUNK], A; read by the delta rule alone."""
+    solved: Tensor | None
+    """[T, Hv, CHUNK], A; by the delta rule alone."""
     scores: Tensor
     """[T, Hv, CHUNK], P."""
     scales: Tensor
     """[2, Hv, T] float32: for queries that read the state before the chunk, by the scan also the decay from the chunk's
     start to each token, and for keys that write the state after it. By the delta rule [4, Hv, T], with that decay, and
     for keys that read the state."""
-    skip: Tensor
-    """[Hv], how much of its own value a token's result gets; read by the scan alone."""
+    skip: Tensor | None
+    """[Hv], how much of its own value a token's result gets; by the scan alone."""
 
 
 @triton.jit

@@ -177,4 +177,4 @@ def compute_chunks(
         num_stages=1,
         maxnreg=_SOLVE_REGISTERS if is_half else None,
     )
-    walk_chunks(qkv, ChunkParts(solved, scores, scales, gates.step_bias), pool, rows, heads, out)
+    walk_chunks(qkv, ChunkParts(solved, scores, scales, None), pool, rows, heads, out)

@@ -127,4 +127,4 @@ def compute_chunks(
         num_warps=_WARPS,
         num_stages=1,
     )
-    walk_chunks(qkv, ChunkParts(scores, scores, scales, gates.skip), pool, rows, heads, out)
+    walk_chunks(qkv, ChunkParts(None, scores, scales, gates.skip), pool, rows, heads, out)
