@@ -17,8 +17,6 @@ from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
 from nvcli.models.mixers.short_conv import ShortConvConfig
 
 _CONV = "conv"
-_MAX_TAPS = 16
-"""The most tokens that a convolution reads; more than any model's does."""
 _LAYOUT = CheckpointLayout(
     renamed=(
         (".feed_forward.expert_bias", ".mlp.gate.e_score_correction_bias"),
@@ -106,7 +104,7 @@ def _read(config: ModelFile, mlps: Sequence[FeedForward]) -> DecoderConfig:
 def _conv(config: ModelFile) -> ShortConvConfig:
     return ShortConvConfig(
         num_channels=config.positive("hidden_size"),
-        conv_taps=config.positive("conv_L_cache", least=2, most=_MAX_TAPS),
+        conv_taps=config.conv_taps("conv_L_cache"),
         bias=config.get("conv_bias", bool, False),
     )
 

@@ -11,8 +11,6 @@ from nvcli.models.mixers.mamba import MambaConfig
 
 ATTENTION, MAMBA = (FULL, "attention"), (LINEAR, "mamba")
 """Names of the kinds of layers in files, the newer one first."""
-_MAX_TAPS = 16
-"""The most tokens that a convolution reads; more than any model's does."""
 _MAX_STATE = 256
 """The largest state size and head size that kernels compute."""
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
@@ -66,7 +64,7 @@ def read_mamba(config: ModelFile, keys: MambaKeys = COMMON_KEYS, *, inner_size: 
         head_dim=head_dim,
         num_groups=num_groups,
         state_size=config.positive(keys.state, most=_MAX_STATE),
-        conv_taps=config.positive(keys.taps, least=2, most=_MAX_TAPS),
+        conv_taps=config.conv_taps(keys.taps),
         norm_eps=config.positive_number(keys.eps),
         conv_bias=config.get(keys.conv_bias, bool, True),
         bias=config.get(keys.bias, bool, False),

@@ -33,6 +33,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+_MAX_TAPS = 16
+"""The most tokens that a convolution reads; more than any model's does."""
+
 MAX_EXPERTS = 1024
 """The most experts of a layer; more than any has."""
 
@@ -125,6 +128,10 @@ class ModelFile(JsonFile):
         if num_heads % num_kv_heads:
             raise self.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} attention heads")
         return num_kv_heads
+
+    def conv_taps(self, key: str) -> int:
+        """Read the number of tokens that a short convolution reads."""
+        return self.positive(key, least=2, most=_MAX_TAPS)
 
     def mlp(
         self,

@@ -90,8 +90,7 @@ def _block_kinds(config: ModelFile) -> Sequence[str]:
 
 
 def _mlp(config: ModelFile, size_key: str) -> PlainMLPConfig:
-    if (activation := config.get("mlp_hidden_act", str, "relu2")) != "relu2":
-        raise config.error("mlp_hidden_act", f"{show(activation)} is not supported here; supported: relu2")
+    config.only("mlp_hidden_act", "relu2")
     return PlainMLPConfig(
         intermediate_size=config.positive(size_key), activation="relu2", bias=config.get("mlp_bias", bool, False)
     )

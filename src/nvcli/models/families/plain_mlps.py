@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from nvcli.core.validation import show
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
@@ -63,13 +62,8 @@ def read_starcoder2(config: ModelFile) -> DecoderConfig:
 
 
 def _mlp(config: ModelFile, default: str, *, bias: bool = False) -> PlainMLPConfig:
-    found = config.get("hidden_act", str, default)
-    if found not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise config.error("hidden_act", f"{show(found)} is not supported here; supported: {known}")
-    return PlainMLPConfig(
-        intermediate_size=config.positive("intermediate_size"), activation=_ACTIVATIONS[found], bias=bias
-    )
+    activation = config.choice("hidden_act", _ACTIVATIONS, default)
+    return PlainMLPConfig(intermediate_size=config.positive("intermediate_size"), activation=activation, bias=bias)
 
 
 ARCEE = Family(

@@ -21,8 +21,6 @@ from nvcli.models.mtp_config import PREFIX, MTPConfig
 from nvcli.models.vision.qwen import read_qwen3_5_vision
 
 _LAYOUT = CheckpointLayout(left=(PREFIX,))
-_MAX_TAPS = 16
-"""The most tokens that a convolution reads; more than any model's does."""
 
 
 def read_qwen3_next(config: ModelFile) -> DecoderConfig:
@@ -76,7 +74,7 @@ def _delta_net(config: ModelFile, *, is_fused_by_head: bool) -> DeltaNetConfig:
         key_dim=config.positive("linear_key_head_dim", most=256),
         num_value_heads=num_value_heads,
         value_dim=config.positive("linear_value_head_dim", most=256),
-        conv_taps=config.positive("linear_conv_kernel_dim", least=2, most=_MAX_TAPS),
+        conv_taps=config.conv_taps("linear_conv_kernel_dim"),
         is_fused_by_head=is_fused_by_head,
     )
 

@@ -74,8 +74,7 @@ def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
     if name not in kind.classes:
         raise file.error("image_processor_type", f"{show(name)} is not supported; supported: {', '.join(kind.classes)}")
     for key in ("do_resize", "do_rescale"):
-        if file.values.get(key) not in (None, True):
-            raise file.error(key, f"{show(file.values[key])} is not supported; supported: true")
+        file.only(key, True)
     normalises = kind.normalises if file.values.get("do_normalize") is None else file.get("do_normalize", bool)
     number = file.get("resample", int, kind.resample)
     if number not in _RESAMPLING:
