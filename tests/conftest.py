@@ -13,16 +13,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from combinations import left_out_of
-from fake_command import NvcliHere
 from nvcli.job.text.tokenizer import Tokenizer
 from shared_memory import left_in_shared_memory, shared_memory
 from warm_process import engines_are_copies, warm_children
 from weightless_model import write_weightless_model
+
+if TYPE_CHECKING:
+    from fake_command import NvcliHere  # which keeps the environment as it finds it
 
 # A slow machine is no failure; on CI the examples are the same every time, so that a red run can be repeated.
 settings.register_profile("nvcli", deadline=None, derandomize=bool(os.environ.get("CI")))
@@ -136,6 +139,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # tests make many small objects and few circles of them
     gc.enable()
 
 
