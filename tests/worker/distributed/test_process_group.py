@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -29,18 +30,18 @@ def test_engine_is_the_first_to_give_up_on_a_stage(monkeypatch: pytest.MonkeyPat
 def test_ranks_meet_however_late_one_comes() -> None:
     """Later than the store would wait for anything else."""
     path = store_path(create_store())
+    others_are_there = threading.Barrier(3, timeout=30)
 
     def come(rank: int) -> float:
         group = TensorParallelGroup(None, torch.device("cpu"))
         group.rank, group.size = rank, 3
         store = dist.FileStore(path, 3)
         store.set_timeout(timedelta(seconds=0.1))
-        time.sleep(0.5 * rank)
         came_at = time.monotonic()
+        others_are_there.wait()
+        time.sleep(0.5 * (rank == 2))
         World(group, store).meet("here")
         return time.monotonic() - came_at
 
     with ThreadPoolExecutor(3) as ranks:
-        first, second, last = ranks.map(come, range(3))
-    assert first > second > 0.3
-    assert last < first
+        assert min(ranks.map(come, range(3))) >= 0.5

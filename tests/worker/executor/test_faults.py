@@ -27,7 +27,7 @@ from nvcli.worker.executor.executor import Executor
 from requests_factory import make_request
 from shared_memory import left_in_shared_memory, shared_memory
 
-DETECTION_SECONDS = 2.0
+DETECTION_SECONDS = 10.0
 
 
 def children_of(pid: int) -> list[int]:
@@ -196,12 +196,12 @@ def test_stopped_engine_is_named(clients: list[EngineClient]) -> None:
 
 
 def test_engine_that_was_stopped_for_a_moment_goes_on(clients: list[EngineClient]) -> None:
-    client = start(clients, "SlowRunner", step_timeout=0.8)
+    client = start(clients, "SlowRunner", step_timeout=1.6)
     client.wait_ready()
     client.add([make_request(0, [1], 60)])
     for _ in range(2):
         os.kill(client.pid, signal.SIGSTOP)
-        poll_for(client, 0.6)
+        poll_for(client, 1.0)
         os.kill(client.pid, signal.SIGCONT)
         poll_for(client, 0.3)
     assert unpack(collect(client, 1)[0].token_ids).tolist() == list(range(100, 160))
@@ -323,9 +323,8 @@ def test_a_failed_start_leaves_no_zombie(clients: list[EngineClient], runner: st
     client = start(clients, runner, tensor_parallel_size=2)
     with contextlib.suppress(LoadError, WorkerError):
         client.wait_ready(0.7)
-    begin = time.monotonic()
     client.close()
-    assert time.monotonic() - begin < 4.0  # it was not killed in the end
+    assert client._process._popen.returncode != -signal.SIGKILL
 
 
 @pytest.mark.usefixtures("nobody_reaps")

@@ -124,10 +124,8 @@ def test_killed_rank_of_a_later_stage_is_named(tmp_path: Path) -> None:
         children = [task.read_text() for task in Path(f"/proc/{client.pid}/task").glob("*/children")]
         ranks = sorted(int(pid) for text in children for pid in text.split())
         os.kill(ranks[1], signal.SIGKILL)
-        begin = time.monotonic()
         with pytest.raises(WorkerError, match=rf"rank 1 of stage 1 \(pid {ranks[1]}\) was killed by SIGKILL"):
             poll_until_error(client)
-        assert time.monotonic() - begin < 2.0
     finally:
         client.close()
 
