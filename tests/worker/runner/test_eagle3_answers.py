@@ -12,6 +12,7 @@ import torch
 from held_out import answer, held_out_questions
 from mixed_requests import assert_equal, mixed_requests, samples_of
 
+from combinations import full
 from eagle3_heads import write_head
 from nvcli.core.messages import DRAFT_SOURCES
 from nvcli.demo import demo_path
@@ -78,7 +79,7 @@ def test_the_surest_drafts_are_right_more_often(monkeypatch: pytest.MonkeyPatch)
     assert surest > 1.15 * even
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [full(0.0), 1.0])
 def test_a_trained_head_gives_four_tokens_a_step(temperature: float) -> None:
     found, stats = answer(held_out_questions(temperature), DEMO_HEAD)
     assert {output.finish_reason for output in found.values()} == {"stop"}

@@ -70,7 +70,7 @@ def test_answers_are_the_same_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_shape_stays_in_one_part_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [each for each in make_requests(load_vocabulary()) if asks_for_no_more(each)][:6]
-    shape = BatchShape(decode_rows=8, prefill_rows=1, prefill_tokens=256)
+    shape = BatchShape(decode_rows=8, prefill_rows=1, prefill_tokens=48)
     tries = 0
 
     def fail(*arguments: Any) -> None:
