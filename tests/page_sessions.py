@@ -133,7 +133,7 @@ def _differences(page: Path, folder: Path, environ: dict[str, str]) -> Iterator[
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=240,
+            timeout=500,
         )
         code = done.returncode
         lines = [line.rstrip() for line in done.stdout.decode().splitlines() if not _BY_TIME.match(line)]

@@ -52,7 +52,7 @@ def test_programs_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-2000").symlink_to(demo_path())  # which takes the place of other weights
     (tmp_path / "program.py").write_text(run, encoding="utf-8")
     done = run_warm(
-        [sys.executable, "program.py"], cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=240
+        [sys.executable, "program.py"], cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     assert "sum 95" in done.stdout
