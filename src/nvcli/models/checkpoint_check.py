@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from nvcli.core.validation import list_some
@@ -34,9 +35,15 @@ _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 def read_model_tensors(config: ModelConfig, path: Path) -> LocatedTensors:
-    """Read which of a model's tensors a checkpoint folder has, and where they are. Raises LoadError."""
+    """Read which of a model's tensors a checkpoint folder has, and where they are. Raises LoadError.
+
+    A tied LM head that is stored alone is the embedding, as in transformers.
+    """
     wanted = model_tensors(config, config.dtype)
-    return locate_tensors(config.decoder.layout, read_tensors(path), wanted, config.quantisation)
+    located = locate_tensors(config.decoder.layout, read_tensors(path), wanted, config.quantisation)
+    if not config.tie_word_embeddings or TIED_TO in located.tensors or TIED_HEAD not in located.tensors:
+        return located
+    return replace(located, tensors={TIED_TO if n == TIED_HEAD else n: each for n, each in located.tensors.items()})
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: Path, *, stage: Stage = WHOLE) -> None:
