@@ -8,15 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from adapters import low_rank, magnitudes, write_adapter
 from checkpoints import edit_json
 from eagle3_heads import write_head
 from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
+from nvcli.core.lora_config import LoraConfig, LoraMode
 from nvcli.core.speculation_config import SpeculationConfig
+from nvcli.core.system.nvidia_smi import SmiReport
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
 from nvcli.models.hub import DownloadSize
 from nvcli.sizing.weights import weight_bytes
 from nvcli.tools.doctor import model_files
+from nvcli.tools.doctor.examination import _layout as layout_of
 from nvcli.tools.doctor.findings import Finding, Level
 from nvcli.tools.doctor.model_files import ModelFiles, check_model_files
 
@@ -133,3 +138,28 @@ def test_the_head_that_drafts(tmp_path: Path) -> None:
     for name in ("mtp", str(tmp_path / "none")):
         (finding,) = problems(check_files("demo", draft_head=name))
         assert "`speculation.method`" in finding.found
+
+
+def test_adapters_that_rows_choose(tmp_path: Path) -> None:
+    """They are served as `resolve_engines` serves them, and the layout counts on them."""
+    tensors = low_rank(demo_path())
+    write_adapter(tmp_path / "plain", tensors)
+    write_adapter(tmp_path / "dora", {**tensors, **magnitudes(tensors)}, use_dora=True)
+    adapters = {name: str(tmp_path / name) for name in ("plain", "dora", "none")}
+
+    def check(mode: LoraMode, *names: str) -> tuple[ModelFiles, EngineConfig]:
+        lora = LoraConfig(adapters={name: adapters[name] for name in names}, mode=mode)
+        run = RunConfig(model="demo", device="cpu", lora=lora)
+        files = check_model_files(run)
+        config, *_ = layout_of(run, files, "cpu", SmiReport())
+        assert config is not None
+        return files, config
+
+    files, config = check("auto", "plain", "dora")
+    assert not problems(files)
+    assert files.findings[-1].found.endswith("dora, changes 49 tensors, merged in its turn")
+    assert (config.merged_adapters, config.lora_sizes.ranks) == ((2,), (4, 4))
+    assert check("merged", "plain", "dora")[1].merged_adapters == (1, 2)
+    files, config = check("batched", "dora", "none", "plain")
+    assert [finding.name for finding in problems(files)] == ["adapter", "adapter"]
+    assert (config.lora_paths, config.merged_adapters) == ((tmp_path / "plain",), ())

@@ -13,6 +13,7 @@ from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import AttentionSpec, attention_kinds
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
+from nvcli.core.lora_config import LoraConfig, adapter_choice
 from nvcli.core.system.host_memory import available_ram
 from nvcli.core.system.nvidia_smi import SmiReport, ask_nvidia_smi, visible_gpus
 from nvcli.errors import CapacityError, ConfigError
@@ -115,15 +116,13 @@ def _layout(
     given = layout_as_given(run)
     if files is None or files.path is None or files.config is None:
         return None, given, []
-    run = msgspec.structs.replace(run, device=device)
-    if files.adapter is None:  # whatever is wrong with it is a finding already
-        run = msgspec.structs.replace(run, lora=None)
+    run = msgspec.structs.replace(run, device=device, lora=_usable_lora(run, files))
     try:
         model = with_run_head(run, files.path, files.config, device)
         found = visible_gpus(smi)
         gpus = () if isinstance(found, str) else found
         model = keep_weights(run, model, device, gpus=gpus, adapter=files.adapter)
-        config = resolve_engine_config(run, files.path, model, gpus=gpus)
+        config = resolve_engine_config(run, files.path, model, gpus=gpus, row_adapters=files.row_adapters)
         layout = resolve_layout(run, config, model, report=smi)
         sampling_defaults(run, files.config)
     except ConfigError as error:
@@ -138,6 +137,15 @@ def _layout(
     parts += [f"--pp {layout.pipeline_parallel_size}"] if layout.pipeline_parallel_size > 1 else []
     parts += [f"--dp {layout.data_parallel_size}", f"max_model_len {config.max_model_len:,}"]
     return config, layout, [*chosen, ok("configuration", ", ".join(parts))]
+
+
+def _usable_lora(run: RunConfig, files: ModelFiles) -> str | LoraConfig | None:
+    """Return the key `lora` with the adapters that fit; whatever is wrong with others is a finding already."""
+    choice = adapter_choice(run.lora)
+    if files.adapter is not None:
+        return choice.merged
+    found = {name: choice.named[name] for name in files.row_adapters}
+    return LoraConfig(adapters=found, max_loaded=choice.max_loaded, mode=choice.mode) if found else None
 
 
 def _attention_task(

@@ -6,18 +6,18 @@ This is torch-free and reads no weights; checks that load the tokenizer or build
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nvcli.core.byte_sizes import counted
 from nvcli.core.config import RunConfig
-from nvcli.core.lora_config import adapter_choice
+from nvcli.core.lora_config import AdapterChoice, adapter_choice
 from nvcli.core.system.hub_access import DownloadSize
 from nvcli.errors import ConfigError, LoadError
+from nvcli.job.run.adapter_modes import find_modes
 from nvcli.job.run.engine_settings import load_checkpoint
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_local_adapter
-from nvcli.models.adapters.row_adapters import check_row_adapter
 from nvcli.models.checkpoint import find_model, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
@@ -39,6 +39,8 @@ class ModelFiles:
     findings: list[Finding]
     adapter: Adapter | None = None
     """The LoRA adapter for all rows, where one was asked for that fits the model."""
+    row_adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    """The LoRA adapters that rows choose, by name: those that fit the model."""
 
 
 def check_model_files(run: RunConfig) -> ModelFiles:
@@ -50,17 +52,23 @@ def check_model_files(run: RunConfig) -> ModelFiles:
     tensors, weight_findings = _read_weights(path)
     findings = [finding, *config_findings, *weight_findings]
     adapter: Adapter | None = None
-    adapters, draft_head = adapter_choice(run.lora), run.speculation.draft_head
+    row_adapters: dict[str, Adapter] = {}
+    choice, draft_head = adapter_choice(run.lora), run.speculation.draft_head
     if config is not None:
-        findings += [_read_adapter(one, config, is_of_rows=True)[1] for one in adapters.named.values()]
-    if adapters.merged is not None and config is not None:
-        adapter, adapter_finding = _read_adapter(adapters.merged, config)
-        findings.append(adapter_finding)
-        config = config if adapter is None else adapter.adapt(config)
+        read = [(name, *_read_adapter(one, config, choice, is_of_rows=True)) for name, one in choice.named.items()]
+        findings += [adapter_finding for *_, adapter_finding in read]
+        row_adapters = {name: each for name, each, _ in read if each is not None}
+        if choice.merged is not None:
+            adapter, adapter_finding = _read_adapter(choice.merged, config, choice)
+            findings.append(adapter_finding)
+        for each in (*row_adapters.values(), adapter):
+            config = config if each is None else each.adapt(config)
     if draft_head is not None and config is not None:
         config, head_finding = _read_head(draft_head, config)
         findings.append(head_finding)
-    return ModelFiles(path=path, config=config, tensors=tensors, findings=findings, adapter=adapter)
+    return ModelFiles(
+        path=path, config=config, tensors=tensors, findings=findings, adapter=adapter, row_adapters=row_adapters
+    )
 
 
 def _find(name: str, revision: str | None) -> tuple[Path | None, Finding]:
@@ -105,8 +113,11 @@ def _read_config(run: RunConfig, path: Path) -> tuple[ModelConfig | None, list[F
     return config, [ok("config", found), _generation_config(path, config)]
 
 
-def _read_adapter(name: str, config: ModelConfig, *, is_of_rows: bool = False) -> tuple[Adapter | None, Finding]:
-    """`is_of_rows`: rows choose it, and have nothing else of their own."""
+def _read_adapter(
+    name: str, config: ModelConfig, choice: AdapterChoice, *, is_of_rows: bool = False
+) -> tuple[Adapter | None, Finding]:
+    """`is_of_rows`: it is one of several that rows choose."""
+    how = ""
     try:
         path = find_local_adapter(name)
         if path is None:
@@ -114,11 +125,11 @@ def _read_adapter(name: str, config: ModelConfig, *, is_of_rows: bool = False) -
             return None, warning("adapter", found, "hf download it, then run this again: its files were not checked")
         adapter = read_adapter(path, config)
         if is_of_rows:
-            check_row_adapter(adapter, config)
+            how = ", merged in its turn" if find_modes(choice, [adapter], config).merged else ""
     except (ConfigError, LoadError) as error:
         return None, problem("adapter", str(error), "choose an adapter of this model: --lora FOLDER")
     changed = len({*adapter.changes, *adapter.replaced})
-    return adapter, ok("adapter", f"{path}, changes {counted(changed, 'tensor')}")
+    return adapter, ok("adapter", f"{path}, changes {counted(changed, 'tensor')}{how}")
 
 
 def _read_head(name: str, config: ModelConfig) -> tuple[ModelConfig, Finding]:
