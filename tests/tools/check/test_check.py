@@ -241,6 +241,8 @@ def test_a_damaged_input_leaves_the_report_of_what_was_read(tmp_path: Path, mode
     path.write_bytes(gzip.compress(b'{"prompt": "a"}\n') + gzip.compress(b'{"prompt": "b"}\n')[:20])
     done = check_file(path, model_folder)
     assert (done.report.rows, done.report.is_complete) == (1, False)
+    print_report(done.report, printed := io.StringIO())
+    assert "rows        1, not all of the input: 1 can be answered, 0 cannot\n" in printed.getvalue()
     assert isinstance(done.ended_by, ConfigError)
     assert "cannot be read past line 1" in str(done.ended_by)
 

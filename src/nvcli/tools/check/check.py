@@ -136,7 +136,7 @@ def check_job(
     """Check the rows of `inputs`. `source` knows the origin of each key of `run`. Raises ConfigError and LoadError.
 
     `output` is the run's output, which is checked too; `-`: none is named. If an input cannot be read to its end,
-    or a signal ends the check, the report covers the rows before that.
+    or a signal ends the check, the report covers the rows that were read.
     """
     if options.gpus is not None:
         if run.device == "cpu":

@@ -63,9 +63,9 @@ def _prompt(prompt: ShownPrompt) -> Text:
 
 def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     """Yield the report's lines, each with its name; continuation lines have an empty name."""
-    stopped = "" if report.is_complete else " up to the point where reading stopped"
+    which = "" if report.is_complete else ", not all of the input"
     good = report.rows - report.rows_failed
-    yield "rows", f"{report.rows:,}{stopped}: {good:,} can be answered, {report.rows_failed:,} cannot"
+    yield "rows", f"{report.rows:,}{which}: {good:,} can be answered, {report.rows_failed:,} cannot"
     for error in report.errors:
         yield "", f"{error.count:,} {error.type}; the first: {one_line(error.message, _MESSAGE_CHARS)}"
     if report.lengths is not None:
