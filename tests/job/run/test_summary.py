@@ -98,7 +98,9 @@ def test_gpu_hours_are_those_of_all_gpus_from_the_command_to_its_end() -> None:
 
 
 def test_a_limit_says_that_there_is_more() -> None:
-    assert "these are the first 20 rows; without --limit the others follow" in format_summary(make_summary(limit=20))
+    few, kept = (format_summary(make_summary(rows=rows, limit=20)) for rows in (20, 21))
+    assert "these are the first 20 rows; without --limit the others follow" in few
+    assert "--limit 20: later rows that were answered before are kept" in kept
 
 
 def test_prompt_tokens_that_were_not_computed_count_for_each_sample() -> None:

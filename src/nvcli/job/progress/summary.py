@@ -102,11 +102,17 @@ def format_summary(
             lines += _time_lines(summary)
         lines += [*_notes(summary.counts), *(f"  note      {warning}" for warning in summary.row_warnings)]
     if summary.limit is not None:
-        first = "this is the first row" if summary.limit == 1 else f"these are the first {summary.limit:,} rows"
-        lines.append(f"  note      {first}; without --limit the others follow")
+        lines.append(f"  note      {_limit_note(summary.rows, summary.limit)}")
     for number, (command, effect) in enumerate((next_steps or {}).items()):
         lines.append(f"  {'' if number else 'next':<9} {command}  # {effect}")
     return "\n".join(lines)
+
+
+def _limit_note(rows: int, limit: int) -> str:
+    if rows > limit:
+        return f"--limit {limit:,}: later rows that were answered before are kept; without --limit any others follow"
+    first = "this is the first row" if limit == 1 else f"these are the first {limit:,} rows"
+    return f"{first}; without --limit the others follow"
 
 
 def _first_line(summary: Summary) -> str:
