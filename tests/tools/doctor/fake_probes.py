@@ -9,6 +9,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nvcli.errors import ConfigError
 from nvcli.tools.doctor.all_reduce_rank import AllReduceResult, Phase
 
 
@@ -24,6 +25,10 @@ def hang_silently(argument: Any, control: Connection) -> None:
 def crash(argument: Any, control: Connection) -> None:
     print("some chatter", flush=True)
     raise OSError("libsomething.so: undefined symbol")
+
+
+def refuse(argument: Any, control: Connection) -> None:
+    raise ConfigError("loopback is down: ip link set lo up")
 
 
 def be_killed(argument: Any, control: Connection) -> None:

@@ -39,6 +39,11 @@ def test_a_crash_tells_the_error() -> None:
         running.result()
 
 
+def test_our_own_error_is_told_without_its_type() -> None:
+    with probe("refuse") as running, pytest.raises(ProbeFailed, match="exited with code 1: loopback is down"):
+        running.result()
+
+
 def test_a_killed_probe_tells_the_signal() -> None:
     with probe("be_killed") as running, pytest.raises(ProbeFailed, match="was killed by SIGSEGV: last words"):
         running.result()

@@ -16,6 +16,8 @@ from nvcli.worker.executor.child_process import ChildProcess
 
 _ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
 """The beginning of a traceback's last line."""
+_OWN_ERROR = re.compile(r"^nvcli\.errors\.\w+: ")
+"""The type before a message of our own, which needs none."""
 
 
 class ProbeFailed(Exception):
@@ -66,7 +68,7 @@ class Probe:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
         errors = [line for line in lines if _ERROR.match(line)]
-        return f": {(errors or lines)[-1].strip()}" if lines else ""
+        return f": {_OWN_ERROR.sub('', (errors or lines)[-1].strip())}" if lines else ""
 
 
 def _unnamed_file() -> IO[bytes]:
