@@ -78,6 +78,7 @@ ERRORS_IN_FILES = [
     ),
     ("model: m\nmax_model_len: 1", r"`max_model_len` is 1; allowed: an integer of at least 2 or null"),
     ("model: m\nseed: 9223372036854775808", r"run.yaml:2: `seed` is 9223372036854775808; allowed"),
+    ("model: m\nseed: 010", r'run.yaml:2: `seed` is "010"; allowed: an integer'),
     ("model: m\nattention_backend: fa3", r"allowed: auto, flash-attn, flashinfer, torch, triton"),
     ("model: m\nattention_backend: 3", r"allowed: auto, .*triton or a mapping with the keys prefill, decode"),
     (

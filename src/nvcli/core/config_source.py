@@ -183,6 +183,8 @@ def _read(path: Path) -> bytes:
 
 _MISREAD = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)
 """Errors of PyYAML for text that is not YAML, or whose tag (`!!timestamp x`) does not fit its value."""
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+"""An integer in base 8, as YAML 1.1 reads it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -206,7 +208,13 @@ def _refuse_set(loader: _Loader, node: yaml.Node) -> NoReturn:
     raise yaml.constructor.ConstructorError(None, None, "a set, which no key accepts", node.start_mark)
 
 
+def _read_integer(loader: _Loader, node: yaml.ScalarNode) -> int | str:
+    """Leave `010`, which is 8 in YAML 1.1 and 10 in YAML 1.2, as text, as `08` is; keys for numbers then refuse it."""
+    return node.value if _OCTAL.fullmatch(node.value) else loader.construct_yaml_int(node)
+
+
 _Loader.add_constructor("tag:yaml.org,2002:set", _refuse_set)
+_Loader.add_constructor("tag:yaml.org,2002:int", _read_integer)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
