@@ -137,9 +137,9 @@ def test_a_model_without_a_chat_template(make_llm: MakeLLM, tmp_path: Path) -> N
         make_llm(needs_chat_template=True)
 
 
-def test_what_was_thought_is_not_said_again(make_llm: MakeLLM, tmp_path: Path) -> None:
-    path = tmp_path / "thinking.jinja"
-    path.write_text("{# <think></think> #}{{ messages[-1].content }}")
-    made, seen = chat(make_llm(job=JobConfig(chat_template=str(path))), "<think>mm</think>hello"[::-1])
+def test_what_was_thought_is_not_said_again(make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "thinking.jinja").write_text("{# <think></think> #}{{ messages[-1].content }}")
+    made, seen = chat(make_llm(job=JobConfig(chat_template="~/thinking.jinja")), "<think>mm</think>hello"[::-1])
     assert seen == ["<think>mm</think>hello"]
     assert made.messages[-1] == {"role": "assistant", "content": "hello"}

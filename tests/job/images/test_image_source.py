@@ -14,8 +14,9 @@ from nvcli.job.images.image_source import ImageFolders
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> ImageFolders:
-    """Two folders with images, beside a secret."""
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageFolders:
+    """Two folders with images, one of them at home, beside a secret."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("in", "media/deep"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "in/a b.png").write_bytes(b"a")
@@ -24,7 +25,7 @@ def folders(tmp_path: Path) -> ImageFolders:
     (tmp_path / "in/link.png").symlink_to("../secret.png")
     (tmp_path / "in/inner.png").symlink_to("a b.png")
     os.mkfifo(tmp_path / "in/fifo")
-    return ImageFolders.of([str(tmp_path / "in/rows.jsonl")], [str(tmp_path / "media")])
+    return ImageFolders.of([str(tmp_path / "in/rows.jsonl")], ["~/media"])
 
 
 @pytest.mark.parametrize(

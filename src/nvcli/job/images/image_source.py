@@ -38,7 +38,7 @@ class ImageFolders:
         """Return the folders of a job with these input files; `-` is standard input, which the working folder stands
         for. `domains` are those of `job.media_domains`. Raises ConfigError for one that is none."""
         folders = [Path(name).parent if name != "-" else Path() for name in inputs] or [Path()]
-        resolved = (Path(os.path.realpath(folder)) for folder in [*folders, *map(Path, roots)])
+        resolved = (Path(os.path.realpath(folder)) for folder in [*folders, *map(Path, map(os.path.expanduser, roots))])
         return cls(tuple(dict.fromkeys(resolved)), ImageFetcher(MediaDomains.of(domains), max_bytes=MAX_FILE_BYTES))
 
     def find(self, source: str) -> Path | bytes:

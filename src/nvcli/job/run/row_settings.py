@@ -6,6 +6,7 @@ No setting of the engines is chosen yet. Imports no torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,7 @@ def read_row_settings(
     """Read what rows need of a checkpoint's small files. Raises ConfigError and LoadError."""
     task = _task_rows(run, model, model_path)
     job = run.job
-    template = None if job.chat_template is None else read_chat_template(Path(job.chat_template))
+    template = None if job.chat_template is None else read_chat_template(Path(os.path.expanduser(job.chat_template)))
     return RowSettings(
         run=run,
         model_path=model_path,
