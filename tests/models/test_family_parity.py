@@ -114,7 +114,7 @@ def test_logits(name: str, checkpoint_of: Checkpoints) -> None:
     expected, expected_other = published_logits(path)
     driver = ModelDriver(path, max_positions=LENGTH)
     assert_close(logits_in_steps(driver, PROMPT, LENGTH), expected, name=name)
-    assert_close(logits_in_steps(driver, PROMPT, 7, 40, 11), expected, name=name)
+    assert_close(logits_in_steps(driver, PROMPT, 7, 40, 20), expected, name=name)
     # Two requests read the same blocks for their common prefix, one of them in the step that fills these blocks.
     first = RequestState()
     for group in range(driver.kv_cache.spec.num_groups):

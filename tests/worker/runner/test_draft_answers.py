@@ -38,7 +38,7 @@ STRUCTURED_STEPS: dict[str, Any] = {"max_num_seqs": 24, "max_num_batched_tokens"
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    return mixed_requests(40)
+    return mixed_requests(32)
 
 
 @pytest.fixture(scope="module")
