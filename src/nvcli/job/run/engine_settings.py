@@ -88,14 +88,28 @@ def resolve_engines(
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
+    return engines_of_adapters(run, model_path, model, adapter, named, gpus=gpus)
+
+
+def engines_of_adapters(
+    run: RunConfig,
+    model_path: Path,
+    model: ModelConfig,
+    adapter: Adapter | None,
+    row_adapters: Mapping[str, Adapter],
+    *,
+    gpus: Sequence[SmiGpu] | None,
+) -> ResolvedEngines:
+    """Resolve the engines of a run whose adapters are read, with a model that is adapted to them. The rest is as in
+    `resolve_engines`."""
     device = device_of(run)
-    model = with_run_head(run, model_path, model, device)
+    model = _with_run_head(run, model_path, model, device)
     model = keep_weights(run, model, device, gpus=gpus, adapter=adapter)
-    config = resolve_engine_config(run, model_path, model, gpus=gpus, row_adapters=named)
-    return ResolvedEngines(model, config, adapter, named)
+    config = resolve_engine_config(run, model_path, model, gpus=gpus, row_adapters=row_adapters)
+    return ResolvedEngines(model, config, adapter, row_adapters)
 
 
-def with_run_head(run: RunConfig, model_path: Path, model: ModelConfig, device: Literal["cpu", "cuda"]) -> ModelConfig:
+def _with_run_head(run: RunConfig, model_path: Path, model: ModelConfig, device: Literal["cpu", "cuda"]) -> ModelConfig:
     """Return the model with the head or the model that drafts its tokens, if the run uses one. Raises ConfigError and
     LoadError."""
     name = run.speculation.draft_head

@@ -237,8 +237,8 @@ def resolve_job(
     `output` None: the output goes beside a single input file; `-` is standard input or output. Reads the checkpoint's
     small files, and samples of the inputs. `limit` counts all rows, not only those of the shard. `overwrite` says that
     what the output holds does not matter. `weights` false: the job is only looked at, so that the checkpoint needs no
-    weights. `gpus` are those that the job is for (None: those here). `setter_of`
-    names for messages what set each key of `run`.
+    weights. `gpus` are those that the job is for (None: those here). `setter_of` names for messages what set each key
+    of `run`.
     """
     names = expand_inputs(inputs, output)
     check_inputs(names)

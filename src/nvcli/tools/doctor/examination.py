@@ -19,8 +19,7 @@ from nvcli.core.system.nvidia_smi import SmiReport, ask_nvidia_smi, visible_gpus
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.layout import Layout, layout_as_given, resolve_layout
 from nvcli.job.run.device import device_of
-from nvcli.job.run.engine_settings import attention_choice, resolve_engine_config, with_run_head
-from nvcli.job.run.kept_weights import keep_weights
+from nvcli.job.run.engine_settings import attention_choice, engines_of_adapters
 from nvcli.job.run.row_settings import sampling_defaults
 from nvcli.sizing.kv_cache import DEFAULT_BLOCK_SIZE
 from nvcli.tools.doctor.all_reduce import check_all_reduce
@@ -118,12 +117,11 @@ def _layout(
         return None, given, []
     run = msgspec.structs.replace(run, device=device, lora=_usable_lora(run, files))
     try:
-        model = with_run_head(run, files.path, files.config, device)
         found = visible_gpus(smi)
         gpus = () if isinstance(found, str) else found
-        model = keep_weights(run, model, device, gpus=gpus, adapter=files.adapter)
-        config = resolve_engine_config(run, files.path, model, gpus=gpus, row_adapters=files.row_adapters)
-        layout = resolve_layout(run, config, model, report=smi)
+        engines = engines_of_adapters(run, files.path, files.config, files.adapter, files.row_adapters, gpus=gpus)
+        config = engines.config
+        layout = resolve_layout(run, config, engines.model, report=smi)
         sampling_defaults(run, files.config)
     except ConfigError as error:
         return None, given, [problem("configuration", str(error), "change that key, in the file or with --set")]
