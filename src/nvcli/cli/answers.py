@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nvcli.cli.messages import say
+from nvcli.cli.messages import say, say_warning
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.system.terminal_text import harmless
 from nvcli.errors import ConfigError
@@ -45,7 +45,7 @@ def load_for_person(run: RunConfig, *, num_requests: int, needs_chat_template: b
 
         return LLM.from_config(
             run,
-            note=lambda line: say(line) if line.startswith("warning: ") else None,
+            note=say_warning,
             start=ahead.start_engine,
             num_requests=num_requests,
             needs_chat_template=needs_chat_template,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from msgspec import Meta
 
-from nvcli.cli.messages import say
+from nvcli.cli.messages import say, say_warning
 from nvcli.cli.options import AsJson, Settings, with_options
 from nvcli.core.config_types import PositiveInt
 from nvcli.core.flags import MODEL, ROWS, Flag
@@ -59,6 +59,13 @@ def compare_quality(
     flags_b = {flag: value for flag, value in settings.flags.items() if flag_keys()[flag] not in changed}
     run_b = load_run_config(file_b, settings.overrides, flags_b, other_overrides={"--set-b": set_b})
     report = run_comparison(
-        run_a, run_b, input_file, limit=limit, context=context, max_answer_tokens=answer_tokens, say=say
+        run_a,
+        run_b,
+        input_file,
+        limit=limit,
+        context=context,
+        max_answer_tokens=answer_tokens,
+        say=say,
+        note=say_warning,
     )
     typer.echo(format_json(report) if as_json else format_report(report))

@@ -27,6 +27,12 @@ def say(text: str) -> None:
     typer.echo(f"nvcli: {without_secrets(text)}", err=True)
 
 
+def say_warning(note: str) -> None:
+    """Print a note of the engines if it is a warning."""
+    if note.startswith("warning: "):
+        say(note)
+
+
 def choose_config_file(named: Path | None) -> Path | None:
     """Return the configuration file to read, as `find_config_file` does, and say so if one was found.
 

@@ -18,6 +18,7 @@ from checkpoints import reference_logits, write_tiny_model, write_tiny_qwen3
 from fake_runners import engine_config
 from family_shapes import SHAPES
 from nvcli.cli.main import app
+from nvcli.cli.messages import say_warning
 from nvcli.core.config import RunConfig, load_run_config
 from nvcli.errors import ConfigError, NvcliError
 from nvcli.models.fp8_linear import Fp8LinearMethod
@@ -186,7 +187,9 @@ def test_the_command_over_rows(capfd: pytest.CaptureFixture[str]) -> None:
     run_a = load_run_config(None, settings=settings)
     run_b = load_run_config(None, settings={**settings, "kv_cache_dtype": "fp8"})
     said: list[str] = []
-    report = compare_quality(run_a, run_b, str(DEMO), limit=4, context=64, max_answer_tokens=12, say=said.append)
+    report = compare_quality(
+        run_a, run_b, str(DEMO), limit=4, context=64, max_answer_tokens=12, say=said.append, note=say_warning
+    )
     assert [line.partition(" 4 ")[0] for line in said[:2]] == ["A answers", "B answers"]
     assert report.differences == {"kv_cache_dtype": ("auto", "fp8")}
     assert report.answers is not None
@@ -211,7 +214,7 @@ def test_a_text_over_two_ranks_without_answers(tmp_path: Path) -> None:
     settings = {"model": "demo", "tensor_parallel_size": 2, "max_model_len": 512}
     run_a = load_run_config(None, settings=settings)
     run_b = load_run_config(None, settings={**settings, "seed": 1})
-    report = compare_quality(run_a, run_b, str(text), limit=2, context=70, max_answer_tokens=0, say=print)
+    report = compare_quality(run_a, run_b, str(text), limit=2, context=70, max_answer_tokens=0, say=print, note=print)
     assert report.answers is None
     found = report.predictions["all"]
     assert (report.passages, found.tokens, list(report.predictions)) == (2, 140, ["all"])
@@ -260,7 +263,7 @@ def test_what_cannot_be_compared(in_b: dict[str, object], input_file: str, words
     settings: dict[str, object] = {"model": "demo", "tensor_parallel_size": 1, "device": "cpu"}
     run_a, run_b = (load_run_config(None, settings=values) for values in (settings, {**settings, **in_b}))
     with pytest.raises(ConfigError, match=words):
-        compare_quality(run_a, run_b, input_file, limit=1, context=64, max_answer_tokens=0, say=print)
+        compare_quality(run_a, run_b, input_file, limit=1, context=64, max_answer_tokens=0, say=print, note=print)
 
 
 @pytest.mark.parametrize(

@@ -53,18 +53,13 @@ def compare_quality(
     context: int,
     max_answer_tokens: int,
     say: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> QualityReport:
     """Compare B with A on the rows or the text of a file (see `read_passages`).
 
-    With `max_answer_tokens` 0 nothing is answered, and only the prompts of rows are read. Raises ConfigError if the two
-    cannot be compared, and what the engines raise.
+    With `max_answer_tokens` 0 nothing is answered, and only the prompts of rows are read. `say` takes how far it is,
+    and `note` the notes of the engines. Raises ConfigError if the two cannot be compared, and what the engines raise.
     """
-
-    def warn(note: str) -> None:
-        """Say a note of the engines if it is a warning."""
-        if note.startswith("warning: "):
-            say(note)
-
     run_a, run_b = (msgspec.structs.replace(run, images="never") for run in (run_a, run_b))
     differences = _differences(run_a, run_b)
     if not differences:
@@ -83,9 +78,9 @@ def compare_quality(
     if max_answer_tokens:
         how_many = counted(len(passages), "prompt")
         say(f"A answers {how_many}")
-        answers_a = greedy_answers(run_a, passages, warn)
+        answers_a = greedy_answers(run_a, passages, note)
         say(f"B answers {how_many}")
-        agreed = agreement(answers_a, greedy_answers(run_b, passages, warn))
+        agreed = agreement(answers_a, greedy_answers(run_b, passages, note))
     tasks = [_task(passage, answer) for passage, answer in zip(passages, answers_a, strict=True)]
     lengths = [len(task.token_ids) // TOKEN_BYTES for task in tasks]
     if max(lengths) > configs[1].max_model_len:
@@ -96,8 +91,8 @@ def compare_quality(
     say(f"A and B read {sum(lengths):,} tokens")
     prompts, answers = TokenSums(), TokenSums()
     with ComparingRanks(configs, max_tokens=max(lengths)) as ranks:
-        for note in ranks.wait_ready():
-            warn(note)
+        for line in ranks.wait_ready():
+            note(line)
         said_at = time.monotonic()
         for number, task in enumerate(tasks):
             if time.monotonic() - said_at > _SAY_SECONDS:
