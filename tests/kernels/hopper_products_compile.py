@@ -20,6 +20,7 @@ from triton.runtime.driver import driver
 
 from compiling_process import run_compiling
 from nvcli.kernels.activation import Activation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import Routes
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton.products import hopper_fp8, hopper_fp8_decode, hopper_w4
@@ -39,24 +40,25 @@ def reports(kind: str) -> list[tuple[str, int]]:
 
 
 def launch_fp8() -> Iterator[Any]:
-    for product, launch in (
-        (hopper_fp8.gated_linear, HopperFP8Launch(2, 2, 2)),
-        (hopper_fp8.gated_linear, HopperFP8Launch(2, 2, None)),
-        (hopper_fp8.linear, HopperFP8Launch(3, 1)),
-    ):
-        product(*fp8_product(), launch)  # type: ignore[operator]
+    for unit_tiles in (2, None):
+        launch = HopperFP8Launch(2, 2, unit_tiles)
+        hopper_fp8.gated_linear(*fp8_product(), launch, activation=ExpertActivation())
         yield hopper_fp8.hopper_fp8_kernel
+    hopper_fp8.linear(*fp8_product(), HopperFP8Launch(3, 1))
+    yield hopper_fp8.hopper_fp8_kernel
     x, weight, scales = fp8_product()
     experts = weight.unflatten(0, (4, -1)), scales.unflatten(0, (4, -1))
     pairs = torch.zeros(ROWS, dtype=torch.int32)
     routes = Routes(pairs.view(-1, 2), torch.zeros(ROWS // 2, 2))
     grouped = hopper_fp8.Grouped(WorkList(pairs, torch.zeros(6, ITEM_FIELDS.value, dtype=torch.int32), 128), routes)
     out = torch.zeros(2, ROWS // 2, OUT_FEATURES // 4, dtype=torch.bfloat16)
-    hopper_fp8.linear(x, *experts, HopperFP8Launch(2, 2, 2), out, grouped)
-    yield hopper_fp8.hopper_fp8_kernel
     gated = weight.unflatten(0, (3, -1)), scales.unflatten(0, (3, -1))
-    hopper_fp8.gated_linear(x, *gated, HopperFP8Launch(2, 2, 2), grouped)
-    yield hopper_fp8.hopper_fp8_kernel
+    clamped = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=7.0)
+    for activation, bias in ((ExpertActivation(), None), (clamped, torch.zeros(OUT_FEATURES, dtype=torch.bfloat16))):
+        hopper_fp8.linear(x, *experts, HopperFP8Launch(2, 2, 2), out, grouped, bias)
+        yield hopper_fp8.hopper_fp8_kernel
+        hopper_fp8.gated_linear(x, *gated, HopperFP8Launch(2, 2, 2), grouped, bias, activation=activation)
+        yield hopper_fp8.hopper_fp8_kernel
 
 
 def launch_fp8_decode() -> Iterator[Any]:

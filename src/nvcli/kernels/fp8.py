@@ -18,6 +18,7 @@ from nvcli.core.config_types import FP8Accumulation
 from nvcli.kernels import fp8_block_product
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.dispatch import with_kernel
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, LowRankSum, QuantisedRows, numbers
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
@@ -144,7 +145,7 @@ def fp8_gated_linear(
         if isinstance(launch, HopperFP8Launch):
             from nvcli.kernels.triton.products import hopper_fp8
 
-            return hopper_fp8.gated_linear(x, weight, scales, launch, is_gelu=activation == "gelu_tanh")
+            return hopper_fp8.gated_linear(x, weight, scales, launch, activation=ExpertActivation(kind=activation))
     product = fp8_linear(x, weight, scales, bias, None, accumulation=accumulation)
     return activate_and_quantise(product, activation, scaling)
 

@@ -39,7 +39,10 @@ _HOPPER_FP8 = HopperFP8Launch(2, 2, 2)
 _HOPPER_FP8_ROWS = 512
 """The least mean rows of an expert that the kernel for Hopper GPUs multiplies by FP8 weights. A layer of Qwen3-30B-A3B
 takes an H200 877 µs with it and 986 without at 8,192 tokens, 512 for each expert, and 1,596 and 1,961 at 16,384;
-Qwen3.5-35B-A3B's 878 and 851 at 8,192, 256 for each."""
+Qwen3.5-35B-A3B's 878 and 851 at 8,192, 256 for each; gpt-oss-20b's 1,798 and 2,052 at 8,192, 1,024 for each, and
+1,138 and 1,113 at 4,096."""
+_MOST_PADDING = 1 / 8
+"""The most that this kernel may add to the features between both products, which it multiplies in whole blocks."""
 _FEW_FEATURES = 512
 _LARGE_TILES = (9, 10)
 """Major compute capabilities of the GPUs whose matrix units take tiles of many rows without filling all registers."""
@@ -88,11 +91,12 @@ def choose_expert_launch(
 
 
 def _serves_fp8_on_hopper(gate_up: ExpertMatrix, down: ExpertMatrix, x: Tensor, activation: ExpertActivation) -> bool:
+    size, hidden_size = down.weight.shape[-1], gate_up.weight.shape[-1]
     return (
         gate_up.kind == down.kind == "channel"
-        and gate_up.bias is down.bias is None
-        and activation.kind in ("silu", "gelu_tanh")
-        and down.weight.shape[-1] % FP8_BLOCK == gate_up.weight.shape[-1] % FP8_ALIGNMENT == 0
+        and activation.is_gated
+        and size % FP8_ALIGNMENT == hidden_size % FP8_ALIGNMENT == 0
+        and -size % FP8_BLOCK <= _MOST_PADDING * size
         and x.element_size() == 2
         and x.is_cuda
         and has_hopper_kernel(x.device)

@@ -172,16 +172,8 @@ def apply_experts(
     if isinstance(launch, HopperFP8Launch):
         from nvcli.kernels.triton.products import hopper_fp8
 
-        hopper_fp8.apply_experts(
-            x,
-            weights,
-            gate_up,
-            down,
-            hopper_fp8.Grouped(work, routes),
-            launch,
-            out,
-            is_gelu=activation.kind == "gelu_tanh",
-        )
+        grouped = hopper_fp8.Grouped(work, routes)
+        hopper_fp8.apply_experts(x, weights, gate_up, down, grouped, launch, activation, out)
         return
     size = weights.gate_up.shape[1] // (2 if activation.is_gated else 1)
     hidden = torch.empty(len(work.order), size, dtype=x.dtype, device=x.device)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix, ExpertWeights, Routes
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton.elementwise.fp8 import quantise_pairs, share_scales
@@ -51,19 +52,21 @@ def linear(
     launch: HopperFP8Launch,
     out: Tensor | None = None,
     grouped: Grouped | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """x Wᵀ of at least one row: [T, in] → [T, out] of 16 bits, in `out` (contiguous) if that is given. `in` and `out`
     are multiples of 16. Both factors have scales by rows; or both by blocks, with one block in the launch (there are no
     registers for two) and one tile in a unit.
 
-    With `grouped` x has a row for each pair, sorted by expert, the weight is [E, out, in], with scales by rows, and the
-    results are multiplied by the pairs' weights: [k, tokens, out].
+    With `grouped` x has a row for each pair, sorted by expert, the weight is [E, out, in], with scales by rows, there
+    may be a bias [E, out], and the results are multiplied by the pairs' weights: [k, tokens, out]. Further columns of x
+    than the weight has do not count.
     """
     out_features = weight.shape[-2]
     if out is None:
         out = torch.empty(len(x.codes), out_features, dtype=x.dtype, device=weight.device)
     strips = ceil_div(out_features, launch.blocks * _BLOCK)
-    _launch(x, weight.flatten(0, -2), scales, launch, out.view(-1, out_features), strips, grouped)
+    _launch(x, weight, scales, launch, out.view(-1, out_features), strips, grouped, bias=bias)
     return out
 
 
@@ -73,22 +76,25 @@ def gated_linear(
     scales: Tensor,
     launch: HopperFP8Launch,
     grouped: Grouped | None = None,
+    bias: Tensor | None = None,
     *,
-    is_gelu: bool = False,
+    activation: ExpertActivation,
 ) -> QuantisedRows:
-    """activation(x Wgᵀ) × (x Wuᵀ) of at least one row, quantised by rows, with scales that are powers of two. weight:
-    [2 out, in], `out` a multiple of 128 → [T, out]. Both factors have scales by rows, and the launch has two blocks.
+    """The activation of x Wgᵀ and x Wuᵀ of at least one row, quantised by rows, with scales that are powers of two.
+    weight: [2 out, in], `out` a multiple of 128 → [T, out]. Both factors have scales by rows, and the launch has two
+    blocks.
 
-    With `grouped` x has a row for each pair, sorted by expert, and the weight is [E, 2 out, in].
+    With `grouped` x has a row for each pair, sorted by expert, the weight is [E, 2 out, in], there may be a bias
+    [E, 2 out], and the result has zeros behind `out` up to a multiple of 128.
     """
     assert launch.blocks == 2
     assert scales.dim() == weight.dim() - 1
     num_rows, out_features = len(x.codes), weight.shape[-2] // 2
-    assert out_features % _BLOCK == 0
-    strips = out_features // _BLOCK
-    codes = torch.empty(num_rows, out_features, dtype=FP8, device=weight.device)
+    assert grouped is not None or out_features % _BLOCK == 0
+    strips = ceil_div(out_features, _BLOCK)
+    codes = torch.empty(num_rows, strips * _BLOCK, dtype=FP8, device=weight.device)
     exponents = torch.empty(num_rows, strips, dtype=torch.uint8, device=weight.device)
-    _launch(x, weight.flatten(0, -2), scales, launch, codes, strips, grouped, exponents=exponents, is_gelu=is_gelu)
+    _launch(x, weight, scales, launch, codes, strips, grouped, bias=bias, exponents=exponents, activation=activation)
     return QuantisedRows(codes, share_scales(codes, exponents), x.dtype)
 
 
@@ -99,9 +105,8 @@ def apply_experts(
     down: ExpertMatrix,
     grouped: Grouped,
     launch: HopperFP8Launch,
+    activation: ExpertActivation,
     out: Tensor,
-    *,
-    is_gelu: bool,
 ) -> None:
     """Compute each pair's result times its weight: [T, H] of 16 bits → `out` [k, T, H], of the same type. Weights have
     scales by rows, and the launch has two blocks."""
@@ -111,10 +116,10 @@ def apply_experts(
     # The rows of x, sorted by expert, are where the results will be, which are larger.
     codes = out.view(-1).view(FP8)[: len(order) * hidden_size].view(-1, hidden_size)
     pairs = quantise_pairs(x, order, grouped.routes.experts.shape[1], codes)
-    hidden = gated_linear(pairs, gate_up.weight, gate_up.scales, launch, grouped, is_gelu=is_gelu)
+    hidden = gated_linear(pairs, gate_up.weight, gate_up.scales, launch, grouped, gate_up.bias, activation=activation)
     if weights.num_others:
         out.zero_()
-    linear(hidden, down.weight, down.scales, launch, out, grouped)
+    linear(hidden, down.weight, down.scales, launch, out, grouped, down.bias)
 
 
 def _launch(
@@ -126,15 +131,16 @@ def _launch(
     strips: int,
     grouped: Grouped | None,
     *,
+    bias: Tensor | None,
     exponents: Tensor | None = None,
-    is_gelu: bool = False,
+    activation: ExpertActivation | None = None,
 ) -> None:
-    """Launch the kernel; `exponents` are those of a gated product."""
+    """Launch the kernel; `exponents` and `activation` are those of a gated product."""
     by_blocks, unit_tiles = scales.dim() == 2 and grouped is None, launch.unit_tiles or 1
     assert (x.scales.dim() == 2) == by_blocks
     assert not by_blocks or (launch.blocks, launch.unit_tiles) == (1, 1)
-    for tensor in (x.codes, x.scales, weight, scales, out):
-        assert tensor.is_contiguous()
+    for tensor in (x.codes, x.scales, weight, scales, bias, out):
+        assert tensor is None or tensor.is_contiguous()
     num_rows, in_features = x.shape
     row_tile = launch.groups * _ROWS
     work, routes = grouped or (None, None)
@@ -146,18 +152,19 @@ def _launch(
         num_stages=num_stages(launch),
         unit_tiles=launch.unit_tiles,
         by_blocks=by_blocks,
-        is_gated=exponents is not None,
-        is_gelu=is_gelu,
+        activation=activation,
         experts_per_token=0 if routes is None else routes.experts.shape[1],
     )
-    kernel = _kernel(x.codes.device, out.dtype, scales.data_ptr() % 16, kind)
+    bias_kind = None if bias is None else (bias.dtype, bias.data_ptr() % 16)
+    kernel = _kernel(x.codes.device, out.dtype, scales.data_ptr() % 16, bias_kind, kind)
     kernel.launch(
         min(num_tiles, num_multiprocessors(x.codes.device)),
         describe(x.codes, (_ROWS, _BLOCK)),
         x.scales,
-        describe_kept(weight, (_BLOCK, _BLOCK)),
+        describe_kept(weight.flatten(0, -2), (_BLOCK, _BLOCK)),
         scales,
         describe(out, (_ROWS, _BLOCK)),
+        bias,
         exponents,
         None if work is None else out,
         None if work is None else work.items,
@@ -169,11 +176,19 @@ def _launch(
         ceil_div(_BAND_ROWS, row_tile),
         ceil_div(in_features, _BLOCK * unit_tiles) * unit_tiles,
         out.shape[1],
+        weight.shape[-2],
         0 if routes is None else len(routes.experts),
     )
 
 
 @lru_cache(maxsize=256)
-def _kernel(device: torch.device, out_dtype: torch.dtype, scales_offset: int, kind: HopperFP8Kind) -> KeptKernel:
-    """Return the kernel for a type of results and for weight scales whose address is `scales_offset` modulo 16."""
+def _kernel(
+    device: torch.device,
+    out_dtype: torch.dtype,
+    scales_offset: int,
+    bias_kind: tuple[torch.dtype, int] | None,
+    kind: HopperFP8Kind,
+) -> KeptKernel:
+    """Return the kernel for a type of results, and of biases if there are some, and for weight scales and biases whose
+    addresses are these modulo 16."""
     return KeptKernel(hopper_fp8_kernel, (kind,))

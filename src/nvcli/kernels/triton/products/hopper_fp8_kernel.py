@@ -12,7 +12,8 @@ The group writes FP8 codes of the activated numbers, with a scale for the 128 of
 two, so that another kernel may give a row one scale, by which codes lose nothing but what is too small for FP8 then.
 
 Experts of a mixture are multiplied likewise: rows are sorted by expert, and a tile is an item of the work list
-(`expert_groups.py`). The rows behind an item's last are another expert's, so that results are stored row by row.
+(`expert_groups.py`). The rows behind an item's last are another expert's, so that results are stored row by row. What
+lies behind the last feature of a gate or an up projection is up's or another expert's: its scales are taken to be 0.
 
 There are as many programs as multiprocessors. They take the tiles of features of a band of rows one after the other, so
 that programs at work at the same time find both factors in the L2 cache.
@@ -35,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.fp8_types import FP8_MAX, LEAST_MAX
 from nvcli.kernels.triton.launch.hopper_stages import LOADING_REGISTERS, LOADING_WARPS, make_barriers
 from nvcli.kernels.triton.launch.triton_version import reinterpret, tma_load, tma_store
@@ -61,8 +63,8 @@ class HopperFP8Kind:
     unit_tiles: int | None
     """See `HopperFP8Launch`."""
     by_blocks: bool
-    is_gated: bool
-    is_gelu: bool
+    activation: ExpertActivation | None
+    """The activation of a gated product; None: it is none."""
     experts_per_token: int
     """0: the product of a linear layer."""
 
@@ -91,15 +93,20 @@ def _tile(tile, work, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _weight_block(strip, block: gl.constexpr, strips, KIND: gl.constexpr):
-    """Return which 128 rows of the weight a block of a strip has."""
-    return block * strips + strip if KIND.is_gated else strip * KIND.blocks + block
+def _weight_row(strip, block: gl.constexpr, expert_rows, KIND: gl.constexpr):
+    """Return the first of the rows of an expert's weight that a block of a strip has."""
+    return block * (expert_rows // 2) + strip * BLOCK if _is_gated(KIND) else (strip * KIND.blocks + block) * BLOCK
+
+
+@gluon.constexpr_function
+def _is_gated(kind):
+    return kind.activation is not None
 
 
 @gluon.jit
 def _load(x_desc, weight_desc, work, factors, expert_rows, KIND: gl.constexpr):
     """Load tiles: the work of the loading warp. `expert_rows`: rows of an expert's weight."""
-    num_tiles, strips, in_tiles = work[1], work[2], work[4]
+    num_tiles, in_tiles = work[1], work[4]
     x_smem, weight_smem, full, free = factors
     GROUPS: gl.constexpr = KIND.groups
     BLOCKS: gl.constexpr = KIND.blocks
@@ -120,7 +127,7 @@ def _load(x_desc, weight_desc, work, factors, expert_rows, KIND: gl.constexpr):
                 part = x_smem.index(stage * GROUPS + group)
                 tma_load(x_desc, [row + group * ROWS, inner * BLOCK], bar, part)
             for block in gl.static_range(BLOCKS):
-                feature = _weight_block(strip, block, strips, KIND) * BLOCK
+                feature = _weight_row(strip, block, expert_rows, KIND)
                 if KIND.experts_per_token > 0:
                     feature += expert * expert_rows
                 part = weight_smem.index(stage * BLOCKS + block)
@@ -147,12 +154,40 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def _activate(gate, GELU: gl.constexpr):
-    """silu(gate), or with GELU its tanh approximation: x (1 + tanh(y)) / 2 is x sigmoid(2 y). float32."""
-    argument = gate
-    if GELU:
-        argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-    return gate * _sigmoid(argument)
+def _activate(gate, up, KIND: gl.constexpr):
+    """See `ExpertActivation`. float32. The approximation of gelu: x (1 + tanh(y)) / 2 is x sigmoid(2 y)."""
+    if KIND.activation.kind == "clamped_swiglu":
+        values = _clamped_swiglu(gate, up, KIND)
+    else:
+        argument = gate
+        if KIND.activation.kind == "gelu_tanh":
+            argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+        values = gate * _sigmoid(argument) * up
+    return values
+
+
+@gluon.constexpr_function
+def _clamped_swiglu_code(kind):
+    activation = kind.activation
+    return f"""{{
+        .reg .f32 gate, up, t;
+        min.NaN.f32 gate, $1, {activation.limit:.9e};
+        min.NaN.f32 up, $2, {activation.limit:.9e};
+        max.NaN.f32 up, up, {-activation.limit:.9e};
+        fma.rn.f32 up, up, gate, gate;
+        mul.f32 t, gate, {-1.4426950408889634 * activation.alpha:.9e};
+        ex2.approx.ftz.f32 t, t;
+        add.f32 t, t, 0f3F800000;
+        rcp.approx.ftz.f32 t, t;
+        mul.f32 $0, t, up;
+    }}"""
+
+
+@gluon.jit
+def _clamped_swiglu(gate, up, KIND: gl.constexpr):
+    """Compute it in one piece, as there are no registers for what comes between."""
+    CODE: gl.constexpr = _clamped_swiglu_code(KIND)
+    return gl.inline_asm_elementwise(CODE, "=f,f,f", [gate, up], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -261,14 +296,14 @@ def _store(values, out, row, rows, feature, KIND: gl.constexpr):
         tma_store(out_desc, [row, feature], out_smem)
     else:
         out_smem.store(values)
-        WIDTH: gl.constexpr = 16 if KIND.is_gated else 8  # numbers of 16 bytes
+        WIDTH: gl.constexpr = 16 if _is_gated(KIND) else 8  # numbers of 16 bytes
         LANES: gl.constexpr = BLOCK // WIDTH
         in_memory: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 // LANES, LANES], [4, 1], [1, 0])
         inner_rows = gl.arange(0, ROWS, gl.SliceLayout(1, in_memory))
         features = feature + gl.arange(0, BLOCK, gl.SliceLayout(0, in_memory))
         is_row = inner_rows < rows
         out_rows = row + inner_rows
-        if not KIND.is_gated:
+        if not _is_gated(KIND):
             pairs = gl.load(order_ptr + out_rows, mask=is_row, other=0)
             out_rows = pairs % KIND.experts_per_token * num_tokens + pairs // KIND.experts_per_token
         places = out_rows.to(gl.int64)[:, None] * out_features + features[None, :]
@@ -280,7 +315,7 @@ def _store(values, out, row, rows, feature, KIND: gl.constexpr):
 def _multiply_tile(i, tile, scales, out, work, factors, expert_rows, SELF: gl.constexpr, KIND: gl.constexpr):
     """Multiply a group's 64 rows of a tile, and store the results. Return the count of `_sum_whole` or
     `_sum_in_units`."""
-    x_scales_ptr, weight_scales_ptr = scales
+    x_scales_ptr, weight_scales_ptr, bias_ptr = scales
     out_desc, exponents_ptr, out_features, _, _, order_ptr, pair_weights_ptr, _ = out
     num_rows, strips, in_tiles = work[0], work[2], work[4]
     expert, row, rows, strip = tile
@@ -292,23 +327,33 @@ def _multiply_tile(i, tile, scales, out, work, factors, expert_rows, SELF: gl.co
     rows -= SELF * ROWS
     x_scale_ptrs = x_scales_ptr + gl.minimum(row + inner_rows, num_rows - 1) * (in_tiles if KIND.by_blocks else 1)
     row_scales = gl.load(x_scale_ptrs)
+    pair_weights = row_scales
     if KIND.experts_per_token > 0:
         weight_scales_ptr += expert * expert_rows
-        if not KIND.is_gated:
+        if bias_ptr is not None:
+            bias_ptr += expert * expert_rows
+        if not _is_gated(KIND):
             pairs = gl.load(order_ptr + row + inner_rows, mask=inner_rows < rows, other=0)
-            row_scales *= gl.load(pair_weights_ptr + pairs)
+            pair_weights = gl.load(pair_weights_ptr + pairs)
     if KIND.unit_tiles is None:
         i, totals = _sum_whole(i, in_tiles, factors, SELF, KIND, of_sums)
     else:
         i, totals = _sum_in_units(
             i, in_tiles, strip, row_scales, x_scale_ptrs, weight_scales_ptr, factors, SELF, KIND, of_sums
         )  # fmt: skip
-    if KIND.is_gated:
-        gate_scales = gl.load(weight_scales_ptr + strip * BLOCK + inner_columns)
-        up_scales = gl.load(weight_scales_ptr + (strips + strip) * BLOCK + inner_columns)
-        gate = totals[0] * row_scales[:, None] * gate_scales[None, :]
-        up = totals[1] * row_scales[:, None] * up_scales[None, :]
-        values = _activate(gate, KIND.is_gelu) * up
+    if _is_gated(KIND):
+        size = expert_rows // 2
+        features = strip * BLOCK + inner_columns
+        inside = features < size
+        both = totals[:0]
+        for block in gl.static_range(2):
+            weight_scales = gl.load(weight_scales_ptr + block * size + features, mask=inside, other=0.0)
+            result = totals[block] * row_scales[:, None] * weight_scales[None, :]
+            if bias_ptr is not None:
+                bias = gl.load(bias_ptr + block * size + features, mask=inside, other=0.0)
+                result += bias.to(gl.float32)[None, :]
+            both += (result,)
+        values = _activate(both[0], both[1], KIND)
         exponents = _exponents(gl.maximum(gl.max(gl.abs(values), 1), _LEAST) * (1.0 / _MAX))
         exponents_ptrs = exponents_ptr + (row + inner_rows) * strips + strip
         gl.store(exponents_ptrs, exponents.to(gl.uint8), mask=inner_rows < rows)
@@ -322,6 +367,11 @@ def _multiply_tile(i, tile, scales, out, work, factors, expert_rows, SELF: gl.co
                 features = feature + inner_columns
                 weight_scales = gl.load(weight_scales_ptr + features, mask=features < out_features, other=0.0)
                 result *= row_scales[:, None] * weight_scales[None, :]
+                if bias_ptr is not None:
+                    bias = gl.load(bias_ptr + features, mask=features < out_features, other=0.0)
+                    result += bias.to(gl.float32)[None, :]
+            if KIND.experts_per_token > 0:
+                result *= pair_weights[:, None]
             _store(result.to(out_desc.dtype), out, row, rows, feature, KIND)
     return i
 
@@ -344,7 +394,7 @@ def _multiply(scales, out, work, factors, expert_rows, SELF: gl.constexpr, KIND:
 
 
 @gluon.jit(
-    do_not_specialize=["num_rows", "num_tiles", "strips", "rows_together", "in_tiles", "num_tokens"],
+    do_not_specialize=["num_rows", "num_tiles", "strips", "rows_together", "in_tiles", "expert_rows", "num_tokens"],
     do_not_specialize_on_alignment=["x_scales_ptr"],
 )
 def hopper_fp8_kernel(
@@ -353,6 +403,7 @@ def hopper_fp8_kernel(
     weight_desc,  # of [out, in] e4m3, GATED [2 out, in], of experts one below the other; tiles [BLOCK, BLOCK]
     weight_scales_ptr,  # [out] float32, GATED [2 out], or BY_BLOCKS [out / 128, rounded up, G]; of experts likewise
     out_desc,  # of [T, out], written, GATED in e4m3; tiles [ROWS, BLOCK]
+    bias_ptr,  # of experts: None, or [E, expert_rows]
     exponents_ptr,  # GATED: [T, out / 128] uint8, written: the scales of blocks, which are powers of two
     out_ptr,  # of experts: what `out_desc` describes; but for GATED [k, tokens, out] by pair
     items_ptr,  # of experts: [N, ITEM_FIELDS] int32
@@ -363,7 +414,8 @@ def hopper_fp8_kernel(
     strips,  # of features
     rows_together,  # tiles of rows in a band
     in_tiles,
-    out_features,
+    out_features,  # GATED: whole blocks
+    expert_rows,  # of an expert's weight, or of the weight
     num_tokens,  # of experts
     KIND: gl.constexpr,
 ):
@@ -376,15 +428,14 @@ def hopper_fp8_kernel(
     full, free = make_barriers(KIND.num_stages, KIND.groups)
     factors = (x_smem, weight_smem, full, free)
     work = (num_rows, num_tiles, strips, rows_together, in_tiles, items_ptr)
-    scales = (x_scales_ptr, weight_scales_ptr)
+    scales = (x_scales_ptr, weight_scales_ptr, bias_ptr)
     out = (out_desc, exponents_ptr, out_features, out_smem, out_ptr, order_ptr, pair_weights_ptr, num_tokens)
-    rows = out_features * 2 if KIND.is_gated else out_features  # of an expert's weight
     if KIND.groups == 2:
         gl.warp_specialize(
             [
-                (_multiply, (scales, out, work, factors, rows, 0, KIND)),
-                (_multiply, (scales, out, work, factors, rows, 1, KIND)),
-                (_load, (x_desc, weight_desc, work, factors, rows, KIND)),
+                (_multiply, (scales, out, work, factors, expert_rows, 0, KIND)),
+                (_multiply, (scales, out, work, factors, expert_rows, 1, KIND)),
+                (_load, (x_desc, weight_desc, work, factors, expert_rows, KIND)),
             ],
             [4, LOADING_WARPS],
             [240, LOADING_REGISTERS],
@@ -392,10 +443,10 @@ def hopper_fp8_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (scales, out, work, factors, rows, 0, KIND)),
-                (_multiply, (scales, out, work, factors, rows, 1, KIND)),
-                (_multiply, (scales, out, work, factors, rows, 2, KIND)),
-                (_load, (x_desc, weight_desc, work, factors, rows, KIND)),
+                (_multiply, (scales, out, work, factors, expert_rows, 0, KIND)),
+                (_multiply, (scales, out, work, factors, expert_rows, 1, KIND)),
+                (_multiply, (scales, out, work, factors, expert_rows, 2, KIND)),
+                (_load, (x_desc, weight_desc, work, factors, expert_rows, KIND)),
             ],
             [4, 4, LOADING_WARPS],
             [160, 160, LOADING_REGISTERS],
