@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels import fp8, fp8_block_product
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton.elementwise import fp8 as fp8_kernels
 from nvcli.kernels.triton.elementwise import norm
@@ -171,12 +172,14 @@ def product(kind: Kind, name: str, data: Data, num_rows: int, shape: Shape) -> C
         multiply = partial(_in_place, hopper_fp8_decode.linear, x, scales, DecodeLaunch(*map(int, words)))
     elif sort == "hopper":
         groups, blocks, unit = map(int, words)
-        hopper: Callable[..., object] = hopper_fp8.gated_linear if kind == "gated" else hopper_fp8.linear
+        hopper: Callable[..., object] = hopper_fp8.linear
+        if kind == "gated":
+            hopper = partial(hopper_fp8.gated_linear, activation=ExpertActivation())
         multiply = partial(_in_place, hopper, x, scales, HopperFP8Launch(groups, blocks, unit or None))
     elif name == "torch,block":
         multiply = partial(_in_place_of_three, fp8_block_product.block_product, x, scales)
     elif sort == "torch":
-        multiply = partial(_in_place, fp8._scaled_product, x, scales, words[0])
+        multiply = partial(_by_torch, x, scales, words[0])
     elif sort == "activate":
         gate_up = data.values[: num_rows * out_features].view(num_rows, out_features)
         return lambda weight: fp8_kernels.activate_and_quantise(gate_up, "silu", "channel")
@@ -195,6 +198,10 @@ def product(kind: Kind, name: str, data: Data, num_rows: int, shape: Shape) -> C
 
 def _in_place(function: Callable[..., Any], x: QuantisedRows, scales: Tensor, launch: object, weight: Tensor) -> Any:
     return function(x, weight, scales, launch)
+
+
+def _by_torch(x: QuantisedRows, scales: Tensor, accumulation: Any, weight: Tensor) -> Tensor:
+    return fp8._scaled_product(x, weight, scales, None, accumulation)
 
 
 def _in_place_of_three(function: Callable[..., Any], x: QuantisedRows, scales: Tensor, weight: Tensor) -> Any:
