@@ -40,13 +40,14 @@ def gates(length: int = LENGTH) -> DeltaGates:
 def reference(qkv: Tensor, one: DeltaGates) -> tuple[Tensor, Tensor]:
     """transformers' results and last state."""
     q, k, v = qkv.split([16, 16, 64], dim=1)
-    q, k, v = q.view(1, -1, 2, 8), k.view(1, -1, 2, 8), v.view(1, -1, 4, 16)
+    q, k = (x.view(1, -1, 2, 8).repeat_interleave(2, dim=2) for x in (q, k))
     out, state = torch_recurrent_gated_delta_rule(
         q,
         k,
-        v,
+        v.view(1, -1, 4, 16),
         g=one.decay().unsqueeze(0),
         beta=one.beta.sigmoid().unsqueeze(0),
+        initial_state=None,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
