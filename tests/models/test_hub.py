@@ -17,7 +17,6 @@ from hub_process import run_with_hub
 from nvcli.core.system.hub_access import DownloadSize
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
-from nvcli.models.hub import check_room
 
 SHA = "a" * 40
 TAG, TAG_SHA = "v1", "b" * 40
@@ -218,6 +217,6 @@ def test_an_adapter_is_downloaded_once_it_is_known_to_be_served(answers: dict[st
 
 
 def test_as_much_room_as_is_needed_is_enough() -> None:
-    check_room("m", DownloadSize(num_bytes=5, free_bytes=5, folder=Path("/cache")))
+    DownloadSize(num_bytes=5, free_bytes=5, folder=Path("/cache")).check_room("model m", LoadError)
     with pytest.raises(LoadError, match=r"model m: .* the disk of /cache has .* free some space"):
-        check_room("m", DownloadSize(num_bytes=6, free_bytes=5, folder=Path("/cache")))
+        DownloadSize(num_bytes=6, free_bytes=5, folder=Path("/cache")).check_room("model m", LoadError)

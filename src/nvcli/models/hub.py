@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from nvcli.core.system.hub_access import HUB_TIMEOUT, DownloadSize, hub_problem, missing_bytes, no_progress
+from nvcli.core.system.hub_access import HUB_TIMEOUT, DownloadSize, hub_problem, missing_size, no_progress
 from nvcli.errors import ConfigError, LoadError, reworded
 from nvcli.models.config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_model_config
 from nvcli.models.config_overrides import NO_OVERRIDES
@@ -30,14 +30,6 @@ _SMALL_FILES: dict[str, Any] = {
 }
 """Everything but the weights: enough to build the rows' prompts."""
 _OF_ADAPTER = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-
-
-def check_room(name: str, size: DownloadSize, kind: _Kind = "model") -> None:
-    """Raise LoadError if the disk has no room for the files of the model or adapter `name`."""
-    if size.problem is not None:
-        raise LoadError(
-            f"{kind} {name}: {size.problem}; free some space, or set HF_HUB_CACHE to a folder on a larger disk"
-        )
 
 
 def cached_snapshot(name: str, *, weights: bool = True, revision: str | None = None) -> Path | None:
@@ -65,7 +57,7 @@ def download(name: str, revision: str | None = None, *, overrides: Mapping[str, 
         load_model_config(folder, overrides=overrides)
     except (ConfigError, LoadError) as error:
         raise reworded(error, f"model {name} was not downloaded, as its configuration is refused: {error}") from None
-    check_room(name, download_size(name, revision))
+    download_size(name, revision).check_room(f"model {name}", LoadError)
     return Path(_snapshot(name, revision, **_FILES))
 
 
@@ -86,12 +78,10 @@ def download_size(name: str, revision: str | None = None) -> DownloadSize:
 
     Raises LoadError if the hub does not provide them, or there are no safetensors files among them.
     """
-    from huggingface_hub import constants
-
     files = _snapshot(name, revision, tqdm_class=no_progress(), dry_run=True, **_FILES)
     if not any(file.filename.endswith(".safetensors") for file in files):
         raise LoadError(f"model {name}: its repository has no *.safetensors files; choose one that has them")
-    return DownloadSize.of(missing_bytes(files), Path(constants.HF_HUB_CACHE))
+    return missing_size(files)
 
 
 def check_reachable(name: str, revision: str | None = None) -> None:
@@ -116,13 +106,11 @@ def adapter_files(name: str, revision: str | None = None) -> Path:
     Raises LoadError if the hub does not provide it, it lacks one of an adapter's files, or the disk has no room for
     them.
     """
-    from huggingface_hub import constants
-
     files = _snapshot(name, revision, "adapter", tqdm_class=no_progress(), dry_run=True, allow_patterns=_OF_ADAPTER)
     for file in _OF_ADAPTER:
         if file not in {one.filename for one in files}:
             raise LoadError(f"adapter {name}: its repository has no {file}; choose a LoRA adapter that peft saved")
-    check_room(name, DownloadSize.of(missing_bytes(files), Path(constants.HF_HUB_CACHE)), "adapter")
+    missing_size(files).check_room(f"adapter {name}", LoadError)
     return Path(_snapshot(name, revision, "adapter", tqdm_class=no_progress(), allow_patterns=_OF_ADAPTER[:1]))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nvcli.errors import first_line
+from nvcli.errors import NvcliError, first_line
 
 HUB_TIMEOUT = 5.0
 """Seconds without an answer after which the hub counts as unreachable."""
@@ -33,20 +33,22 @@ class DownloadSize:
         existing = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
         return cls(num_bytes=num_bytes, free_bytes=shutil.disk_usage(existing).free, folder=folder)
 
-    @property
-    def problem(self) -> str | None:
-        """A message for the user if there is not enough room; else None."""
-        if self.num_bytes <= self.free_bytes:
-            return None
-        return (
-            f"{self.num_bytes / 2**30:,.1f} GiB are still to be downloaded, and the disk of {self.folder} has "
-            f"{self.free_bytes / 2**30:,.1f} GiB free"
-        )
+    def check_room(self, name: str, error: type[NvcliError], *, variable: str = "HF_HUB_CACHE") -> None:
+        """Raise the error if the disk has no room for `name`; `variable` of the environment says which folder it is."""
+        if self.num_bytes > self.free_bytes:
+            raise error(
+                f"{name}: {self.num_bytes / 2**30:,.1f} GiB are still to be downloaded, and the disk of {self.folder} "
+                f"has {self.free_bytes / 2**30:,.1f} GiB free; free some space, or set {variable} to a folder on a "
+                "larger disk"
+            )
 
 
-def missing_bytes(files: list[Any]) -> int:
-    """Return the bytes of the files that are not in the cache, from a dry run of `snapshot_download`."""
-    return sum(file.file_size or 0 for file in files if file.will_download)
+def missing_size(files: list[Any]) -> DownloadSize:
+    """Return the size of the files that are not in the hub's cache, from a dry run of `snapshot_download`."""
+    from huggingface_hub import constants
+
+    num_bytes = sum(file.file_size or 0 for file in files if file.will_download)
+    return DownloadSize.of(num_bytes, Path(constants.HF_HUB_CACHE))
 
 
 def no_progress() -> Any:

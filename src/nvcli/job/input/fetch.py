@@ -87,11 +87,8 @@ def fetch_files(url: str, *, cache: Path | None = None) -> list[str]:
     if not files:
         raise ConfigError(f"the input {without_secrets(url)} matches no file")
     missing = sum(file.num_bytes or 0 for file in files if not file.is_in(cache))
-    if problem := DownloadSize.of(missing, cache).problem:
-        raise ConfigError(
-            f"the input {without_secrets(url)}: {problem}; free some space, or set XDG_CACHE_HOME to a folder on a "
-            "larger disk"
-        )
+    size = DownloadSize.of(missing, cache)
+    size.check_room(f"the input {without_secrets(url)}", ConfigError, variable="XDG_CACHE_HOME")
     with _explained(url):
         for file in files:
             if not file.is_in(cache):

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from nvcli.core.system.hub_access import HUB_TIMEOUT, DownloadSize, hub_problem, missing_bytes, no_progress
+from nvcli.core.system.hub_access import HUB_TIMEOUT, hub_problem, missing_size, no_progress
 from nvcli.core.validation import list_some
 from nvcli.errors import ConfigError
 from nvcli.job.file_formats import data_format, plain_name
@@ -130,17 +130,12 @@ def _splits(files: Sequence[str]) -> dict[tuple[str, str], list[str]]:
 
 def _download(name: str, commit: str, files: Sequence[str], address: str) -> list[str]:
     """Download files of a commit, and return them in the cache. Raises ConfigError."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
 
     wanted = {"repo_type": "dataset", "revision": commit, "allow_patterns": [glob.escape(file) for file in files]}
     with _hub_errors(name, address):
         found = snapshot_download(name, dry_run=True, tqdm_class=no_progress(), **wanted)
-        size = DownloadSize.of(missing_bytes(found), Path(constants.HF_HUB_CACHE))
-        if size.problem is not None:
-            raise ConfigError(
-                f"the input {address}: {size.problem}; free some space, or set HF_HUB_CACHE to a folder on a larger "
-                "disk"
-            )
+        missing_size(found).check_room(f"the input {address}", ConfigError)
         folder = Path(snapshot_download(name, **wanted))
     return [str(folder / file) for file in files]
 

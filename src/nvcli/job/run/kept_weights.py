@@ -20,6 +20,7 @@ from nvcli.core.config_types import KeptWeights
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.nvidia_smi import SmiGpu, smallest_memory, visible_gpus
 from nvcli.errors import ConfigError
+from nvcli.job.planning.layout import layout_as_given
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
@@ -143,7 +144,7 @@ def _obstacle(run: RunConfig, model: ModelConfig, format_kept: KeptWeights) -> s
         kept = model.with_quantization(format_kept)
     except ConfigError:  # as where groups are too small, or layers that are left alone cannot be told
         return f"ranks cannot keep them; --quantization {format_kept} says why"
-    tp = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
+    tp = layout_as_given(run).tensor_parallel_size
     if kept.divides_by(tp):
         return ""
     may_be_whole = model.has_experts and replace(kept, expert_parallel=True).divides_by(tp)
@@ -153,7 +154,7 @@ def _obstacle(run: RunConfig, model: ModelConfig, format_kept: KeptWeights) -> s
 def _is_large(run: RunConfig, model: ModelConfig, gpu_bytes: int) -> bool:
     """Tell whether weights, kept as `model` says, would take too much of a GPU's memory."""
     dtype = model.dtype if run.dtype == "auto" else run.dtype
-    tp = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
+    tp = layout_as_given(run).tensor_parallel_size
     stage = largest_stage(model, run.pipeline_parallel_size)
     num_bytes = sum(weight_bytes(model, dtype, tensor_parallel_size=tp, stage=stage).values())
     return num_bytes > _LARGE_SHARE * run.gpu_memory_utilization * gpu_bytes

@@ -11,9 +11,9 @@ import msgspec
 
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, unpack
-from nvcli.engine.client import EngineClient
 from nvcli.engine.request import Request, SpeculationFigures, StepRecord
 from nvcli.errors import CapacityError
+from nvcli.job.run.engines import EngineSet
 
 _WAIT_SECONDS = 1.0
 
@@ -59,16 +59,15 @@ class Engines:
     def __init__(self, config: EngineConfig, num_replicas: int) -> None:
         """Start the replicas and return at once. `config` has `record_steps` set."""
         self._started_at = time.perf_counter()
-        self._clients: list[EngineClient] = []
+        self._engines = EngineSet()
         self._ready: list[EngineReady] = []
         self._next_id = 0
         self.ready_seconds = 0.0
         """Seconds from the start until the last replica is ready."""
         try:
-            for replica in range(num_replicas):
-                replica_config = msgspec.structs.replace(config, replica=replica)
-                name = "engine" if num_replicas == 1 else f"engine {replica}"
-                self._clients.append(EngineClient.start(replica_config, name=name))
+            self._clients = self._engines.take(
+                [msgspec.structs.replace(config, replica=replica) for replica in range(num_replicas)]
+            )
         except BaseException:
             self.close()
             raise
@@ -146,8 +145,7 @@ class Engines:
 
     def close(self) -> None:
         """End whatever is still running. Idempotent."""
-        for client in self._clients:
-            client.close()
+        self._engines.close()
 
 
 def deal_out(requests: Sequence[Request], num_shares: int) -> list[list[Request]]:

@@ -21,7 +21,7 @@ from nvcli.models.adapters.find import find_local_adapter
 from nvcli.models.checkpoint import find_model, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
-from nvcli.models.hub import check_reachable, check_room, download_size
+from nvcli.models.hub import check_reachable, download_size
 from nvcli.models.safetensors_header import read_header
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.tools.doctor.findings import Finding, format_gib, note, ok, problem, warning
@@ -87,7 +87,7 @@ def _find(name: str, revision: str | None) -> tuple[Path | None, Finding]:
 def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
     """Report what the first run would download."""
     try:
-        check_room(name, size)
+        size.check_room(f"model {name}", LoadError)
     except LoadError as error:
         return problem("folder", str(error), "make room for the download before the first run")
     found = (
