@@ -9,19 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+from quantised_checkpoints import fp4
+
 BLOCKS_FILE, SCALES_FILE = (f"model-{number:05}-of-00002.safetensors" for number in (1, 2))
 
 
 def encode(values: Tensor) -> tuple[Tensor, Tensor]:
     """Round to the nearest MXFP4 numbers: [..., n] → blocks [..., n / 32, 16] and scales [..., n / 32] uint8."""
-    groups = values.float().unflatten(-1, (-1, 32))
-    largest = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+    values = values.float()
+    largest = values.unflatten(-1, (-1, 32)).abs().amax(-1).clamp(min=2.0**-100)
     exponents = torch.floor(torch.log2(largest)) - 2
-    scaled = groups / torch.exp2(exponents)
-    nearest = (scaled.abs().unsqueeze(-1) - VALUES).abs().argmin(-1)
-    codes = (nearest + 8 * (scaled < 0)).to(torch.uint8)
-    return codes[..., ::2] | (codes[..., 1::2] << 4), (exponents.squeeze(-1) + 127).to(torch.uint8)
+    blocks, _ = fp4(values, torch.exp2(exponents), 32)
+    return blocks.unflatten(-1, (-1, 16)), (exponents + 127).to(torch.uint8)
 
 
 def quantise(path: Path) -> Path:

@@ -215,14 +215,14 @@ def packed(size: int, *, bits: int = 4, sym: bool = True, act_order: bool = Fals
 FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-def _fp4(weight: Tensor, scales: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Bytes [out, in / 2] of the nearest numbers of FP4, and the values that they stand for with `scales` [out,
+def fp4(weight: Tensor, scales: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Bytes [..., in / 2] of the nearest numbers of FP4, and the values that they stand for with `scales` [...,
     groups]."""
-    scaled = weight.unflatten(1, (-1, size)) / scales.unsqueeze(-1)
+    scaled = weight.unflatten(-1, (-1, size)) / scales.unsqueeze(-1)
     nearest = (scaled.abs().unsqueeze(-1) - FP4_VALUES).abs().argmin(-1)
     values = FP4_VALUES[nearest] * scaled.sign() * scales.unsqueeze(-1)
-    codes = (nearest + 8 * (scaled < 0)).to(torch.uint8).flatten(1)
-    return codes[:, ::2] | (codes[:, 1::2] << 4), values.flatten(1)
+    codes = (nearest + 8 * (scaled < 0)).to(torch.uint8).flatten(-2)
+    return codes[..., ::2] | (codes[..., 1::2] << 4), values.flatten(-2)
 
 
 def _nvfp4_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,7 +233,7 @@ def _nvfp4_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _modelopt_fp4(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
     scales, factor = _nvfp4_scales(weight)
-    packed, decoded = _fp4(weight, scales.float() * factor, 16)
+    packed, decoded = fp4(weight, scales.float() * factor, 16)
     return {
         "weight": packed,
         "weight_scale": scales,
@@ -245,7 +245,7 @@ def _modelopt_fp4(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor]
 def _compressed_fp4(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
     scales, factor = _nvfp4_scales(weight)
     divisor = (1 / factor).view(1)
-    packed, decoded = _fp4(weight, scales.float() / divisor, 16)
+    packed, decoded = fp4(weight, scales.float() / divisor, 16)
     return {
         "weight_packed": packed,
         "weight_scale": scales,
@@ -263,7 +263,7 @@ def _exponents(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 def _mxfp4(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
     scales, stored = _exponents(weight, 6.0)
-    packed, decoded = _fp4(weight, scales, 32)
+    packed, decoded = fp4(weight, scales, 32)
     return {"weight_packed": packed, "weight_scale": stored}, decoded
 
 

@@ -1,4 +1,4 @@
-"""Requests for tests of the engine."""
+"""Requests for tests of the engine, and its answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from nvcli.core.messages import pack
 from nvcli.core.sampling_params import SamplingParams
-from nvcli.engine.request import Request
+from nvcli.engine.client import EngineClient
+from nvcli.engine.request import Request, RequestOutput
 
 
 def make_request(request_id: int, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Request:
@@ -20,3 +21,14 @@ def make_request(request_id: int, prompt: Sequence[int], max_tokens: int, **fiel
         sampling=sampling,
         **{**defaults, **fields},
     )
+
+
+def answers_of(client: EngineClient, requests: list[Request]) -> dict[int, RequestOutput]:
+    """Answer requests: the last output of each, by request id."""
+    client.add(requests)
+    done: dict[int, RequestOutput] = {}
+    while len(done) < len(requests):
+        done.update({output.request_id: output for output in client.poll(1.0)})
+    while client.stats.num_running:
+        client.poll(0.3)
+    return done

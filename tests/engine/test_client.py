@@ -12,7 +12,7 @@ from fake_runners import engine_config
 from nvcli.core.messages import unpack
 from nvcli.engine.client import EngineClient
 from nvcli.errors import WorkerError
-from requests_factory import make_request
+from requests_factory import answers_of, make_request
 
 
 def test_finish_gives_every_ranks_peak_memory() -> None:
@@ -58,12 +58,9 @@ def test_the_scheduler_keeps_to_the_kv_groups_of_the_ranks() -> None:
         client = EngineClient.start(engine_config(), runner=f"fake_runners:{runner}")
         try:
             client.wait_ready()
-            client.add([make_request(i, range(i, i + 30), 40) for i in range(12)])
-            tokens: dict[int, list[int]] = {}
-            while len(tokens) < 12:
-                tokens.update({output.request_id: unpack(output.token_ids).tolist() for output in client.poll(30)})
+            done = answers_of(client, [make_request(i, range(i, i + 30), 40) for i in range(12)])
         finally:
             client.close()
-        return tokens
+        return {number: unpack(output.token_ids).tolist() for number, output in done.items()}
 
     assert answers("WindowedRunner") == answers("HashingRunner")

@@ -23,7 +23,7 @@ from nvcli.engine.scheduler import Scheduler
 from nvcli.errors import CapacityError
 from rank_in_process import RankInProcess, run
 from rank_in_process import make_core as make_core_of
-from requests_factory import make_request
+from requests_factory import answers_of, make_request
 
 pytestmark = pytest.mark.usefixtures("warm_engines")
 
@@ -157,11 +157,7 @@ def test_no_end_of_memory_ends_the_run_with_advice() -> None:
 
 def collect(client: EngineClient, requests: list[Request]) -> dict[int, tuple[list[int], str | None]]:
     client.wait_ready()
-    client.add(requests)
-    done: dict[int, RequestOutput] = {}
-    while len(done) < len(requests):
-        done.update({o.request_id: o for o in client.poll(1.0)})
-    return answers(done)
+    return answers(answers_of(client, requests))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -26,6 +26,8 @@ from nvcli.tools.check.progress import CheckProgress
 from nvcli.tools.check.report import format_json, print_report
 from vision_model import write_image, write_vision_model
 
+pytestmark = pytest.mark.usefixtures("tokenizer")  # its first import warns
+
 ROWS: list[Any] = [
     {"prompt": "ab", "id": "first"},
     {"messages": [{"role": "user", "content": "Hi <|end|>"}]},

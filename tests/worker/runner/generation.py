@@ -21,7 +21,7 @@ from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
 from one_rank import make_core, run_core
-from requests_factory import make_request
+from requests_factory import answers_of, make_request
 from warm_process import engines_are_copies
 
 EOS = 1
@@ -80,17 +80,6 @@ def running_engine(path: Path, **config: Any) -> Iterator[EngineClient]:
         yield client
     finally:
         client.close()
-
-
-def answers_of(client: EngineClient, batch: list[Request]) -> dict[int, RequestOutput]:
-    """Answer requests: the last output of each, by request id."""
-    client.add(batch)
-    done: dict[int, RequestOutput] = {}
-    while len(done) < len(batch):
-        done.update({o.request_id: o for o in client.poll(1.0)})
-    while client.stats.num_running:
-        client.poll(0.3)
-    return done
 
 
 def generate(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int, RequestOutput], EngineStats]:

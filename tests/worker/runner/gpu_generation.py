@@ -12,7 +12,7 @@ from nvcli.core.sampling_params import SamplingParams
 from nvcli.demo import demo_path
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import EngineStats
-from requests_factory import make_request
+from requests_factory import answers_of, make_request
 
 
 def generate(
@@ -35,16 +35,12 @@ def generate(
     try:
         ready = client.wait_ready()
         assert ready is not None
-        client.add(
-            [
-                make_request(i, prompt, max_tokens, sampling=sampling, stop_ids=list(stop_ids), row=i, sample=0, seed=3)
-                for i, prompt in enumerate(prompts)
-            ]
-        )
-        answers: dict[int, list[int]] = {}
-        while len(answers) < len(prompts):
-            answers.update({o.request_id: unpack(o.token_ids).tolist() for o in client.poll(1.0)})
-        return [answers[i] for i in range(len(prompts))], ready, client.stats
+        requests = [
+            make_request(i, prompt, max_tokens, sampling=sampling, stop_ids=list(stop_ids), seed=3)
+            for i, prompt in enumerate(prompts)
+        ]
+        answers = answers_of(client, requests)
+        return [unpack(answers[i].token_ids).tolist() for i in range(len(prompts))], ready, client.stats
     finally:
         client.close()
 

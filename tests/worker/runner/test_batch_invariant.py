@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from generation import answers_of, running_engine
+from generation import running_engine
 
 from checkpoints import write_tiny_model, write_tiny_qwen3
 from family_shapes import SHAPES
@@ -16,7 +16,7 @@ from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.request import PromptScoring, Request, RequestOutput
 from nvcli.worker.runner.model_runner import ModelRunner
 from one_rank import make_runner, make_scheduler, run_to_outputs
-from requests_factory import make_request
+from requests_factory import answers_of, make_request
 
 MAX_TOKENS = 24
 NUM_BLOCKS = 25

@@ -30,7 +30,7 @@ from nvcli.engine.scheduler import Scheduler
 from nvcli.errors import WorkerError
 from one_rank import make_core as make_core_of
 from one_rank import make_runner, make_scheduler
-from requests_factory import make_request
+from requests_factory import answers_of, make_request
 from warm_process import engines_are_copies
 
 CONFIG: dict[str, Any] = {"max_model_len": 400, "block_size": 4, "kv_cache_memory": 64 << 20, "max_num_seqs": 40}
@@ -116,10 +116,7 @@ def test_all_ranks_leave_the_same_rows_out(requests: list[Request], answers: Out
         client = EngineClient.start(config, runner="late_runner:create")
     try:
         client.wait_ready()
-        client.add(some)
-        done: Outputs = {}
-        while len(done) < len(some):
-            done.update({output.request_id: output for output in client.poll(1.0)})
+        done = answers_of(client, some)
         records = client.take_steps()
         pids = descendants_of(client.pid)
     finally:
