@@ -142,7 +142,6 @@ class MergedWeights:
         before = self._changed.get(self._current, {}) if self._current is not None else None
         self._current = None
         changed = self._changed.get(number, {})
-        problem = None
         try:
             products, values = {}, torch.empty(0)
             if number != NO_ADAPTER:
@@ -158,12 +157,10 @@ class MergedWeights:
             ]
             read_weights(unkept, {**self._base, **changed})
         except LoadError as error:
-            problem = error
-        if problem is not None:
             self._spoil(changed)
-        else:
-            self._current = number
-        return problem
+            return error
+        self._current = number
+        return None
 
     def _over(self, adapter: Adapter) -> dict[str, TensorInfo]:
         """Return the tensors that an adapter changes, as it makes them."""

@@ -1,4 +1,4 @@
-"""MLPConfig: a gated MLP. `models/layers.py` computes it."""
+"""MLPConfig: a gated MLP, which `models/layers.py` computes, and what it has in common with one without a gate."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MLPConfig(FeedForward):
-    """A gated MLP: down(activation(gate(x)) × up(x))."""
+class DenseMLP(FeedForward):
+    """An MLP that every token takes: down(hidden), where `inputs` are the projections of x."""
 
     name: ClassVar[str] = "mlp"
-    module: ClassVar[str] = "nvcli.models.layers:GatedMLP"
-    launch_seconds: ClassVar[float] = 0.65e-3
-    """Measured on an H200 machine, torch 2.11."""
+    inputs: ClassVar[tuple[str, ...]]
+    """Ranks hold them as one weight."""
     intermediate_size: int
-    activation: Activation = "silu"
     bias: bool = False
 
     def check(self, ranks: Ranks) -> Iterator[str]:
@@ -32,19 +30,30 @@ class MLPConfig(FeedForward):
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         size = self.intermediate_size // ranks.size
-        yield Piece("gate_proj, up_proj and down_proj", size, "down_proj", 2 * size)
+        yield Piece(f"{', '.join(self.inputs)} and down_proj", size, "down_proj", len(self.inputs) * size)
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         """Count the elements. One kernel multiplies gate and up and applies the activation, except with quantised
         weights and many tokens."""
         size = self.intermediate_size // ranks.size
-        gate_up = size if quantization == "none" else 2 * size
-        return 2 * hidden_size + gate_up + (code_elements(size) if quantization == "fp8" else 0)
+        projected = size if quantization == "none" else len(self.inputs) * size
+        return 2 * hidden_size + projected + (code_elements(size) if quantization == "fp8" else 0)
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
-        size, hidden, dtype, fused = self.intermediate_size, context.hidden_size, context.dtype, FUSED["gate_up_proj"]
-        for name in fused:
-            weight = matrix(f"{path}.{name}", (size, hidden), Sharding.ROWS, dtype, "MLP", fused)
+        size, hidden, dtype = self.intermediate_size, context.hidden_size, context.dtype
+        for name in self.inputs:
+            weight = matrix(f"{path}.{name}", (size, hidden), Sharding.ROWS, dtype, "MLP", self.inputs)
             yield from with_bias(weight, bias=self.bias)
         down_proj = matrix(f"{path}.down_proj", (hidden, size), Sharding.COLUMNS, dtype, "MLP", ("down_proj",))
         yield from with_bias(down_proj, bias=self.bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPConfig(DenseMLP):
+    """A gated MLP: down(activation(gate(x)) × up(x))."""
+
+    module: ClassVar[str] = "nvcli.models.layers:GatedMLP"
+    launch_seconds: ClassVar[float] = 0.65e-3
+    """Measured on an H200 machine, torch 2.11."""
+    inputs: ClassVar[tuple[str, ...]] = FUSED["gate_up_proj"]
+    activation: Activation = "silu"

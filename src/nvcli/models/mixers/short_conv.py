@@ -10,7 +10,7 @@ from typing import ClassVar
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
-from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, with_bias
+from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, vector, with_bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,8 @@ class ShortConvConfig(RecurrentMixer):
         for name in fused:
             weight = matrix(f"{path}.{name}", (size, hidden), Sharding.ROWS, dtype, "attention", fused)
             yield from with_bias(weight, bias=self.bias)
-        taps = matrix(f"{path}.conv", (size, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
-        yield taps
+        yield matrix(f"{path}.conv", (size, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
         if self.bias:
-            yield TensorSpec(
-                name=f"{path}.conv.bias", shape=(size,), sharding=Sharding.ROWS, dtype=dtype, part="attention"
-            )
+            yield vector(f"{path}.conv.bias", size, Sharding.ROWS, "attention", dtype)
         out_proj = matrix(f"{path}.out_proj", (hidden, size), Sharding.COLUMNS, dtype, "attention", ("out_proj",))
         yield from with_bias(out_proj, bias=self.bias)
