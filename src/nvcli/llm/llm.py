@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -370,8 +371,8 @@ class _Results:
     def _answer_of(self, result: JobResult) -> Answer:
         return make_answer(result, self._llm._session.form, self._call.take_prompt(result.context.index))
 
-    def __del__(self) -> None:
-        if hasattr(self, "_call"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_call") and not is_finalizing():  # modules may be gone then, and the engines end anyway
             self.close()
 
     def __reduce__(self) -> NoReturn:
