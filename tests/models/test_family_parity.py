@@ -16,7 +16,7 @@ from rank_weights import load_model
 from torch import Tensor
 
 from batches import RequestState, make_batch
-from checkpoints import reference_logits_of, reference_model, write_tiny_model
+from checkpoints import is_too_old, reference_logits_of, reference_model, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import LONGEST_SHORT_RUN, SHAPES
 from model_driver import ModelDriver
@@ -90,7 +90,10 @@ def test_routers_stored_in_float32_choose_as_published(name: str, checkpoint_of:
     x = torch.randn(4096, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.inference_mode():
         correction = (router.e_score_correction_bias,) if name == "hunyuan v3" else ()
-        _, weights, experts = published[-1](x.float(), *correction)
+        results = published[-1](x.float(), *correction)
+        if len(results) != 3:
+            pytest.skip("the router of this version of transformers does not return weights and experts")
+        _, weights, experts = results
         routes = router(x)
     (found, places), (expected, others) = routes.experts.sort(1), experts.sort(1)
     assert torch.equal(found, expected)
@@ -155,10 +158,11 @@ def rank_logits(group: TensorParallelGroup, models: list[tuple[Path, bool]]) -> 
 
 
 def test_same_logits_of_two_ranks(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
-    expected = {name: published_logits(checkpoint_of(name))[0] for name in SHAPES}
-    with_experts = [name for name in SHAPES if has_experts(checkpoint_of(name))]
-    assert set(EXPERT_SHAPES) < set(with_experts)
-    cases = [*((name, False) for name in SHAPES), *((name, True) for name in with_experts)]
+    names = [name for name, (family, _) in SHAPES.items() if not is_too_old(family.removesuffix("Text"))]
+    expected = {name: published_logits(checkpoint_of(name))[0] for name in names}
+    with_experts = [name for name in names if has_experts(checkpoint_of(name))]
+    assert set(EXPERT_SHAPES) & set(names) < set(with_experts)
+    cases = [*((name, False) for name in names), *((name, True) for name in with_experts)]
     first_rank, _ = run_ranks(2, rank_logits, tmp_path, [(checkpoint_of(name), whole) for name, whole in cases])
     for found, (name, _) in zip(first_rank, cases, strict=True):
         assert_close(found, expected[name], name=name)

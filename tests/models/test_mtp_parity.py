@@ -55,7 +55,8 @@ def reference_logits(path: Path) -> tuple[Tensor, Tensor]:
         def run(tokens: Tensor, states: Tensor) -> Tensor:
             positions = torch.arange(tokens.shape[1])[None]
             mask = torch.full((tokens.shape[1],) * 2, float("-inf")).triu(1)[None, None]
-            angles = decoder.rotary_emb(states, positions)
+            has_axes = hasattr(decoder.rotary_emb, "mrope_section")
+            angles = decoder.rotary_emb(states, positions.expand(3, 1, -1) if has_axes else positions)
             embeddings = model.get_input_embeddings()(tokens)
             result: Tensor = layer(embeddings, states, angles, mask, positions, None)
             return result

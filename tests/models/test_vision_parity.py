@@ -105,7 +105,8 @@ def test_towers_are_those_of_transformers(name: str, driver_of) -> None:
         expected = reference.model.get_image_features(**pixel_inputs(vision, images, PROCESSOR), return_dict=True)
         found = driver.model.vision([torch.from_numpy(image) for image in images], PROCESSOR)
     deep = getattr(expected, "deepstack_features", None) or []
-    whole = torch.cat([torch.cat(list(part)) for part in (expected.pooler_output, *deep)], dim=1)
+    parts = (expected.pooler_output, *deep)
+    whole = torch.cat([part.flatten(0, -2) if torch.is_tensor(part) else torch.cat(part) for part in parts], dim=1)
     assert [len(each) for each in found] == [rows * columns for rows, columns in sizes]
     torch.testing.assert_close(torch.cat(found), whole, atol=2e-5, rtol=1e-4)
     assert whole.std() > 0.1

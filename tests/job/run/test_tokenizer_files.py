@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from packaging.version import Version
 
 from fake_command import ENVIRON
 from nvcli.demo import demo_path
@@ -131,7 +133,11 @@ def test_a_tokenizer_that_needs_a_package_or_code_says_which(folder: Path, monke
         check_tokenizer_files(folder)
 
 
-@pytest.mark.parametrize("token_id", [4_000_000_000, 2**70])
+IS_OLD = Version(tokenizers.__version__) < Version("0.23")
+OLD = pytest.mark.skipif(IS_OLD, reason="tokenizers before 0.23 go through all ids up to the largest, in 16 GB")
+
+
+@pytest.mark.parametrize("token_id", [pytest.param(4_000_000_000, marks=OLD), 2**70])
 def test_ids_that_no_model_can_have(folder: Path, token_id: int) -> None:
     edit(folder / TOKENIZER, lambda values: values["model"]["vocab"].update(zz=token_id))
     with pytest.raises(LoadError, match=rf"{TOKENIZER}: .*(token \"zz\" has the id 4,000,000,000|expected u32)"):
