@@ -20,7 +20,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.vision.image_processor import ImageProcessor, read_processor
 from requests_factory import make_request
 from vision_model import IMAGE_ID
-from vision_reference import allowed_size, load_reference, make_image, model_inputs
+from vision_reference import allowed_size, breaks_rows, load_reference, make_image, model_inputs
 
 MAX_TOKENS = 12
 END_ID = 1
@@ -69,7 +69,7 @@ class ImageRequests:
             rows, columns = allowed_size(self.vision, rows, columns)
             data = make_image(rows, columns, seed)
             pixels.append(put_pixels(self._memory, data, b"%d %d %d" % (rows, columns, seed)))
-            written += _tokens(1, rows) if self.vision.row_gap else [IMAGE_ID]
+            written += _tokens(1, rows) if breaks_rows(self.vision) else [IMAGE_ID]
         self._kept += pixels
         ids, images = self._images.expand(written, pixels)
         request = make_request(number, ids, max_tokens, stop_ids=[END_ID], **settings)
@@ -96,7 +96,7 @@ def reference_answers(model: Path, processor: ImageProcessor, guesses: Sequence[
                 continue
             rows, columns = allowed_size(vision, *part[:2])
             images.append(make_image(rows, columns, part[2]))
-            ids += _tokens(columns, rows) if vision.row_gap else [IMAGE_ID] * (rows * columns)
+            ids += _tokens(columns, rows) if breaks_rows(vision) else [IMAGE_ID] * (rows * columns)
         with torch.inference_mode():
             logits = reference(**model_inputs(vision, ids + guess, images, processor)).logits[0]
         answers.append(greedy_answer(logits, len(ids), MAX_TOKENS, END_ID))

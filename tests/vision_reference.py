@@ -56,6 +56,11 @@ def allowed_size(vision: VisionConfig, rows: int, columns: int) -> tuple[int, in
     return (1 if vision.processor == "gemma3" else 1 + rows * columns % 3) * tile, tile
 
 
+def breaks_rows(vision: VisionConfig) -> bool:
+    """Tell whether a token of text follows each row of an image's tokens."""
+    return vision.text is not None and vision.text.between != ""
+
+
 def make_image(rows: int, columns: int, seed: int) -> np.ndarray:
     """Return the pixels of an image of so many tokens."""
     rng = np.random.default_rng(seed)

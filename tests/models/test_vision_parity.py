@@ -26,7 +26,7 @@ from nvcli.models.vision.patch_grid import patch_grid
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
 from nvcli.models.vision.vision_config import VisionConfig
 from nvcli.sizing.images import largest_tower_batch, tower_batch_tokens, tower_bytes
-from vision_reference import allowed_size, load_reference, make_image, model_inputs, pixel_inputs
+from vision_reference import allowed_size, breaks_rows, load_reference, make_image, model_inputs, pixel_inputs
 
 PROCESSOR = ImageProcessor(
     rule=EdgeRule(side=1, longest=1),  # images have their size already
@@ -123,7 +123,7 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
     ids, spans = [3, 4, 5], []
     for rows, columns in sizes:
         spans.append(ImageSpan(len(ids), rows, columns))
-        ids += ([IMAGE_TOKEN] * columns + [TEXT_TOKEN] * vision.row_gap) * rows + [7, 8]
+        ids += ([IMAGE_TOKEN] * columns + [TEXT_TOKEN] * breaks_rows(vision)) * rows + [7, 8]
     ids += [11, 12, 13, 14]
     with torch.inference_mode():
         expected = reference(**model_inputs(vision, ids, images, PROCESSOR)).logits[0]

@@ -10,15 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from nvcli.core.messages import (
-    MAX_STEP_GRAMMAR_BYTES,
-    NewSlot,
-    PromptQuery,
-    StepInput,
-    StepOutput,
-    pack,
-    unpack,
-)
+from nvcli.core.messages import MAX_STEP_GRAMMAR_BYTES, NewSlot, PromptQuery, StepInput, StepOutput, pack, unpack
 from nvcli.core.structured import Constraint
 from nvcli.engine.chunk_groups import Arrangement, Chunk
 from nvcli.engine.draft_policy import Drafting

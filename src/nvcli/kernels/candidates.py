@@ -16,13 +16,7 @@ from torch import Tensor
 from nvcli.core.messages import NOT_FINITE
 from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.philox import uniforms_at
-from nvcli.kernels.sampling import (
-    min_kept_scaled,
-    noisy_scores,
-    pack,
-    packed_argmax,
-    unpack_argmax,
-)
+from nvcli.kernels.sampling import min_kept_scaled, noisy_scores, pack, packed_argmax, unpack_argmax
 from nvcli.kernels.sampling_columns import INFINITE_SCORE, LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
 
 

@@ -34,7 +34,7 @@ from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.conversation import DETAIL, IMAGE
 from nvcli.job.rows.pdf_part import DPI, FILE, PAGE
 from nvcli.models.vision.image_processor import ImageProcessor
-from nvcli.models.vision.image_size import AreaRule
+from nvcli.models.vision.image_size import AreaRule, most_pixels
 from nvcli.models.vision.vision_config import ImageText
 
 LOW_DETAIL_PIXELS = 512 * 512
@@ -193,7 +193,7 @@ class RowImages:
             known = (_identity(found), page, processor)
             if (pixels := self._known.get(known)) is not None:
                 return pixels
-            size = 3 * processor.rule.most_pixels
+            size = 3 * most_pixels(processor.rule)
             offset = self._memory.reserve(size)
             prepared = self.processes.ask(Question(found, processor, self._memory.path, offset, page))
         except RowError as error:

@@ -14,12 +14,7 @@ from nvcli.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from nvcli.core.validation import Path, convert, is_integer, show
 from nvcli.errors import RowError
 from nvcli.job.job import Job, Prompt, RowContext, RowForm, prompt_fields
-from nvcli.job.rows.conversation import (
-    CONVERSATION_KEYS,
-    REASONING_EFFORT,
-    check_messages,
-    conversation_options,
-)
+from nvcli.job.rows.conversation import CONVERSATION_KEYS, REASONING_EFFORT, check_messages, conversation_options
 from nvcli.job.rows.native_row import RowDefaults
 from nvcli.job.rows.openai_responses import chat_body
 from nvcli.job.rows.openai_structured import STRUCTURED_KEYS, structured_of, unsupported_key, unsupported_value

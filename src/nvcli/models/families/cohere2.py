@@ -67,11 +67,7 @@ def _experts(config: ModelFile) -> ExpertsConfig:
 def _attention(config: ModelFile) -> tuple[AttentionConfig, AttentionConfig]:
     """Return attention with a window and full attention, which are the same in a model without windows."""
     bias, window = config.bias(), config.window(4096)
-    local = config.attention(
-        is_interleaved=True,
-        window=config.bounded(window),
-        bias=bias,
-    )
+    local = config.attention(is_interleaved=True, window=config.bounded(window), bias=bias)
     full = replace(local, window=None, rope=None)
     return (full if window is None else local), full
 

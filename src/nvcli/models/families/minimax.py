@@ -17,11 +17,7 @@ _LAYOUT = CheckpointLayout(
 def read(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers. The files give the number of dimensions that are rotated, `rotary_dim`."""
     rotated = config.positive("rotary_dim", config.head_dim())
-    attention = config.attention(
-        default_theta=5_000_000.0,
-        default_partial=rotated / config.head_dim(),
-        qk_norm="row",
-    )
+    attention = config.attention(default_theta=5_000_000.0, default_partial=rotated / config.head_dim(), qk_norm="row")
     routing = config.routing(scoring="sigmoid", renormalise=True)
     experts = config.experts(routing, size_key="intermediate_size", has_correction=True)
     return config.decoder(LayerConfig(mixer=attention, mlp=experts), layout=_LAYOUT)

@@ -7,11 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nvcli.models.checkpoint_layout import CheckpointLayout
-from nvcli.models.families.deepseek_experts import (
-    first_layers_dense,
-    layout_without_predictions,
-    shared_experts,
-)
+from nvcli.models.families.deepseek_experts import first_layers_dense, layout_without_predictions, shared_experts
 from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import read_latent_attention
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile, read_by_type

@@ -10,10 +10,7 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 def read(config: ModelFile) -> DecoderConfig:
     """Read one window for all layers, or none. Runs of up to `original_max_position_embeddings` tokens use longrope's
     short factors, and runs of longer ones (`max_model_len`) use its long factors."""
-    layer = LayerConfig(
-        mixer=config.attention(window=config.bounded(config.window())),
-        mlp=config.mlp(),
-    )
+    layer = LayerConfig(mixer=config.attention(window=config.bounded(config.window())), mlp=config.mlp())
     return config.decoder(layer)
 
 

@@ -12,15 +12,7 @@ from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.recurrent_chunks import CHUNK
 from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
-from nvcli.models.tensor_spec import (
-    FUSED,
-    Sharding,
-    StoredDtype,
-    TensorSpec,
-    matrix,
-    vector,
-    with_bias,
-)
+from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias
 
 ResultNorm = Literal["after gate", "before gate"]
 """The place of the result's norm."""

@@ -44,11 +44,6 @@ class AreaRule:
         """The most tokens of an image."""
         return max(1, self.max_pixels // self.side**2)
 
-    @property
-    def most_pixels(self) -> int:
-        """More than the pixels of an image of the longest shape, as no side is shorter than a token's square."""
-        return _MOST_ROUNDING * self.max_pixels
-
     def fit(self, height: int, width: int) -> Fit:
         """Return the size of an image of this height and width. Raises ValueError for one that is too long."""
         side = self.side
@@ -85,11 +80,6 @@ class EdgeRule:
         most = -(-self.longest // self.side)
         return most * (most + 1)
 
-    @property
-    def most_pixels(self) -> int:
-        """The most pixels of an image."""
-        return self.max_tokens * self.side**2
-
     def fit(self, height: int, width: int) -> Fit:
         """Return the size of an image of this height and width."""
         ratio = max(height, width) / self.longest
@@ -107,14 +97,9 @@ class CountRule:
     """Pixels of the side of a token's square."""
     max_tokens: int
 
-    @property
-    def most_pixels(self) -> int:
-        """The most pixels of an image."""
-        return self.max_tokens * self.side**2
-
     def fit(self, height: int, width: int) -> Fit:
         """Return the size of an image of this height and width."""
-        scale = math.sqrt(self.most_pixels / (height * width))
+        scale = math.sqrt(self.max_tokens * self.side**2 / (height * width))
         rows, columns = (math.floor(scale * length / self.side) for length in (height, width))
         if not rows:
             rows, columns = 1, min(math.floor(width / height), self.max_tokens)
@@ -141,11 +126,6 @@ class TileRule:
         """The most tokens of an image."""
         return (self.most + (self.most > 1)) * (self.tile // self.side) ** 2
 
-    @property
-    def most_pixels(self) -> int:
-        """The most pixels of an image."""
-        return self.max_tokens * self.side**2
-
     def fit(self, height: int, width: int) -> Fit:
         """Return the size of an image of this height and width."""
         tile, (rows, columns) = self.tile, self._arrangement(height, width)
@@ -167,3 +147,8 @@ class TileRule:
 
 
 SizeRule = AreaRule | EdgeRule | CountRule | TileRule
+
+
+def most_pixels(rule: SizeRule) -> int:
+    """Return the most pixels of an image, or more: no side is shorter than a token's square, however long the other."""
+    return _MOST_ROUNDING * rule.max_pixels if isinstance(rule, AreaRule) else rule.max_tokens * rule.side**2

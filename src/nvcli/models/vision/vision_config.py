@@ -167,11 +167,6 @@ class VisionConfig:
         return self.patch_size * self.merge_size
 
     @property
-    def row_gap(self) -> int:
-        """The tokens of text after each row of an image's tokens."""
-        return int(self.text is not None and self.text.between != "")
-
-    @property
     def num_outputs(self) -> int:
         """Vectors of `out_size` that a token gets: its embedding, and those of deepstack layers."""
         return 1 + len(self.deepstack_layers)

@@ -21,12 +21,7 @@ from nvcli.errors import ConfigError
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.row_images import RowImages
 from nvcli.job.planning.layout import resolve_layout
-from nvcli.job.run.engine_settings import (
-    ResolvedEngines,
-    load_checkpoint,
-    resolve_engine_config,
-    resolve_engines,
-)
+from nvcli.job.run.engine_settings import ResolvedEngines, load_checkpoint, resolve_engine_config, resolve_engines
 from nvcli.job.run.resolve import model_of_rows
 from nvcli.job.run.row_settings import read_row_settings
 from nvcli.models.adapters.adapter import Adapter, read_adapter
@@ -166,11 +161,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         check_ram(config, model, num_replicas=layout.data_parallel_size, available=available_ram())
         if layout.why:
             say(layout.why)
-        config = msgspec.structs.replace(
-            layout.apply(config),
-            record_steps=True,
-            draft_accept_rate=options.accept_rate,
-        )
+        config = msgspec.structs.replace(layout.apply(config), record_steps=True, draft_accept_rate=options.accept_rate)
         return bench(
             config,
             requests,

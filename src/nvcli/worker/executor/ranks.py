@@ -32,7 +32,7 @@ Kernels are compiled with products and sums fused (FMA), as up to Triton 3.9 by 
 so: 3.10 will part them.
 """
 
-MODEL_RUNNER = "nvcli.worker.runner.model_runner:create_runner"
+MODEL_RUNNER = "nvcli.worker.runner.model_runner:ModelRunner"
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,11 +76,11 @@ def _run(start: RankStart, control: Connection) -> None:
         started_at=started_at,
         compilers=start_compilers(start.config),
     )
-    module, function = start.runner.split(":")
-    create_runner = getattr(importlib.import_module(module), function)
+    module, name = start.runner.split(":")
+    make_runner = getattr(importlib.import_module(module), name)
     gc.freeze()  # imports live forever: the collector need not scan them
     gc.enable()
-    runner: Runner = create_runner(start.config, context)
+    runner: Runner = make_runner(start.config, context)
     is_output_rank = rank == start.config.output_rank
     post = _start_poster(ChannelWriter(start.wiring.outputs), control) if is_output_rank else None
     gc.collect()

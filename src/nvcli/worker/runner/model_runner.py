@@ -66,13 +66,9 @@ from nvcli.worker.runner.warm_up import run_largest_batches
 from nvcli.worker.runner.weight_changes import WeightChanges
 
 
-def create_runner(config: EngineConfig, context: RankContext) -> ModelRunner:
-    """Make the runner that `Executor` uses by default."""
-    return ModelRunner(config, context)
-
-
 class ModelRunner:
-    """One rank of a replica: its model, its tables, its KV cache, and the steps over them."""
+    """One rank of a replica, as `Executor` makes it by default: its model, its tables, its KV cache, and the steps over
+    them."""
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         self.config = config
