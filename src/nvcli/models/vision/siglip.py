@@ -7,6 +7,8 @@ an image attend to all of them. PaddleOCR-VL's images are of any size, with rota
 
 from __future__ import annotations
 
+from typing import Any
+
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
@@ -59,8 +61,7 @@ _TEXT = ImageText(  # `full_image_sequence` of transformers' processor
 def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Gemma 3."""
     vision = vision_section(config)
-    vision.only("hidden_act", "gelu_pytorch_tanh")
-    sizes, image = read_sizes(vision, text), vision.positive("image_size")
+    sizes, image = _sizes(vision, text), vision.positive("image_size")
     patch = sizes["patch_size"]
     side = image // patch
     tokens = square(config, "mm_tokens_per_image", config.positive("mm_tokens_per_image", 256))
@@ -73,13 +74,7 @@ def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         processor="gemma3",
         merge_size=side // tokens,
         merger=MergerConfig(kind="pool", size=0, norm="rms from 1", eps=eps),
-        norm="layer",
         eps=eps,
-        activation="gelu_tanh",
-        is_gated=False,
-        has_patch_bias=True,
-        has_fused_qkv=False,
-        has_last_norm=True,
         tile_tokens=tokens,
         num_positions=side**2,
         attends_both_ways="all",
@@ -92,20 +87,13 @@ def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
 def read_paddleocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of PaddleOCR-VL."""
     vision = vision_section(config)
-    vision.only("hidden_act", "gelu_pytorch_tanh")
-    sizes, merge = read_sizes(vision, text), vision.positive("spatial_merge_size", 2)
+    sizes, merge = _sizes(vision, text), vision.positive("spatial_merge_size", 2)
     return VisionConfig(
         names=_PADDLE,
         processor="paddleocr_vl",
         merge_size=merge,
         merger=MergerConfig(kind="squares", size=sizes["hidden_size"] * merge**2, eps=1e-5),
-        norm="layer",
         eps=vision.positive_number("layer_norm_eps", 1e-6),
-        activation="gelu_tanh",
-        is_gated=False,
-        has_patch_bias=True,
-        has_fused_qkv=False,
-        has_last_norm=True,
         rope="same",
         rope_theta=rope_theta(vision),
         num_positions=(vision.positive("image_size", 384) // sizes["patch_size"]) ** 2,
@@ -114,3 +102,10 @@ def read_paddleocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         image_token_id=config.get("image_token_id", int, 100_295),
         **sizes,
     )
+
+
+def _sizes(vision: JsonFile, text: JsonFile) -> dict[str, Any]:
+    """Read what both have in common."""
+    vision.only("hidden_act", "gelu_pytorch_tanh")
+    layers = {"norm": "layer", "activation": "gelu_tanh", "is_gated": False, "has_fused_qkv": False}
+    return {**read_sizes(vision, text), **layers, "has_patch_bias": True, "has_last_norm": True}

@@ -79,13 +79,9 @@ def advise(
     return found[:_MOST_ADVICE]
 
 
-def advise_shorter(config: EngineConfig, model: ModelConfig, longest_request: int) -> Advice | None:
-    """Advise on a `max_model_len` at which one request of full length fits, if none does now.
-
-    `longest_request` is the tokens of the longest request that the KV cache holds; None if it holds no request.
-    """
-    if longest_request < 2:  # a prompt and its answer
-        return None
+def advise_shorter(longest_request: int) -> Advice:
+    """Advise on a `max_model_len` at which one request of full length fits: the tokens of the longest request that the
+    KV cache holds."""
     return Advice(
         change=f"--max-model-len {longest_request}",
         tokens=longest_request,

@@ -123,8 +123,8 @@ def _profile(
     request_len = lengths.mean_blocks * config.block_size if lengths is not None else config.max_model_len
     longest_request = kv_cache.longest_request(num_blocks, config, model)
     advice = []
-    if longest_request < config.max_model_len and (shorter := advise_shorter(config, model, longest_request)):
-        advice.append(shorter)
+    if 2 <= longest_request < config.max_model_len:  # a prompt and its answer
+        advice.append(advise_shorter(longest_request))
     if config.device == "cuda":
         longest = lengths.longest_total if lengths is not None else None
         advice += advise(config, model, ranks[tightest], request_len=request_len, longest=longest)
