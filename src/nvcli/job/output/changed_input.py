@@ -22,7 +22,7 @@ from nvcli.core.system.regular_file import read_regular
 from nvcli.errors import ConfigError
 from nvcli.job.job import RETRYABLE_ERRORS
 from nvcli.job.output.locked_file import LockedFile, in_chunks
-from nvcli.job.output.manifest import Manifest, load_manifest, new_file, save_manifest, sync_folder
+from nvcli.job.output.manifest import Manifest, new_file, readable_manifest, save_manifest, sync_folder
 from nvcli.job.output.output_scan import OutputScan, scan_output, valid_rows
 from nvcli.job.own_files import digests_path, is_csv, is_table, rewrite_path
 from nvcli.job.rows.output_row import WrittenRow, moved_row, read_output_row
@@ -173,10 +173,7 @@ def settle_update(output: Path, file: LockedFile) -> None:
 
     A manifest that cannot be read is reported when it is needed.
     """
-    try:
-        manifest = load_manifest(output)
-    except ConfigError:
-        return
+    manifest = readable_manifest(output)
     if manifest is not None and manifest.is_updating:
         _finish_update(output, file, msgspec.structs.replace(manifest, is_updating=False))
 

@@ -30,7 +30,7 @@ from nvcli.job.files import STREAM, STREAM_FOLDERS
 from nvcli.job.output.changed_input import ChangedInput, settle_update
 from nvcli.job.output.digest_file import DigestFile
 from nvcli.job.output.locked_file import LockedFile, in_chunks
-from nvcli.job.output.manifest import Finished, Manifest, load_manifest, save_manifest, sync_folder
+from nvcli.job.output.manifest import Finished, Manifest, load_manifest, readable_manifest, save_manifest, sync_folder
 from nvcli.job.output.output_scan import scan_output, valid_rows
 from nvcli.job.output.reorder import ReorderBuffer
 from nvcli.job.output.sink import OutputGuard, Sink, check_place
@@ -249,10 +249,7 @@ class FileOutput(JobOutput):
     def _holds_no_answer(self) -> bool:
         """Tell whether the output holds only failed rows of a job with other settings. Starting it anew loses no
         answer."""
-        try:
-            manifest = load_manifest(self._path)
-        except ConfigError:
-            return False
+        manifest = readable_manifest(self._path)
         if manifest is None or not self._options.can_continue or manifest.input_differences(self._job):
             return False
         settings = manifest.setting_differences(self._job)

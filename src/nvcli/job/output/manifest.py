@@ -137,6 +137,14 @@ def load_manifest(output: Path) -> Manifest | None:
     return manifest
 
 
+def readable_manifest(output: Path) -> Manifest | None:
+    """Return the manifest of an output; None if there is none, or it cannot be read."""
+    try:
+        return load_manifest(output)
+    except ConfigError:
+        return None
+
+
 def save_manifest(output: Path, manifest: Manifest) -> None:
     """Write the manifest of an output. After a power loss there is the old or the new one. Raises OSError."""
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"

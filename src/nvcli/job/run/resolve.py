@@ -21,7 +21,6 @@ from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.core.validation import shorten
-from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM, check_inputs, check_output, choose_output, expand_inputs
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.pdf_files import PdfFiles, count_pages_of_inputs
@@ -31,7 +30,7 @@ from nvcli.job.input.known_input import KnownInput, is_repeatable, know_inputs
 from nvcli.job.input.pdf_source import PdfFile
 from nvcli.job.input.reader import RowDigests, RowReader
 from nvcli.job.job import JobResult
-from nvcli.job.output.manifest import Manifest, load_manifest
+from nvcli.job.output.manifest import Manifest, readable_manifest
 from nvcli.job.planning.layout import without_useless_auto
 from nvcli.job.row_set import AnsweredRows
 from nvcli.job.rows.parser import RowParser
@@ -312,10 +311,7 @@ def _described(known: KnownInput, pdf: PdfFile | None) -> tuple[str, str]:
 
 def _facts_of(output: str) -> Mapping[str, Any] | None:
     """Return the facts of an existing output; None if there is none, or it cannot be read."""
-    try:
-        manifest = None if output == STREAM else load_manifest(Path(output))
-    except ConfigError:
-        return None
+    manifest = None if output == STREAM else readable_manifest(Path(output))
     return None if manifest is None else manifest.facts
 
 

@@ -18,7 +18,7 @@ from nvcli.errors import ConfigError
 from nvcli.job.compression import compression_of
 from nvcli.job.file_formats import input_format
 from nvcli.job.input.known_input import describe_inputs
-from nvcli.job.output.manifest import Manifest, load_manifest
+from nvcli.job.output.manifest import Manifest, readable_manifest
 from nvcli.tools.show.answers import ShownRow
 from nvcli.tools.show.image_names import image_name, part_name, without_base64
 
@@ -39,11 +39,7 @@ class Prompts:
         self.keys: tuple[str, ...] = _PROMPT_KEYS
         """The keys of prompts in input rows."""
         self._id_key, self._image_key = "id", ""
-        try:
-            manifest = load_manifest(output)
-        except ConfigError:
-            return
-        if manifest is not None:
+        if (manifest := readable_manifest(output)) is not None:
             self._rows = _InputRows(_inputs_that_are_there(manifest, output.parent))
             self.keys = tuple(str(manifest.facts.get(f"job.{key}_field", key)) for key in _PROMPT_KEYS)
             self._id_key = str(manifest.facts.get("job.id_field", "id"))
