@@ -233,18 +233,22 @@ def write_tiny_config(path: Path, family: str = "Qwen3", **overrides: Any) -> Pa
     """The configuration of a checkpoint of `write_tiny_model` alone, for a family of text."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**tiny_model_config(**overrides))
+    config = _text_config(transformers, family, tiny_model_config(**overrides))
     config.architectures = [f"{family.removesuffix('Text')}ForCausalLM"]
     config.save_pretrained(path)
     return path
 
 
-def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
-    """A model of transformers with its initial weights. `family` is a name of `WITH_VISION` or of a text model."""
+def _text_config(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
     if family in _UNKNOWN_BEFORE and is_too_old(family):
         pytest.skip(f"needs transformers {SINCE[family]}")
+    return getattr(transformers, f"{family}Config")(**arguments)
+
+
+def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
+    """A model of transformers with its initial weights. `family` is a name of `WITH_VISION` or of a text model."""
     if family not in WITH_VISION:
-        config = getattr(transformers, f"{family}Config")(**arguments)
+        config = _text_config(transformers, family, arguments)
         return getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
     text_name, vision_name, vision_arguments = WITH_VISION[family]
     text = getattr(transformers, f"{text_name}Config")(**arguments)

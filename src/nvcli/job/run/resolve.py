@@ -336,12 +336,13 @@ def _chat_choice(
     )
 
 
-def resolve_settings(run: RunConfig) -> ResolvedModel:
+def resolve_settings(run: RunConfig, *, setter_of: SetterOf = unknown_setter) -> ResolvedModel:
     """Resolve the model and the settings of a run whose rows come later. Raises ConfigError and LoadError.
 
-    Reads the checkpoint's small files, and downloads a checkpoint that is not there.
+    Reads the checkpoint's small files, and downloads a checkpoint that is not there. `setter_of` is as in
+    `resolve_job`.
     """
-    return _with_engines(_find_model(run, unknown_setter, weights=True), RowNeeds())
+    return _with_engines(_find_model(run, setter_of, weights=True), RowNeeds())
 
 
 def _find_model(
