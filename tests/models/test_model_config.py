@@ -130,15 +130,21 @@ def test_eos_ids_of_both_files(tmp_path: Path, in_config: Any, in_generation: An
             {"do_sample": False, "temperature": 0.7, "repetition_penalty": 1.05},
             {"temperature": 0.0, "repetition_penalty": 1.05},
         ),
+        (  # tokens that the model does not have, and its end, are left out
+            {"eos_token_id": [3, 9], "suppress_tokens": [5, 97, -1, 9], "bad_words_ids": [[1, 2], [9], [96, 97], [4]]},
+            {"bad_words": [[5], [9], [1, 2], [4]]},
+        ),
     ],
 )
-def test_generation_defaults(tmp_path: Path, generation: dict[str, Any] | None, expected: dict[str, float]) -> None:
+def test_generation_defaults(tmp_path: Path, generation: dict[str, Any] | None, expected: dict[str, Any]) -> None:
     assert read(tmp_path, generation).generation_defaults == expected
 
 
 def test_a_generation_default_out_of_range_is_not_the_model_s_fault(tmp_path: Path) -> None:
     """A run may leave these defaults out; one that takes them refuses it (`resolve.sampling_defaults`)."""
     assert read(tmp_path, {"top_p": 1.5}).generation_defaults == {"top_p": 1.5}
+    assert read(tmp_path, {"suppress_tokens": 5}).generation_defaults == {"bad_words": 5}
+    assert read(tmp_path, {"bad_words_ids": [5, ["a"]]}).generation_defaults == {"bad_words": [5, ["a"]]}
 
 
 def test_missing_file(tmp_path: Path) -> None:

@@ -135,8 +135,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Token → number added to its logit. Tokens are ids, in JSON as a string of digits, or texts of a single token."""
     allowed_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)] | None = None
     """The only tokens that may be chosen; null: all."""
-    bad_words: list[Annotated[str, Meta(min_length=1)]] = []
-    """Texts kept out of answers, in the tokens that they have by themselves or after a space."""
+    bad_words: list[
+        Annotated[str, Meta(min_length=1)]
+        | Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
+    ] = []
+    """Texts kept out of answers, in the tokens that they have by themselves or after a space, or lists of tokens."""
     logprobs: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
         Flag(
@@ -217,7 +220,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"`best_of` ({self.best_of}) is smaller than `n` ({self.n})")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("`truncate_prompt_tokens` is 0; allowed: an integer of at least 1, or -1")
-        num_tokens = len(self.logit_bias) + len(self.stop_token_ids) + len(self.bad_words)
+        num_tokens = len(self.logit_bias) + len(self.stop_token_ids)
+        num_tokens += sum(1 if isinstance(word, str) else len(word) for word in self.bad_words)
         if num_tokens + len(self.allowed_token_ids or ()) > MAX_BIASED_TOKENS:
             raise ValueError(
                 "`logit_bias`, `stop_token_ids`, `allowed_token_ids` and `bad_words` hold more than "

@@ -251,6 +251,7 @@ def describe(info: inspect.Type) -> str:
             return ", ".join(str(value) for value in info.values)
         case inspect.ListType():
             noun = "a list that is not empty" if info.min_length else "a list"
+            noun += "" if info.max_length is None else f" and holds at most {info.max_length:,}"
             return f"{noun}, each item {describe(info.item_type)}"
         case inspect.StructType():
             return f"a mapping with the keys {', '.join(_field_names(info))}"

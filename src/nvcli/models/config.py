@@ -46,7 +46,7 @@ _NOT_APPLIED = {
     **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
     **dict.fromkeys(("max_new_tokens", "min_new_tokens", "min_length"), 0),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "stop_strings")),
+    **dict.fromkeys(("begin_suppress_tokens", "sequence_bias", "stop_strings")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
     **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "watermarking_config")),
 }
@@ -307,17 +307,18 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
     if family.read_vision is not None and config.values.get(_VISION) is not None:
         vision = family.read_vision(config, text)
         layout = replace(layout, tower=vision.names)
+    vocab_size, eos_ids = text.positive("vocab_size"), _eos_token_ids(generation, config, text)
     model = ModelConfig(
         architecture=architecture,
         decoder=replace(decoder, layout=layout),
         vision=vision,
-        vocab_size=text.positive("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=text.positive("hidden_size"),
         tie_word_embeddings=_ties_embeddings(config, text, family),
         max_position_embeddings=text.positive("max_position_embeddings", least=2),  # a prompt and its answer
         dtype=_dtype(config, text),
-        eos_token_ids=_eos_token_ids(generation, config, text),
-        generation_defaults=_generation_defaults(generation),
+        eos_token_ids=eos_ids,
+        generation_defaults=_generation_defaults(generation, vocab_size, eos_ids),
         not_applied=_not_applied(generation),
         quantisation=quantisation,
         has_head=not architecture.endswith(_HEADLESS),
@@ -385,7 +386,7 @@ def _eos_token_ids(*files: JsonFile) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _generation_defaults(generation: JsonFile) -> dict[str, Any]:
+def _generation_defaults(generation: JsonFile, vocab_size: int, eos_ids: tuple[int, ...]) -> dict[str, Any]:
     """Read the sampling defaults of generation_config.json.
 
     `do_sample: false` asks for greedy decoding, whatever the temperature. Where `do_sample` is absent, the keys that
@@ -396,7 +397,25 @@ def _generation_defaults(generation: JsonFile) -> dict[str, Any]:
     keys = ("repetition_penalty",) if greedy else _SAMPLING_KEYS
     defaults: dict[str, Any] = {"temperature": 0.0} if greedy else {}
     defaults.update({key: values[key] for key in keys if values.get(key) is not None})
+    if words := _bad_words(values, vocab_size, eos_ids):
+        defaults["bad_words"] = words
     return defaults
+
+
+def _bad_words(values: Mapping[str, Any], vocab_size: int, eos_ids: tuple[int, ...]) -> list[Any]:
+    """Read the tokens and sequences that are never chosen, but for those with tokens that the model does not have.
+
+    As in transformers, `bad_words_ids` do not forbid the end of an answer, and `suppress_tokens` may.
+    """
+    suppressed, words = (values.get(key) or [] for key in ("suppress_tokens", "bad_words_ids"))
+    if not isinstance(suppressed, list) or not isinstance(words, list):
+        return suppressed or words  # refused by a run that takes these defaults
+    words = [[token] for token in suppressed] + [word for word in words if word not in [[end] for end in eos_ids]]
+
+    def is_known(token: object) -> bool:
+        return not is_integer(token) or 0 <= token < vocab_size
+
+    return [word for word in words if not isinstance(word, list) or all(map(is_known, word))]
 
 
 def _not_applied(generation: JsonFile) -> dict[str, Any]:

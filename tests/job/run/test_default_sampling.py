@@ -19,6 +19,7 @@ REFUSED = {
     "logit_bias={9999: 1}": "`sampling.logit_bias` holds 9999",
     "logit_bias={zebra: 1}": '`sampling.logit_bias` holds "zebra", which is 4 tokens',
     f"bad_words=[{'a b ' * 40}]": "`sampling.bad_words` holds ",
+    "bad_words=[[5, 640]]": "`sampling.bad_words` holds 640",
     "structured={regex: '('}": '`sampling.structured` cannot be used: at 1(8): invalid regex "("',
     "structured={json_schema: {type: foo}}": "`sampling.structured` cannot be used: Invalid type: foo",
     "structured={grammar: 'start: nothing'}": "`sampling.structured` cannot be used: ",
@@ -57,7 +58,7 @@ def test_a_line_of_a_file_is_named(tmp_path: Path) -> None:
     [
         ({}, False),
         ({"stop_token_ids": [5], "logit_bias": {"7": 1.0}, "structured": {"choice": ["a"]}}, False),
-        ({"max_tokens": 2047, "logprobs": 20, "n": 3, "bad_words": []}, False),
+        ({"max_tokens": 2047, "logprobs": 20, "n": 3, "bad_words": [[5, 6]]}, False),
         ({"bad_words": ["a"]}, True),
         ({"logit_bias": {"a": 1.0}}, True),
     ],

@@ -6,6 +6,7 @@ have, is a mistake of the run. What depends on a row's prompt is left to the row
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
@@ -59,8 +60,9 @@ def _check_key(
             check_vocabulary(f"`{name}`", getattr(sampling, key) or (), limits)
         case "logit_bias" | "bad_words":
             own = SamplingParams(**{key: getattr(sampling, key)})
-            check_vocabulary(f"`{name}`", [token for token in own.logit_bias if isinstance(token, int)], limits)
-            if own.bad_words or any(isinstance(token, str) for token in own.logit_bias):
+            tokens = [*own.logit_bias, *itertools.chain.from_iterable(own.bad_words)]  # of a text: its characters
+            check_vocabulary(f"`{name}`", [token for token in tokens if isinstance(token, int)], limits)
+            if any(isinstance(token, str) for token in tokens):
                 token_rules(own, tokenizer(), under=_SECTION)
         case "thinking_budget":
             if sampling.thinking_budget is not None:

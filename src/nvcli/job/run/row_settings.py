@@ -40,8 +40,6 @@ _POSITIONS: dict[PoolingName, Literal["last", "first", "all"]] = {"last": "last"
 _INSTEAD = {
     "max_new_tokens": "max_tokens",
     **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
-    "bad_words_ids": "bad_words",
-    "suppress_tokens": "logit_bias",
     "stop_strings": "stop",
 }
 """Keys of `sampling` that do what keys of generation_config.json would in transformers."""
@@ -83,15 +81,8 @@ class RowSettings:
     @property
     def warnings(self) -> list[str]:
         """Warnings about what the checkpoint asks for in vain."""
-        if self.task is not None or self.run.generation_config == "none":
-            return []
-        keys = []
-        for key, value in self.model.not_applied.items():
-            instead = _INSTEAD.get(key)
-            if instead not in self.run.sampling:
-                keys.append(f"`{key}` {show(value)}{f' (set `sampling.{instead}`)' if instead else ''}")
-        file = self.model_path / GENERATION_CONFIG_FILE
-        return [f"warning: {file}: not applied, unlike in transformers: {', '.join(keys)}"] if keys else []
+        told = None if self.task is not None else describe_not_applied(self.run, self.model)
+        return [f"warning: {self.model_path / GENERATION_CONFIG_FILE}: {told}"] if told else []
 
     def make_parser(
         self,
@@ -186,6 +177,16 @@ def sampling_defaults(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
             "`generation_config: none` leaves the checkpoint's defaults out"
         ) from None
     return defaults
+
+
+def describe_not_applied(run: RunConfig, model: ModelConfig) -> str | None:
+    """Describe the keys of generation_config.json that the run leaves without effect; None: there are none."""
+    keys = []
+    for key, value in model.not_applied.items() if run.generation_config == "auto" else ():
+        instead = _INSTEAD.get(key)
+        if instead not in run.sampling:
+            keys.append(f"`{key}` {show(value)}{f' (set `sampling.{instead}`)' if instead else ''}")
+    return f"not applied, unlike in transformers: {', '.join(keys)}" if keys else None
 
 
 def row_keys(job: JobConfig) -> RowKeys:

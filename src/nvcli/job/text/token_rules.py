@@ -63,8 +63,10 @@ def _token_id(key: int | str, tokenizer: Tokenizer, name: str) -> int:
     return ids[0]
 
 
-def _spellings(word: str, tokenizer: Tokenizer, name: str) -> list[list[int]]:
-    """Return the tokens of a word alone and after a space."""
+def _spellings(word: str | list[int], tokenizer: Tokenizer, name: str) -> list[list[int]]:
+    """Return the tokens of a word alone and after a space, or those that it is given in."""
+    if isinstance(word, list):
+        return [word]
     bare = word.strip()
     spelled = [_encode(text, tokenizer, name) for text in ((bare, f" {bare}") if bare else (word,))]
     for ids in spelled:

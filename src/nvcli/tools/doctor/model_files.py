@@ -16,6 +16,7 @@ from nvcli.core.system.hub_access import DownloadSize
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.run.adapter_modes import find_modes
 from nvcli.job.run.engine_settings import load_checkpoint
+from nvcli.job.run.row_settings import describe_not_applied
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_local_adapter
 from nvcli.models.checkpoint import find_model, read_tensors, weight_files
@@ -110,7 +111,7 @@ def _read_config(run: RunConfig, path: Path) -> tuple[ModelConfig | None, list[F
         f"{config.architecture}, {config.num_layers} layers, {config.dtype},{quantised} "
         f"up to {config.max_position_embeddings:,} tokens"
     )
-    return config, [ok("config", found), _generation_config(path, config)]
+    return config, [ok("config", found), _generation_config(run, path, config)]
 
 
 def _read_adapter(
@@ -148,7 +149,7 @@ def _read_head(name: str, config: ModelConfig) -> tuple[ModelConfig, Finding]:
     return model, ok("draft head", f"{where}, reads {states}")
 
 
-def _generation_config(path: Path, config: ModelConfig) -> Finding:
+def _generation_config(run: RunConfig, path: Path, config: ModelConfig) -> Finding:
     name = "generation config"
     if not config.eos_token_ids:
         return warning(
@@ -160,7 +161,9 @@ def _generation_config(path: Path, config: ModelConfig) -> Finding:
     if not (path / GENERATION_CONFIG_FILE).exists():
         return note(name, f"no {GENERATION_CONFIG_FILE}; {ends}, by config.json")
     defaults = ", ".join(f"{key} {value}" for key, value in config.generation_defaults.items())
-    return ok(name, f"{ends}; {defaults or 'no sampling defaults'}")
+    found = f"{ends}; {defaults or 'no sampling defaults'}"
+    told = describe_not_applied(run, config)
+    return note(name, f"{found}; {told}") if told else ok(name, found)
 
 
 def _read_weights(path: Path) -> tuple[Mapping[str, TensorInfo] | None, list[Finding]]:
