@@ -225,7 +225,8 @@ def test_weight_files_prefer_the_index(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
     assert [file.name for file in weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
+    (tmp_path / "model.safetensors").write_text("")  # transformers has saved again, and left the index behind
+    assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors"]
+    (tmp_path / "model.safetensors").unlink()
     index.unlink()
     assert len(weight_files(tmp_path)) == 3
-    (tmp_path / "model.safetensors").write_text("")
-    assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors"]

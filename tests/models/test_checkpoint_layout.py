@@ -99,7 +99,7 @@ def test_a_tensor_of_the_text_part_that_nobody_knows_is_refused(tmp_path: Path) 
 def test_a_model_of_text_alone_has_no_other_prefix(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "qwen")
     rewrite(path, lambda tensors: {f"language_model.{name}": tensor for name, tensor in tensors.items()})
-    with pytest.raises(LoadError, match="missing from the checkpoint: model"):
+    with pytest.raises(LoadError, match=r"missing from the checkpoint: model.*the files hold language_model"):
         ModelDriver(path)
 
 

@@ -118,8 +118,8 @@ def is_hub_id(name: str) -> bool:
 def weight_files(path: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint folder: those that the index lists, if there is one. Raises
     LoadError."""
-    if os.path.lexists(path / INDEX_FILE):
-        return _files_of(path, read_index(path))
+    if index := read_index(path):
+        return _files_of(path, index)
     single = path / SINGLE_FILE
     files = [single] if os.path.lexists(single) else sorted(path.glob("*.safetensors"))
     if files:
@@ -145,7 +145,11 @@ def check_weight_files(path: Path) -> None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read which file of a folder holds which tensor (tensor name → file name); empty if there is no index."""
+    """Read which file of a folder holds which tensor (tensor name → file name); empty if there is no index.
+
+    One that does not name the single file beside it does not count, as in transformers, whose `save_pretrained` leaves
+    it behind when it takes away the files of an earlier save.
+    """
     index = JsonFile.read_if_present(path / INDEX_FILE)
     if not index.values:
         if os.path.lexists(index.path):
@@ -163,7 +167,7 @@ def read_index(path: Path) -> dict[str, str]:
                 f"weight_map.{show(tensor)}", f"{show(file)} is no *.safetensors file of the folder; download it again"
             )
         allowed.add(file)
-    return weight_map
+    return {} if SINGLE_FILE not in allowed and os.path.lexists(path / SINGLE_FILE) else weight_map
 
 
 def _files_of(path: Path, index: Mapping[str, str]) -> list[Path]:

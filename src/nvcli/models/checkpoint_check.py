@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,15 +58,16 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
             f"{part.file}: tensor {part.name} belongs to a quantised weight, but neither config.json "
             f"(`quantization_config`) nor {QUANTISATION_FILE} says how it is quantised; download these files again"
         )
-    _check_needed(model_tensors(config, config.dtype, stage), tensors, path)
     known = {name for tensor in model_tensors(config, config.dtype) for name in tensor.stored_names}
     known.update(unused_tensors(config))
     if config.tie_word_embeddings:
         known.add(TIED_HEAD)
     unknown = [name for name in tensors if name not in known and not is_kv_scale(name)]
-    if extra := [name for name in unknown if not name.endswith(_UNUSED_ENDS)]:
-        names = [tensors[name].name for name in extra]
-        raise LoadError(f"{tensors[extra[0]].file}: {_some('unknown to the model that config.json describes', names)}")
+    extra = [tensors[name] for name in unknown if not name.endswith(_UNUSED_ENDS)]
+    _check_needed(model_tensors(config, config.dtype, stage), tensors, path, extra)
+    if extra:
+        names = [info.name for info in extra]
+        raise LoadError(f"{extra[0].file}: {_some('unknown to the model that config.json describes', names)}")
 
 
 def find_unused(config: ModelConfig, located: LocatedTensors, *, reads_kv_scales: bool) -> tuple[str, ...]:
@@ -86,10 +87,13 @@ def describe_unused(names: Collection[str]) -> str:
     return f"{len(names):,} tensors of the checkpoint are not used: {', '.join(shown)}"
 
 
-def _check_needed(needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo], path: Path) -> None:
+def _check_needed(
+    needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo], path: Path, extra: Sequence[TensorInfo]
+) -> None:
+    """`extra`: tensors that are none of the model's."""
     shapes = {name: tensor.stored_shape for tensor in needed for name in tensor.stored_names}
     if missing := [name for name in shapes if name not in tensors]:
-        raise LoadError(f"{path}: {_some('missing from the checkpoint', missing)}{_tied_hint(missing)}")
+        raise LoadError(f"{path}: {_some('missing from the checkpoint', missing)}{_hint(missing, extra)}")
     for name, shape in shapes.items():
         found = tensors[name]
         if found.shape != shape:
@@ -107,7 +111,9 @@ def _some(what: str, names: list[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {what}: {list_some(names, 3)}"
 
 
-def _tied_hint(missing: list[str]) -> str:
+def _hint(missing: list[str], extra: Sequence[TensorInfo]) -> str:
     if missing == [TIED_HEAD]:
         return "; if it shares the embedding's weight, config.json must say `tie_word_embeddings: true`"
+    if extra:
+        return f"; the files hold {extra[0].name}, so the names have been changed, or config.json is another model's"
     return ""

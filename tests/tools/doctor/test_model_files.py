@@ -88,6 +88,7 @@ def test_several_things_wrong_at_once(folder: Path) -> None:
 
 
 def test_many_missing_files_are_summed_up(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
     weight_map = {str(n): f"model-{n}.safetensors" for n in range(20)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     found = problems(check_files(folder))
