@@ -215,6 +215,8 @@ def test_an_output_does_not_go_on_with_other_prompts(
         ({"chat_template.jinja": "{{ 1 }}"}, True),
         ({"chat_template.jinja": "", "tokenizer_config.json": '{"chat_template": "{{ 1 }}"}'}, False),
         ({"additional_chat_templates/tool_use.jinja": "{{ 1 }}"}, True),
+        ({"chat_template.json": '{"chat_template": "{{ 1 }}"}'}, True),
+        ({"chat_template.jinja": "", "chat_template.json": '{"chat_template": "{{ 1 }}"}'}, True),
     ],
 )
 def test_templates_are_found_where_the_tokenizer_finds_them(

@@ -79,8 +79,8 @@ class Tokenizer:
         loader = transformers.PreTrainedTokenizerFast if is_plain(model_path) else transformers.AutoTokenizer
         try:
             loaded = loader.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-            if chat_template is not None:
-                loaded.chat_template = chat_template
+            if chat_template is not None or not loaded.chat_template:
+                loaded.chat_template = _processor_template(model_path) if chat_template is None else chat_template
             tokenizer = cls(loaded)
         except BaseException as error:  # whatever a broken file makes transformers or tokenizers raise
             if not is_library_failure(error):
@@ -123,7 +123,8 @@ class Tokenizer:
         text = template if isinstance(template, str) else template.get("default", "")
         if (problem := syntax_problem(text)) is not None:
             file = model_path / _TEMPLATE
-            place = file if file.is_file() else f"{model_path / _CONFIG}: `chat_template`"
+            in_json = _CONFIG if _read_config(model_path).get("chat_template") else _PROCESSOR_TEMPLATE
+            place = file if file.is_file() else f"{model_path / in_json}: `chat_template`"
             raise LoadError(f"{place}{problem}; download the file again, or name another with --chat-template")
 
     @property
@@ -215,6 +216,8 @@ _READ = (*_VOCABULARIES, "*.json", "*.jinja", "*.model", "*.spm", "merges.txt")
 """Files that libraries may open to load a tokenizer."""
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_PROCESSOR_TEMPLATE = "chat_template.json"
+"""The template of a model that reads images, in the form of earlier versions of transformers."""
 _MOST_BYTES = {".jinja": MAX_TEMPLATE_BYTES, "": 250_000_000}
 """Maximum size of a file by suffix (`""`: any other), because they are read whole."""
 _PLAIN_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"}
@@ -260,11 +263,13 @@ def is_plain(model_path: Path) -> bool:
 def has_chat_template(model_path: Path) -> bool:
     """Tell whether a checkpoint's tokenizer has a chat template, without loading it. Raises LoadError.
 
-    As transformers does it, templates in files of their own take the place of the one in tokenizer_config.json.
+    As transformers does it, templates in files of their own take the place of the one in tokenizer_config.json. That of
+    the processor (chat_template.json) counts where the tokenizer has none, as in vLLM.
     """
     files = [model_path / _TEMPLATE, *(model_path / "additional_chat_templates").glob("*.jinja")]
     sizes = [file.stat().st_size for file in files if file.is_file()]
-    return bool(max(sizes)) if sizes else bool(_read_config(model_path).get("chat_template"))
+    own = max(sizes) if sizes else _read_config(model_path).get("chat_template")
+    return bool(own or _processor_template(model_path))
 
 
 def load_error(model_path: Path, error: BaseException) -> LoadError:
@@ -342,6 +347,11 @@ def _names(model_path: Path) -> list[str]:
 def _read_config(model_path: Path) -> Mapping[str, Any]:
     """Return the object in tokenizer_config.json; empty where there is no such file. Raises LoadError."""
     return JsonFile.read_if_present(model_path / _CONFIG).values
+
+
+def _processor_template(model_path: Path) -> str | None:
+    """Return the chat template in chat_template.json; None if there is none. Raises LoadError."""
+    return JsonFile.read_if_present(model_path / _PROCESSOR_TEMPLATE).get("chat_template", str, "") or None
 
 
 def _reason(error: BaseException) -> str:
