@@ -51,6 +51,18 @@ def test_weights_are_those_that_the_codes_stand_for(
         torch.testing.assert_close(found[name], parameter, atol=1e-7, rtol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_that_layers_do_not_have_are_zeros(value: float, original: Path, tmp_path: Path) -> None:
+    quantised, plain = write_quantised(original, tmp_path, FORMATS["gptq"])
+    name = "model.layers.0.mlp.down_proj.bias"
+    edit_weights(quantised, lambda weights: weights.update({name: torch.tensor([0.0] * 63 + [value]).half()}))
+    if value:
+        with pytest.raises(LoadError, match=f"unknown to the model that config.json describes: {name}"):
+            load_parameters(quantised, 0, 1)
+    else:
+        assert load_parameters(quantised, 0, 1).keys() == load_parameters(plain, 0, 1).keys()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 def test_a_gpu_makes_the_same_weights(quantization: Literal["none", "fp8"], checkpoints: Checkpoints) -> None:

@@ -1,4 +1,5 @@
-"""The check that a checkpoint has the tensors that its config.json describes. Torch-free; reads headers only."""
+"""The check that a checkpoint has the tensors that its config.json describes. Torch-free; reads headers, and of the
+data no more than biases that a quantised layer should not have."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nvcli.core.system.regular_file import open_regular
 from nvcli.core.validation import list_some
 from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_tensors
@@ -63,7 +65,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     if config.tie_word_embeddings:
         known.add(TIED_HEAD)
     unknown = [name for name in tensors if name not in known and not is_kv_scale(name)]
-    extra = [tensors[name] for name in unknown if not name.endswith(_UNUSED_ENDS)]
+    extra = [tensors[name] for name in unknown if not name.endswith(_UNUSED_ENDS) and not _is_zero_bias(name, tensors)]
     _check_needed(model_tensors(config, config.dtype, stage), tensors, path, extra)
     if extra:
         names = [info.name for info in extra]
@@ -105,6 +107,17 @@ def _check_needed(
                 f"{found.file}: tensor {found.name} is stored as {found.dtype}; supported: "
                 f"{', '.join(sorted(_FLOAT_DTYPES))}"
             )
+
+
+def _is_zero_bias(name: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Tell whether a tensor is a bias of zeros beside a quantised weight, as AutoGPTQ writes them for layers that have
+    no bias (Qwen2.5-7B-Instruct-GPTQ-Int4)."""
+    bias, weight = tensors[name], tensors.get(f"{name.removesuffix('.bias')}.weight")
+    if weight is None or weight.codes is None or bias.stored is None or bias.shape != weight.shape[:1]:
+        return False
+    with open_regular(bias.file) as file:
+        file.seek(bias.stored.offset)
+        return not file.read(bias.num_bytes).strip(b"\0")
 
 
 def _some(what: str, names: list[str]) -> str:
