@@ -162,6 +162,7 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
     parse({"prompt": "p", "response_format": {"type": "json_object"}}, parser, 4)
     parse({"messages": [{"role": "user", "content": "p"}], "reasoning_effort": "low"}, parser, 5)
     parse({"prompt": "p", "lora": "sql"}, parser, 6)
+    parse({"prompt": "p", "multi_modal_data": {"image": "a.png"}}, parser, 6)
     parse({**chat_row(), "temperature": 0}, parser, 7)
     parse({**chat_row(), "sampling": {}}, parser, 8)
     ends = [warning.partition("setting, ")[2] for warning in parser.warnings.take_new()]
@@ -169,6 +170,7 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
         "put what it asks for into `sampling.structured`",
         "put it into `chat_template_kwargs`",
         "name the adapters that rows choose from (--lora NAME=PATH)",
+        "put images into `messages`, or under the key that `job.image_field` names",
         "put it into `body`",
         "put its keys into `body`",
     ]

@@ -232,6 +232,7 @@ def test_settings_of_others(caplog: pytest.LogCaptureFixture) -> None:
         "max_model_len": 512,
         "enforce_eager": True,
         "dtype": "half",
+        "kv_cache_dtype": "fp8_e4m3",
         "seed": 1,
         "quantization": "awq",
         "generation_config": "vllm",
@@ -251,6 +252,7 @@ def test_settings_of_others(caplog: pytest.LogCaptureFixture) -> None:
         "dtype": "float16",
         "seed": 1,
         "quantization": "auto",
+        "kv_cache_dtype": "fp8",
         "generation_config": "none",
     }
     assert [record.getMessage() for record in caplog.records] == [

@@ -43,7 +43,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("skip_tokenizer_init", "enable_lora", "load_in_4bit", "load_in_8bit"), (None, False)),
     **dict.fromkeys(("override_generation_config", "override_pooler_config"), (None, {})),
     "tokenizer_mode": (None, "auto"),
-    "cpu_offload_gb": (None, 0),
+    "cpu_offload_gb": (None, 0, 0.0),
     "logits_processors": (None, []),
     "max_loras": (None, 1),
     "max_lora_rank": (None, 16),
@@ -91,9 +91,16 @@ _RENAMED = {"prompts": "rows", "inputs": "rows"}
 _VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "generation_config": {"vllm": "none"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8", "bfloat16": "bf16"},
     "load_format": {"safetensors": "auto"},
     # The format of a checkpoint is read from its files.
-    "quantization": dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"), "auto"),
+    "quantization": dict.fromkeys(
+        (
+            *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"),
+            *("modelopt", "modelopt_fp4", "fbgemm_fp8", "mxfp4"),
+        ),
+        "auto",
+    ),
 }
 """Key → values that mean the same as one of nvcli's."""
 

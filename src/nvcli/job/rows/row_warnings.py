@@ -28,6 +28,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("enable_thinking", REASONING_EFFORT), "put it into `chat_template_kwargs`"),
     **dict.fromkeys(STRUCTURED_KEYS, "put what it asks for into `sampling.structured`"),
     ADAPTER_KEY: "name the adapters that rows choose from (--lora NAME=PATH)",
+    "multi_modal_data": "put images into `messages`, or under the key that `job.image_field` names",
 }
 """Keys that people wrongly put at the top level of a native row → what to do with them."""
 _BESIDE_BODY = {
