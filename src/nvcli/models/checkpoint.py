@@ -26,6 +26,7 @@ SINGLE_FILE = "model.safetensors"
 _MOST_REF_BYTES = 1000
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WITH_REVISION = re.compile(_HUB_ID.pattern + "@.+")
+_HUB_URL = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 
 
 def resolve_model(
@@ -74,6 +75,8 @@ def find_model(name: str, *, weights: bool = True, revision: str | None = None) 
         raise LoadError(f"{name}: a file; `model` is the folder that holds it, in Hugging Face layout")
     if name.startswith((".", "~", os.sep)) or not _HUB_ID.fullmatch(name):
         at = "; a revision of a model on the hub is named with --revision" if _WITH_REVISION.fullmatch(name) else ""
+        if (found := _HUB_URL.match(name)) is not None:
+            at = f"; a model on the hub is named by its id: {found[1]}"
         raise LoadError(f"{name}: no such folder{at}")
     cached = cached_snapshot(name, weights=weights, revision=revision)
     if cached is None or not _is_complete(cached, weights=weights):

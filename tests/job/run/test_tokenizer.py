@@ -14,7 +14,7 @@ import pytest
 
 import nvcli
 from nvcli.demo import demo_path
-from nvcli.errors import RowError
+from nvcli.errors import LoadError, RowError
 from nvcli.job.text.tokenizer import Tokenizer
 
 BOS, END = 0, 1
@@ -140,3 +140,11 @@ def test_plain_tokenizers_are_loaded_as_transformers_would_and_without_torch(
     ids = ours.encode(texts, add_special_tokens=True)
     assert ids == theirs(texts)["input_ids"]
     assert ours.decode([ids[1]]) == [texts[1]]  # type: ignore[list-item]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tokenizer_that_transformers_makes_of_nothing_is_refused(tmp_path: Path) -> None:
+    shutil.copy(demo_path() / "config.json", tmp_path)
+    (tmp_path / "qwen.tiktoken").write_text("IQ== 0\n")
+    with pytest.raises(LoadError, match=r"no tokenizer but special tokens; copy the model's tokenizer\.json there"):
+        Tokenizer.load(tmp_path)

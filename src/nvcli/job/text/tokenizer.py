@@ -86,6 +86,10 @@ class Tokenizer:
             if not is_library_failure(error):
                 raise
             raise load_error(model_path, error) from error
+        backend = tokenizer.backend
+        if backend is not None and backend.get_vocab_size() == len(backend.get_added_tokens_decoder()):
+            # transformers makes one for some families where it finds none of the files that it looks for
+            raise LoadError(f"{model_path}: no tokenizer but special tokens; copy the model's tokenizer.json there")
         if tokenizer.vocab_size is not None and tokenizer.vocab_size > MAX_INT32:
             check_token_ids(model_path, tokenizer.vocab(), MAX_INT32)
         return tokenizer
