@@ -53,6 +53,7 @@ def test_weights_are_those_that_the_codes_stand_for(
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_biases_that_layers_do_not_have_are_zeros(value: float, original: Path, tmp_path: Path) -> None:
+    """AutoGPTQ writes them."""
     quantised, plain = write_quantised(original, tmp_path, FORMATS["gptq"])
     name = "model.layers.0.mlp.down_proj.bias"
     edit_weights(quantised, lambda weights: weights.update({name: torch.tensor([0.0] * 63 + [value]).half()}))

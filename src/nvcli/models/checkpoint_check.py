@@ -65,7 +65,9 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     if config.tie_word_embeddings:
         known.add(TIED_HEAD)
     unknown = [name for name in tensors if name not in known and not is_kv_scale(name)]
-    extra = [tensors[name] for name in unknown if not name.endswith(_UNUSED_ENDS) and not _is_zero_bias(name, tensors)]
+    extra = [tensors[name] for name in unknown if not name.endswith(_UNUSED_ENDS)]
+    if config.quantisation is not None:
+        extra = [info for info in extra if not _is_zero_bias(info)]
     _check_needed(model_tensors(config, config.dtype, stage), tensors, path, extra)
     if extra:
         names = [info.name for info in extra]
@@ -109,15 +111,13 @@ def _check_needed(
             )
 
 
-def _is_zero_bias(name: str, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Tell whether a tensor is a bias of zeros beside a quantised weight, as AutoGPTQ writes them for layers that have
-    no bias (Qwen2.5-7B-Instruct-GPTQ-Int4)."""
-    bias, weight = tensors[name], tensors.get(f"{name.removesuffix('.bias')}.weight")
-    if weight is None or weight.codes is None or bias.stored is None or bias.shape != weight.shape[:1]:
+def _is_zero_bias(info: TensorInfo) -> bool:
+    """Tell whether a tensor is a bias of zeros, as AutoGPTQ writes for layers without one (Qwen2.5's GPTQ files)."""
+    if not info.name.endswith(".bias") or len(info.shape) != 1 or info.stored is None:
         return False
-    with open_regular(bias.file) as file:
-        file.seek(bias.stored.offset)
-        return not file.read(bias.num_bytes).strip(b"\0")
+    with open_regular(info.file) as file:
+        file.seek(info.stored.offset)
+        return not file.read(info.num_bytes).strip(b"\0")
 
 
 def _some(what: str, names: list[str]) -> str:
