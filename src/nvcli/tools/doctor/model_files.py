@@ -13,6 +13,7 @@ from nvcli.core.byte_sizes import counted
 from nvcli.core.config import RunConfig
 from nvcli.core.lora_config import AdapterChoice, adapter_choice
 from nvcli.core.system.hub_access import DownloadSize
+from nvcli.core.validation import show
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.run.adapter_modes import find_modes
 from nvcli.job.run.engine_settings import load_checkpoint
@@ -160,7 +161,7 @@ def _generation_config(run: RunConfig, path: Path, config: ModelConfig) -> Findi
     ends = f"ends at {', '.join(map(str, config.eos_token_ids))}"
     if not (path / GENERATION_CONFIG_FILE).exists():
         return note(name, f"no {GENERATION_CONFIG_FILE}; {ends}, by config.json")
-    defaults = ", ".join(f"{key} {value}" for key, value in config.generation_defaults.items())
+    defaults = ", ".join(f"{key} {show(value)}" for key, value in config.generation_defaults.items())
     found = f"{ends}; {defaults or 'no sampling defaults'}"
     told = describe_not_applied(run, config)
     return note(name, f"{found}; {told}") if told else ok(name, found)
