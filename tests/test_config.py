@@ -48,6 +48,14 @@ def test_sampling_keeps_only_the_keys_that_were_set(tmp_path: Path) -> None:
     assert run.sampling == {"temperature": 1.0, "logit_bias": {5: -100}}
 
 
+def test_keys_dates_and_times_in_yaml_are_the_texts_that_were_written(tmp_path: Path) -> None:
+    schema = "{properties: {on: {enum: [2024-01-31, 12:30]}, no: {}}}"
+    run = load_run_config(write(tmp_path, f"model: m\nsampling: {{structured: {{json_schema: {schema}}}}}\n"))
+    assert run.sampling["structured"]["json_schema"] == {
+        "properties": {"on": {"enum": ["2024-01-31", "12:30"]}, "no": {}}
+    }
+
+
 ERRORS_IN_FILES = [
     ("model: m\nmax_num_seq: 4", r"run.yaml:2: unknown key `max_num_seq`; did you mean `max_num_seqs`\?"),
     ("model: m\nzzz: 4", r"run.yaml:2: unknown key `zzz`; known: model, revision"),
@@ -113,6 +121,8 @@ ERRORS_IN_FILES = [
     ("- model", r"run.yaml:1: expected keys with values"),
     ("just text", r"run.yaml:1: expected keys with values"),
     ("model: m\n1: 2", r"run.yaml: top level: the key 1 is not text"),
+    ("model: m\nseed: 1:30", r'run.yaml:2: `seed` is "1:30"; allowed: an integer'),
+    ("model: m\nstep_timeout: 1:30.5", r'run.yaml:2: `step_timeout` is "1:30.5"; allowed: a number'),
     ("? [a]\n: 2", r"run.yaml:1: a key must be a plain word"),
     ("model: m\njob: [", r"run.yaml:2: not valid YAML"),
     ("model: m\n\tseed: 1", r"run.yaml:2: not valid YAML"),
@@ -120,7 +130,6 @@ ERRORS_IN_FILES = [
     ("model: !!python/object:os.system m", r"run.yaml:1: not valid YAML"),
     ("model: \x01", r"run.yaml: not valid YAML"),
     ('model: m\ndtype: "\\ud800"', r"run.yaml:2: not valid YAML: half of a surrogate pair"),
-    ("model: m\nseed: !!timestamp x", r"run.yaml: not valid YAML"),
     ("model: m\nenforce_eager: !!bool x", r"run.yaml: not valid YAML"),
     ("model: m\nsampling: {stop_token_ids: !!set {a}}", r"run.yaml:2: not valid YAML: .*set"),
     ("model: m\nstep_timeout: .inf", r"`step_timeout` is Infinity; allowed: a number above 0 and at most 1000000"),
@@ -153,7 +162,7 @@ ERRORS_IN_FILES += [
         r"run.yaml:2: .*`tokenize` cannot be a variable of a chat template",
     ),
     (
-        "model: m\njob: {chat_template_kwargs: {x: {null: 1}}}",
+        "model: m\njob: {chat_template_kwargs: {x: {7: 1}}}",
         r"run.yaml:2: `job.chat_template_kwargs`: holds a key that is not text; put quotes around it",
     ),
     (

@@ -182,13 +182,17 @@ def _read(path: Path) -> bytes:
 
 
 _MISREAD = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)
-"""Errors of PyYAML for text that is not YAML, or whose tag (`!!timestamp x`) does not fit its value."""
+"""Errors of PyYAML for text that is not YAML, or whose tag (`!!bool x`) does not fit its value."""
+_INTEGER = "tag:yaml.org,2002:int"
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 """An integer in base 8, as YAML 1.1 reads it."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of YAML's safe subset, with `1e-5` a number as in YAML 1.2 and JSON, without sets and lone surrogates."""
+    """Loader of YAML's safe subset, with `1e-5` a number as in YAML 1.2 and JSON, and no key but texts and integers.
+
+    Without sets, dates and lone surrogates.
+    """
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
@@ -196,6 +200,12 @@ class _Loader(yaml.SafeLoader):
             problem = f"more than {_MAX_VALUES:,} values, counting what each alias stands for"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _INTEGER:
+                key.tag = self.DEFAULT_SCALAR_TAG
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         value = super().construct_scalar(node)
@@ -208,13 +218,24 @@ def _refuse_set(loader: _Loader, node: yaml.Node) -> NoReturn:
     raise yaml.constructor.ConstructorError(None, None, "a set, which no key accepts", node.start_mark)
 
 
-def _read_integer(loader: _Loader, node: yaml.ScalarNode) -> int | str:
-    """Leave `010`, which is 8 in YAML 1.1 and 10 in YAML 1.2, as text, as `08` is; keys for numbers then refuse it."""
-    return node.value if _OCTAL.fullmatch(node.value) else loader.construct_yaml_int(node)
+def _read_number(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    """Leave `010` and `1:30`, which are 8 and 90 in YAML 1.1 alone, as text, as `08` is.
+
+    Keys for numbers then refuse them.
+    """
+    if ":" in node.value or _OCTAL.fullmatch(node.value):
+        return node.value
+    return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+
+def _read_date(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    return loader.construct_scalar(node)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:set", _refuse_set)
-_Loader.add_constructor("tag:yaml.org,2002:int", _read_integer)
+_Loader.add_constructor(_INTEGER, _read_number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _read_number)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _read_date)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
