@@ -216,7 +216,7 @@ def test_arrow_tables(tmp_path: Path, kind: str) -> None:
         with pytest.raises((ConfigError), match=r"in\.arrow: cannot be read"):
             list(reader.batches())
         return
-    with pytest.raises(ConfigError, match=r"cannot be read as Arrow"):
+    with pytest.raises(ConfigError, match=r"cannot be read past row 0: ArrowInvalid: Not an Arrow file\. Replace"):
         read(path)
 
 
@@ -287,13 +287,14 @@ def test_whatever_bytes_a_file_holds_rows_and_errors_come_of_it(
     assert [row.context.index for row in rows] == list(range(len(rows)))
 
 
-def test_rows_before_a_damaged_table_are_given_out(tmp_path: Path) -> None:
-    good, bad = tmp_path / "a.txt", tmp_path / "b.arrow"
-    good.write_text("p\nq\n")
+def test_rows_before_and_after_a_damaged_table_are_given_out(tmp_path: Path) -> None:
+    before, bad, after = tmp_path / "a.txt", tmp_path / "b.arrow", tmp_path / "c.txt"
+    before.write_text("p\nq\n")
     bad.write_bytes(b"ARROW1\0\0" + b"x" * 100)
-    batches = RowReader([str(good), str(bad)], RowParser({})).batches()
-    assert [job.prompt for job in next(batches) if isinstance(job, Job)] == ["p", "q"]
-    with pytest.raises(ConfigError, match=r"b\.arrow: cannot be read as Arrow"):
+    after.write_text("r\n")
+    batches = RowReader([str(before), str(bad), str(after)], RowParser({})).batches()
+    assert [job.prompt for job in next(batches) if isinstance(job, Job)] == ["p", "q", "r"]
+    with pytest.raises(ConfigError, match=r"b\.arrow: cannot be read past row 0: ArrowInvalid"):
         next(batches)
 
 
@@ -339,7 +340,9 @@ def test_a_damaged_column_is_an_error_that_names_it(tmp_path: Path, name: str, k
     assert len(read(path)) == 3
     data = path.read_bytes()
     assert sound in data
-    match = rf"in\.arrow: cannot be read as Arrow: the column `{name}` is damaged: .*; replace it with an intact file"
+    match = (
+        rf"in\.arrow: cannot be read past row 0: the column `{name}` is damaged: .*\. Replace it with an intact file"
+    )
     with pytest.raises(ConfigError, match=match):
         read(path, data.replace(sound, damaged))
 

@@ -18,8 +18,8 @@ import pyarrow.parquet
 from pyarrow import types
 
 from nvcli.core.validation import shorten
-from nvcli.errors import ConfigError, NvcliError, RowError, first_line
-from nvcli.job.input.line_source import Source
+from nvcli.errors import NvcliError, RowError, first_line
+from nvcli.job.input.line_source import DamagedInput, Source
 from nvcli.job.line_splitter import MAX_LINE_BYTES, too_long
 from nvcli.job.rows.parser import Row
 from nvcli.job.rows.raw_values import without_nulls
@@ -41,9 +41,6 @@ _Made = TypeVar("_Made")
 class TableSource(Source):
     """The rows of one file, without null values at any level."""
 
-    kind: str
-    """The name of the format."""
-
     @abstractmethod
     def batches(self) -> Iterator[tuple[Any, int]]:
         """Yield each `RecordBatch` of the file, and the bytes of the file up to its end. Raises as pyarrow does."""
@@ -55,8 +52,7 @@ class TableSource(Source):
     def lines(self) -> Iterator[Row]:
         """Yield the rows, and the errors of those that are too large.
 
-        Raises OSError where the file cannot be read on, ConfigError where it is damaged or not of its format, and
-        InputChanged where it is not what it was.
+        Raises OSError or DamagedInput where the file cannot be read on, and InputChanged where it is not what it was.
         """
         size = os.stat(self.name).st_size
         for batch, end in self._explained(self._valid_batches()):
@@ -72,8 +68,8 @@ class TableSource(Source):
     def _valid_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield what `batches` yields, after a check.
 
-        Raises ConfigError for offsets, lengths or texts that are not valid: pyarrow would follow them to memory that is
-        not the file's, or crash.
+        Raises DamagedInput for offsets, lengths or texts that are not valid: pyarrow would follow them to memory that
+        is not the file's, or crash.
         """
         for batch, end in self.batches():
             self._check()
@@ -81,21 +77,18 @@ class TableSource(Source):
                 try:
                     column.validate(full=True)
                 except Exception as error:
-                    raise self._damaged(f"the column `{shorten(name)}` is damaged: {first_line(error)}") from None
+                    raise DamagedInput(f"the column `{shorten(name)}` is damaged: {first_line(error)}") from None
             yield batch, end
 
     def _explained(self, made: Iterator[_Made]) -> Iterator[_Made]:
-        """Yield what pyarrow makes, with its exceptions turned into OSError, ConfigError and InputChanged."""
+        """Yield what pyarrow makes, with its exceptions turned into OSError, DamagedInput and InputChanged."""
         try:
             yield from made
-        except (OSError, NvcliError):
+        except (OSError, NvcliError, DamagedInput):
             raise
         except Exception as error:  # pyarrow has its own, and its values have those of their Python types
             self._check()
-            raise self._damaged(first_line(error)) from None
-
-    def _damaged(self, why: str) -> ConfigError:
-        return ConfigError(f"{self.name}: cannot be read as {self.kind}: {why}; replace it with an intact file")
+            raise DamagedInput(first_line(error)) from None
 
     def _check(self) -> None:
         if self.known is not None:
@@ -104,8 +97,6 @@ class TableSource(Source):
 
 class ParquetSource(TableSource):
     """The rows of one Parquet file, once. Holds a batch of them at a time."""
-
-    kind = "Parquet"
 
     def batches(self) -> Iterator[tuple[Any, int]]:
         """Yield each `RecordBatch` of the file, and the bytes of the file up to its end. Raises as pyarrow does."""
@@ -125,8 +116,6 @@ class ArrowSource(TableSource):
     The file is read and not mapped into memory: a file that is cut short while it is mapped would kill the process. So
     one record batch is in memory at a time, as large as its writer made it.
     """
-
-    kind = "Arrow"
 
     def batches(self) -> Iterator[tuple[Any, int]]:
         """Yield each `RecordBatch` of the file, and the bytes of the file up to its end. Raises as pyarrow does."""
