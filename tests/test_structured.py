@@ -41,6 +41,7 @@ def allows(vocabulary: Vocabulary, wanted: Structured, text: str) -> bool:
         ({"regex": "[a-c]{2}-[0-9]+"}, ["ab-1", "cc-123"], ["ab-", "xab-1", "ab-1x"]),
         ({"regex": "^(yes|no)$"}, ["yes", "no"], ["maybe"]),
         ({"choice": ["a", 'b"c\\', "d\ne", "größe 😀"]}, ["a", 'b"c\\', "d\ne", "größe 😀"], ["b", "ad"]),
+        ({"choice": [*map(str, range(3000)), ""]}, ["", "7", "2999"], ["3000", "07"]),
         ({"grammar": 'root ::= "a" [0-9]+'}, ["a1", "a12"], ["a", "b1"]),
         ({"grammar": 'start: "a" B\nB: /[0-9]+/'}, ["a1", "a12"], ["a", "b1"]),
     ],

@@ -168,7 +168,7 @@ def grammar_of(wanted: Structured) -> str:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
         texts = " | ".join(msgspec.json.encode(text).decode() for text in dict.fromkeys(wanted.choice))
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")  # rules, unlike terminals, end at 2,000 texts
     if wanted.grammar is not None:
         try:
             return grammar_from("grammar", wanted.grammar)

@@ -77,7 +77,7 @@ def test_a_process_that_is_killed_is_started_anew(maker: GrammarMaker) -> None:
     process = maker.worker.process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
-    assert maker.grammar(Structured(choice=["there"]), name="x").text == 'start: "there"'
+    assert maker.grammar(Structured(choice=["there"]), name="x").text == 'start: TEXT\nTEXT: "there"'
 
 
 def test_a_process_that_is_stopped_costs_no_row() -> None:
@@ -87,7 +87,7 @@ def test_a_process_that_is_stopped_costs_no_row() -> None:
         stopped = maker.worker.process
         assert stopped is not None
         os.kill(stopped.pid, signal.SIGSTOP)
-        assert maker.grammar(Structured(choice=["behind"]), name="x").text == 'start: "behind"'
+        assert maker.grammar(Structured(choice=["behind"]), name="x").text == 'start: TEXT\nTEXT: "behind"'
         assert not stopped.is_alive
         start = maker.worker._start
 
