@@ -171,8 +171,8 @@ ERRORS_IN_FILES += [
     ),
     ("model: m\njob: {chat_template: ''}", r"run.yaml:2: `job.chat_template` is \"\""),
     (
-        "model: m\njob: {id_field: chat_template_kwargs}",
-        r"the key `chat_template_kwargs` of a row cannot be two things",
+        "model: m\njob:\n  id_field: chat_template_kwargs\n  keep_input: true",
+        r"run.yaml:3: the key `chat_template_kwargs` of a row cannot be two things",
     ),
 ]
 

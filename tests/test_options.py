@@ -80,6 +80,7 @@ def test_options_become_fields_and_arguments() -> None:
     [
         (["--count", "0"], "--count 0: allowed: an integer of at least 1"),
         (["--count", "x"], "--count x: allowed: an integer of at least 1"),
+        (["--count", "\udcff"], "--count \udcff: allowed: an integer of at least 1"),
         (["--share", "2"], "--share 2: allowed: a number from 0 to 1"),
         (["--hf-overrides", "x"], "--hf-overrides x: expected a JSON object in quotes"),
     ],

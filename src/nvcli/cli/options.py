@@ -232,7 +232,7 @@ def _read(field: FlaggedField, given: Mapping[str, Any]) -> Any:
         return Path(value) if isinstance(value, str) else value
     try:
         return convert(_plain(field, value), field.kind)
-    except InvalidValue:
+    except (InvalidValue, UnicodeEncodeError):
         allowed = describe(type_info(field.kind)).removesuffix(" or null")
         raise ConfigError(f"{field.flag.name} {value}: allowed: {allowed}") from None
 

@@ -328,14 +328,16 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
         except ValueError as error:
             fail(path, f"`{join_path(path)}` is {show(size)}; {error}")
     job = run.job
-    keys = [job.prompt_field, job.messages_field or MESSAGES_KEY, job.id_field, "prompt_token_ids"]
-    keys += ["sampling", "chat_template_kwargs"]
-    fields = "`prompt_field`, `messages_field`, `id_field`"
+    fields = {("job", name): getattr(job, name) for name in ("prompt_field", "messages_field", "id_field")}
+    fields["job", "messages_field"] = job.messages_field or MESSAGES_KEY
     if run.task == "score":
-        keys += [run.score.continuation_field, run.score.choices_field, run.score.answer_field]
-        fields += ", `score.continuation_field`, `score.choices_field`, `score.answer_field`"
+        names = ("continuation_field", "choices_field", "answer_field")
+        fields |= {("score", name): getattr(run.score, name) for name in names}
+    keys = [*fields.values(), "prompt_token_ids", "sampling", "chat_template_kwargs"]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
-        fail(("job",), f"the key `{twice}` of a row cannot be two things: see {fields}")
+        setter = next(path for path, key in fields.items() if key == twice and source.setter(path))
+        known = ", ".join(f"`{join_path(path)}`" for path in fields)
+        fail(setter, f"the key `{twice}` of a row cannot be two things: see {known}")
     if job.text_field in RESERVED_KEYS:
         fail(
             ("job", "text_field"),
