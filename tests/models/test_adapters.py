@@ -208,6 +208,11 @@ def test_refused_by_a_tensor(base: Path, tmp_path: Path) -> None:
         (head, {}, r"lm_head.weight.* has 120 tokens, and the model 97: training resized the vocabulary"),
         (rows, {"trainable_token_indices": [1, 97]}, "`trainable_token_indices`: 97 is not a token of this model"),
         (rows, {}, "`trainable_token_indices`: names no tokens"),
+        (
+            plain,
+            {"trainable_token_indices": [1, 2]},
+            "`trainable_token_indices`: no rows of its tokens are in adapter_m",
+        ),
         (rows, {"trainable_token_indices": [1, 1]}, "has a token twice"),
         ({}, {}, "has no tensors"),
     ]

@@ -112,6 +112,8 @@ def read_adapter(folder: Path, model: ModelConfig) -> Adapter:
     reader = AdapterReader(config, names)
     for module in stored.modules:
         reader.add(module)
+    if any(config.token_ids.values()) and not any("rows" in module.tensors for module in stored.modules):
+        raise config.file.error("trainable_token_indices", f"no rows of its tokens are in {stored.file.name}")
     replaced = _replaced(config, stored, names, wanted, reader)
     changes = reader.changes
     if not changes and not replaced:
