@@ -20,6 +20,8 @@ from nvcli.job.rows.conversation import check_messages, conversation_options, im
 from nvcli.job.rows.prompt_rules import PromptKind, PromptRules
 from nvcli.job.rows.raw_values import decode, decode_list, is_null
 
+NO_IDS = "; to have no ids read: --id-field none, with --overwrite"
+"""End of a message about an id that cannot be used."""
 ADAPTER_KEY = "lora"
 """The key that names a row's LoRA adapter, where adapters have names."""
 _CONVERSATIONS = "conversations"
@@ -99,7 +101,7 @@ def native_id(value: Any, key: str) -> JobId | None:
     """Return the id in a row's `key`; None if there is none."""
     if value is None or isinstance(value, str) or is_integer(value, -MAX_INT64 - 1, MAX_INT64):
         return value
-    raise RowError("invalid_id", f"`{key}` is {show(value)}; allowed: text or an integer of 64 bits")
+    raise RowError("invalid_id", f"`{key}` is {show(value)}; allowed: text or an integer of 64 bits{NO_IDS}")
 
 
 def native_job(

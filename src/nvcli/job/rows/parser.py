@@ -18,7 +18,16 @@ from nvcli.job.line_splitter import DroppedLine, Line, too_long
 from nvcli.job.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
 from nvcli.job.rows.conversation import CONVERSATION_KEYS
 from nvcli.job.rows.image_values import named_images, with_named_images
-from nvcli.job.rows.native_row import KEYS_OF_KIND, KNOWN_KEYS, RowDefaults, RowKeys, known_form, native_id, native_job
+from nvcli.job.rows.native_row import (
+    KEYS_OF_KIND,
+    KNOWN_KEYS,
+    NO_IDS,
+    RowDefaults,
+    RowKeys,
+    known_form,
+    native_id,
+    native_job,
+)
 from nvcli.job.rows.openai_row import OWN_KEYS as OPENAI_KEYS
 from nvcli.job.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
 from nvcli.job.rows.plain_values import plain_value
@@ -398,7 +407,7 @@ def _own_objects(given: Mapping[str, Any], own_keys: frozenset[str], keys: RowKe
 
 
 def _repeated(row_id: JobId, is_native: bool) -> RowError:
-    way_out = "; to have no ids read: --id-field none, with --overwrite" if is_native else ""
+    way_out = NO_IDS if is_native else ""
     return RowError("duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ{way_out}")
 
 
