@@ -48,6 +48,16 @@ def test_no_prompt_at_the_beginning(tmp_path: Path, rows: list[dict[str, Any]]) 
     assert f"in.jsonl: {which}: " in message
 
 
+@pytest.mark.parametrize("bad_ids", [[5, 5], [1.5, 5, 6], [1.5, 5, 5]])
+def test_ids_that_cannot_be_used_hide_no_other_fault(tmp_path: Path, bad_ids: list[float]) -> None:
+    rows = [{"id": own_id, **OTHER} for own_id in bad_ids]
+    path = file_of(tmp_path / "in.jsonl", rows)
+    with pytest.raises(ColumnsError, match=rf"none of its first {len(rows)} rows has a prompt"):
+        read(path)
+    assert len(read(file_of(tmp_path / "good.jsonl", [*rows, GOOD]))) == len(rows) + 1
+    assert len(read(file_of(tmp_path / "alike.jsonl", [{"id": 1.5}] * 2))) == 2
+
+
 @pytest.mark.parametrize(
     "rows", [[OTHER] * (MAX_HELD_ROWS - 1) + [GOOD] + [OTHER] * 300, [{"prompt": 5}, OTHER], [GOOD, OTHER], []]
 )

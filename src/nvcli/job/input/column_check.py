@@ -45,11 +45,14 @@ class Fault(Enum):
     TWO_PROMPTS = 2
     NO_CHAT_TEMPLATE = 3
     NO_JSON = 4
+    BAD_ID = 5
+    """Its id cannot be used, and nothing else of the row was looked at: it may have any other fault too."""
 
 
 _FAULTS = {
     **dict.fromkeys(("missing_prompt", "missing_column"), Fault.NO_PROMPT),
     "conflicting_prompts": Fault.TWO_PROMPTS,
+    **dict.fromkeys(("duplicate_id", "invalid_id"), Fault.BAD_ID),
     **dict.fromkeys(("invalid_json", "not_an_object", "line_too_long"), Fault.NO_JSON),
 }
 _OPTIONS = re.compile(r"--((?:prompt|messages)-field|(?:prompt|chat)-template)((?: (?!or ))?)")
@@ -82,7 +85,7 @@ def judged(row: Job | JobResult, line: Row, num_bytes: int, rules: PromptRules) 
 
 
 def refusal(name: str, held: Sequence[ReadRow], parser: RowParser) -> ColumnsError | None:
-    """Return the error of the input `name`, whose first rows share a fault; None: these may just be bad rows."""
+    """Return the error of the input `name`, whose rows share the fault of the first; None: they may just be bad."""
     rows = [each.row for each in held]
     match held[0].fault:
         case Fault.NO_PROMPT:

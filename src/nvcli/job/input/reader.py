@@ -16,7 +16,7 @@ from nvcli.errors import ConfigError, InputChanged, UnreadableInput, reworded, u
 from nvcli.job.compression import CompressionError
 from nvcli.job.file_formats import input_format
 from nvcli.job.files import STREAM
-from nvcli.job.input.column_check import MAX_HELD_ROWS, ColumnsError, ReadRow, judged, refusal
+from nvcli.job.input.column_check import MAX_HELD_ROWS, ColumnsError, Fault, ReadRow, judged, refusal
 from nvcli.job.input.known_input import KnownInput
 from nvcli.job.input.line_source import DamagedInput, LineSource, Source, TextSource
 from nvcli.job.input.pdf_source import PdfFile, PdfSource
@@ -181,13 +181,14 @@ class RowReader:
         return rows
 
     def _checked(self, name: str) -> Iterator[ReadRow | None]:
-        """Yield what `_rows` yields. The first rows are held back until one does not share the fault of those before.
+        """Yield what `_rows` yields. The first rows are held back until one does not share the fault of those before,
+        where one whose id cannot be used shares any.
 
         Raises ColumnsError where there is no such row among them. Where some rows are answered, the job's columns are
         known to be right.
         """
         held: list[ReadRow] = []
-        is_at_fault = True
+        fault: Fault | None = Fault.BAD_ID
         rows = self._rows(name)
         self._looks_for_faults = True
         try:
@@ -197,15 +198,19 @@ class RowReader:
                         yield None
                     continue
                 held.append(read)
-                is_at_fault = read.fault is not None and read.fault is held[0].fault
-                if not is_at_fault or len(held) == MAX_HELD_ROWS:
+                if fault is Fault.BAD_ID:
+                    fault = read.fault
+                elif read.fault not in (fault, Fault.BAD_ID):
+                    fault = None
+                if fault is None or len(held) == MAX_HELD_ROWS:
                     break
         except _BREAKS:
             yield from held
             raise
         self._looks_for_faults = False
-        if held and is_at_fault and not self.rows_passed_over:
-            error = refusal(_label(name), held, self._parser)
+        if fault not in (None, Fault.BAD_ID) and not self.rows_passed_over:
+            first = sorted(held, key=lambda read: read.fault is not fault)
+            error = refusal(_label(name), first, self._parser)
             if error is not None:
                 raise error
         yield from held
