@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -53,6 +54,29 @@ def test_columns_are_keys_and_nulls_are_absent(tmp_path: Path) -> None:
     assert (rows[1].context.id, rows[1].messages) == ("row-1", [{"role": "user", "content": "hi"}])
     errors = [row.error.type for row in rows if isinstance(row, JobResult) and row.error]
     assert errors == ["missing_prompt", "duplicate_id"]
+
+
+def test_nested_values_may_be_json_text_as_outputs_hold_them(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"model": "m", "prompt": "q"}
+    texts = {"sampling": '{"top_k": 5}', "chat_template_kwargs": '{"a": 1}', "messages": json.dumps(messages)}
+    texts["tools"] = json.dumps(tools)
+    batch = {"custom_id": "b", "url": "/v1/completions", "body": json.dumps(body)}
+    none = dict.fromkeys([*texts, *batch, "prompt", "prompt_token_ids"])
+    bad = [{"prompt": "p", "sampling": text} for text in ("{5", "5")]
+    rows = [{**none, **row} for row in (texts, {"prompt_token_ids": "[5, 6]"}, batch, *bad)]
+    talk, ids, other, *failed = read(table(tmp_path / "in.parquet", rows))
+    assert isinstance(talk, Job)
+    assert (talk.sampling.top_k, talk.chat_template_kwargs, talk.messages) == (5, {"a": 1}, messages)
+    assert talk.tools == tools
+    assert isinstance(other, Job)
+    assert (other.prompt, other.context.model) == ("q", "m")
+    assert isinstance(ids, Job)
+    assert ids.prompt_token_ids == [5, 6]
+    told = [row.error.message for row in failed if isinstance(row, JobResult) and row.error]
+    assert '`sampling` is "{5", which is not JSON' in told[0]
+    assert told[1] == 'row 5: `sampling` is "5"; expected an object with keys'
 
 
 def test_other_column_names_and_many_rows(tmp_path: Path) -> None:

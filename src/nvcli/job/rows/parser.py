@@ -40,6 +40,7 @@ from nvcli.job.rows.raw_values import (
     became_null,
     check_json,
     decode,
+    decode_inner,
     decode_row,
     decode_within,
     is_deeper,
@@ -125,6 +126,10 @@ class RowParser:
         self.warnings = RowWarnings(self.rules.columns | self._own_keys)
         self.kinds: set[PromptKind] = set()
         """Kinds of prompts seen so far."""
+        own = self.keys
+        self._json_keys = (own.prompt_token_ids, own.sampling, own.chat_template_kwargs, *CONVERSATION_KEYS)
+        """Keys of native rows whose lists and objects may be JSON text, as Parquet outputs hold them; so may messages,
+        which are decoded where they are read."""
         self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
         self._decode_id = self._decode_own = None
@@ -172,6 +177,8 @@ class RowParser:
             if is_native:
                 row_id = native_id(values.get(self.keys.id), self.keys.id)
             else:
+                if "body" in values:
+                    values["body"] = _decoded(values["body"], "body")
                 context.form = openai_form(values) if self._task is None else self._task.openai_form
                 context.model = openai_model(values)
                 row_id = openai_id(values)
@@ -209,6 +216,9 @@ class RowParser:
         them. Raises RowError and InvalidValue."""
         task, rules = self._task, self.rules
         if is_native:
+            for key in self._json_keys:
+                if key in values:
+                    values[key] = _decoded(values[key], key)
             key = self.keys.sampling
             sampling = PROMPT_ONLY if task else defaults.sampling(values.get(key, {}), under=key)
             job = native_job(
@@ -404,6 +414,16 @@ def _own_objects(given: Mapping[str, Any], own_keys: frozenset[str], keys: RowKe
     if keys.messages in own:
         own[keys.messages] = with_named_images(own[keys.messages])
     return {key: plain_value(value, key) for key, value in own.items()}
+
+
+def _decoded(value: Any, key: str) -> Any:
+    """Return the object or list in a text of JSON, and any other value unchanged. Raises RowError."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    try:
+        return decode_inner(value)
+    except msgspec.DecodeError as error:
+        raise RowError("invalid_json", f"`{key}` is {show(value)}, which is not JSON: {error}") from None
 
 
 def _repeated(row_id: JobId, is_native: bool) -> RowError:
