@@ -33,12 +33,20 @@ def test_file_overrides_and_flags_lie_over_each_other(tmp_path: Path) -> None:
     path = write(tmp_path, "model: a\nseed: 1\nmax_num_seqs: 8\njob: {order: input}\nsampling: {top_k: 5}\n")
     run = load_run_config(
         path,
-        ["seed=2", "max_num_seqs=16", "sampling.temperature=0", "job.on_too_long=truncate-left", "seed=3"],
-        {"--model": "b", "--tp": 2, "--dp": None, "--order": "completion"},
+        [
+            "job.max_errors=5",
+            "seed=2",
+            "max_num_seqs=16",
+            "sampling.temperature=0",
+            "job.on_too_long=truncate-left",
+            "seed=3",
+        ],
+        {"--model": "b", "--tp": 2, "--order": "completion", "--max-errors": None},
     )
     assert (run.model, run.seed, run.max_num_seqs, run.tensor_parallel_size) == ("b", 3, 16, 2)
     assert run.sampling == {"top_k": 5, "temperature": 0}
     assert (run.job.order, run.job.on_too_long) == ("completion", "truncate-left")
+    assert run.job.max_errors is None
     assert run.data_parallel_size == "auto"
 
 

@@ -67,6 +67,8 @@ def test_options_become_values_of_keys() -> None:
         "--stop": ["1"],
     }
     assert run("--chat")["settings"].flags == {"--chat": "always"}
+    nulls = run("--max-errors", "null", "--revision", "null")["settings"].flags
+    assert nulls == {"--max-errors": None, "--revision": "null"}
 
 
 def test_options_become_fields_and_arguments() -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -238,13 +238,16 @@ def _read(field: FlaggedField, given: Mapping[str, Any]) -> Any:
 
 
 def _plain(field: FlaggedField, text: str) -> Any:
-    """Return a JSON object, a number if numbers are allowed, or else the text."""
+    """Return a JSON object, a number or null if numbers are allowed, or else the text."""
     if field.flag.example is not None:
         from nvcli.core.config_source import json_object
 
         return json_object(field.flag.name, text, example=field.flag.example)
-    if {int, float}.isdisjoint(_kinds(field.kind)):
+    kinds = _kinds(field.kind)
+    if {int, float}.isdisjoint(kinds):
         return text
+    if text == "null" and NoneType in kinds and str not in kinds:
+        return None
     for kind in (int, float):
         try:
             return kind(text)

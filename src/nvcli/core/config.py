@@ -252,7 +252,7 @@ def load_sourced_config(
 ) -> tuple[RunConfig, ConfigSource]:
     """Load a configuration, and return it with its source, which knows the origin of each key.
 
-    `--set key=value` overrides the file, and flags (of `flag_keys`; None: not given) override both. `settings` are
+    `--set key=value` overrides the file, and flags (of `flag_keys`) override both. `settings` are
     the values by key that a Python program gives instead of overrides and flags. `other_overrides` are those of
     options other than `--set`, by option; they take precedence over `--set`. Without `needs_model`, `model` may
     stay empty. Raises ConfigError that names where the value came from, the key, the value and what is allowed.
@@ -266,8 +266,7 @@ def load_sourced_config(
         for text in texts:
             source.add_override(text, option)
     for flag, value in (flags or {}).items():
-        if value is not None:
-            source.add_flag(flag, flag_keys()[flag], value)
+        source.add_flag(flag, flag_keys()[flag], value)
     for key, value in (settings or {}).items():
         source.add_setting(key, value)
     try:

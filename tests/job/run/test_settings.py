@@ -16,7 +16,7 @@ def by_key(settings: list[Setting]) -> dict[str, tuple[object, str]]:
 def test_each_parameter_has_the_value_that_rows_get_and_its_origin(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: m\nsampling:\n  top_k: 5\n  top_p: 0.5\n")
-    run, source = load_sourced_config(path, ["sampling.min_p=0.1"], {"--temperature": 0, "--max-tokens": None})
+    run, source = load_sourced_config(path, ["sampling.min_p=0.1"], {"--temperature": 0})
     generation = {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1}
     settings = by_key(sampling_settings(run, generation, source.setter))
     assert settings["sampling.temperature"] == (0, "--temperature")
