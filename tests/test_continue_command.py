@@ -144,7 +144,7 @@ def test_failed_rows_are_tried_again(shell: Shell) -> None:
     )
     done = shell.run("in.jsonl", "--retry-errors")
     assert done.returncode == 1, done.stderr
-    assert "133 rows are answered already, 67 failed ones are tried again" in done.stderr
+    assert "133 rows are answered already, 67 failed rows are tried again" in done.stderr
     assert [row["index"] for row in shell.rows() if row["error"]] == [0]
     assert sorted(row["index"] for row in shell.rows()) == list(range(200))
     assert shell.run("in.jsonl", "--retry-errors", "--overwrite").returncode == 2

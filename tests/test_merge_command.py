@@ -35,7 +35,8 @@ def test_shards_are_answered_and_joined(tmp_path: Path, model_folder: Path, nvcl
     joined = nvcli_here("merge", "in.shard-*", "-o", "all.jsonl", cwd=tmp_path)
     assert joined.returncode == 1
     assert "joined 2 shards: 9 rows, 1 of them errors → all.jsonl" in joined.stderr
-    assert f"nvcli generate in.jsonl --model {model_folder} -o all.jsonl --retry-errors" in joined.stderr
+    assert f"nvcli generate in.jsonl --model {model_folder} -o all.jsonl --update" in joined.stderr
+    assert "--retry-errors" not in joined.stderr  # the row fails again until it is edited
     assert [json.loads(line)["index"] for line in (tmp_path / "all.jsonl").read_text().splitlines()] == list(range(9))
     printed = nvcli_here("merge", "in.shard-*.out.jsonl", "-o", "-", cwd=tmp_path)
     assert printed.stdout == (tmp_path / "all.jsonl").read_text()

@@ -52,6 +52,7 @@ def _merge(shards: Sequence[str], output: str, *, overwrite: bool, allow_missing
     from nvcli.core.byte_sizes import counted
     from nvcli.job.output.merge import merge_outputs
     from nvcli.job.output.sink import OutputClosed
+    from nvcli.job.run.early_end import steps_for_errors
 
     try:
         merged = merge_outputs(shards, output, overwrite=overwrite, allow_missing=allow_missing, note=say)
@@ -65,8 +66,9 @@ def _merge(shards: Sequence[str], output: str, *, overwrite: bool, allow_missing
         say(f"{output} is complete: {rows}; nothing to do")
     else:
         say(f"joined {counted(merged.num_shards, 'shard')}: {rows}" + ("" if output == "-" else f" → {output}"))
-    if merged.command and (failed or merged.missing):
-        purpose = "computes the missing rows" if merged.missing else "tries the failed rows again"
-        option = "" if merged.missing else " --retry-errors"
-        say(f"this {purpose}, with the job's other options:\n  {merged.command}{option}")
+    if merged.command:
+        missing = {merged.command: "computes the missing rows"}
+        steps = missing if merged.missing else steps_for_errors(merged.command, merged.errors)
+        for command, purpose in steps.items():
+            say(f"this {purpose}, with the job's other options:\n  {command}")
     return not failed and not merged.missing

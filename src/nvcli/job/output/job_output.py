@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from nvcli.core.byte_sizes import counted
 from nvcli.core.config_types import Order
 from nvcli.core.system.file_limits import explain_failed_write
 from nvcli.errors import ConfigError, OutputError
@@ -323,7 +324,8 @@ class FileOutput(JobOutput):
         self._needs_sorting = self._options.order == "input" and not scan.is_in_order
         retried = ""
         if drop_failed:
-            retried = f", {scan.answered.failed.count:,} failed ones are tried again"
+            num_failed = scan.answered.failed.count
+            retried = f", {counted(num_failed, 'failed row')} {'is' if num_failed == 1 else 'are'} tried again"
             self._needs_sorting = self._options.order == "input"
             self.answered = scan.answered.without_failed()
         self.notes.append(f"continuing {self._path}: {self.answered.all.count:,} rows are answered already{retried}")

@@ -198,12 +198,20 @@ def next_steps(argv: Sequence[str], *, output: str, errors: Collection[str]) -> 
     steps = {f"{program} show {name} --errors": "shows the failed rows"}
     if not manifest_path(Path(output)).exists():
         return steps
+    return steps | steps_for_errors(resume_command([word for word in argv if word != "--update"]), errors)
+
+
+def steps_for_errors(command: str, errors: Collection[str]) -> dict[str, str]:
+    """Return what to type about failed rows with these error types: commands, each with what it does.
+
+    `command` is that of the job.
+    """
     again, same = RETRYABLE_ERRORS.intersection(errors), set(errors) - RETRYABLE_ERRORS
+    steps = {}
     if again:
         kinds = ", ".join(sorted(again))
-        steps[f"{resume_command(argv)} --retry-errors"] = f"tries the failed rows again, as {kinds} may go away"
+        steps[f"{command} --retry-errors"] = f"tries the failed rows again, as {kinds} may go away"
     if same:
-        command = resume_command([word for word in argv if word != "--update"])
         kinds = ", ".join(sorted(same))
         steps[f"{command} --update"] = f"answers the rows of {kinds} once they are fixed in the input"
     return steps
