@@ -15,7 +15,9 @@ import pytest
 
 from fake_command import ENVIRON, nvcli_command, run_nvcli
 from nvcli.cli.answer_files import JobOptions
+from nvcli.cli.answers import config_for_person
 from nvcli.cli.prompt import check_prompt_options
+from nvcli.core.config import load_run_config
 from nvcli.errors import ConfigError
 from warm_process import WarmPopen, run_warm
 
@@ -44,10 +46,17 @@ def test_a_model_without_a_chat_template_continues_the_prompt(tmp_path: Path) ->
 def test_a_chat_through_a_pipe(tmp_path: Path) -> None:
     """A line that gets no answer ends nothing, and shows in the exit code."""
     lines = "What is 37 + 58?\n/nonsense\nWhat is 8 * 63?\n"
-    command = [*COMMAND, "chat", *MODEL]
+    command = [*COMMAND, "chat", *MODEL, "--set", "sampling.n=2"]
     ran = run_warm(command, cwd=tmp_path, env=ENVIRON, input=lines, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout.split()) == (1, ["95", "504"])
+    assert ran.stderr.startswith("nvcli: warning: `sampling.n` has no effect in a chat")
     assert "/nonsense is not a command" in ran.stderr
+
+
+def test_a_task_without_answers_is_refused_before_the_model_is_loaded() -> None:
+    run = load_run_config(None, ["model=demo", "task=score"])
+    with pytest.raises(ConfigError, match="`task` is score, whose rows get no answers; leave it out"):
+        config_for_person(run)
 
 
 def test_nobody_reads_the_answer(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ _OF_CONVERSATIONS = ("system", "chat_template", "chat_template_kwargs")
 
 def config_for_person(run: RunConfig, *, raw: bool = False) -> RunConfig:
     """Return the configuration without the keys of `job` about columns of files, and about conversations if `raw`; and
-    without images, which are not typed."""
+    without images, which are not typed. Raises ConfigError for a task without answers."""
+    if run.task != "generate":
+        raise ConfigError(f"`task` is {run.task}, whose rows get no answers; leave it out, or: --set task=generate")
     defaults = {key: getattr(JobConfig(), key) for key in (*_OF_FILES, *(_OF_CONVERSATIONS if raw else ()))}
     job = msgspec.structs.replace(run.job, **defaults, chat="never" if raw else run.job.chat)
     return msgspec.structs.replace(run, job=job, images="never")

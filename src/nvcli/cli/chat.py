@@ -45,6 +45,8 @@ def chat(*, settings: Settings) -> None:
     from nvcli.llm.chat import Chat, run_chat
 
     run = config_for_person(run)
+    if run.sampling.get("n", 1) != 1:
+        say("warning: `sampling.n` has no effect in a chat, where each message gets one answer")
     own_system = run.job.system
     run = msgspec.structs.replace(
         run, data_parallel_size=1, job=msgspec.structs.replace(run.job, system=None, on_too_long="error")
