@@ -299,6 +299,7 @@ def test_wrong_arguments(make_llm: MakeLLM) -> None:
     llm = make_llm()
     for arguments, message in [
         ({"rows": 5}, "rows is 5; give an iterable"),
+        ({"rows": np.array(5)}, "rows is .*; give an iterable"),
         ({"rows": b"x"}, "give an iterable"),
         ({"rows": [], "order": "random"}, 'order="random": allowed: input or completion'),
         ({"rows": [], "seed": -1}, "seed=-1: allowed"),

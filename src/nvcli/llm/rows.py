@@ -104,7 +104,8 @@ def check_rows(rows: object) -> None:
     library = kind.__module__.partition(".")[0]
     if kind.__name__ in ("DataFrame", "LazyFrame", "Table", "RecordBatch") and library in _ROWS_OF_TABLES:
         raise ConfigError(f"rows is a table of {library}, which iterates over columns; give {_ROWS_OF_TABLES[library]}")
-    if isinstance(rows, bytes | bytearray) or not isinstance(rows, Iterable):
+    is_number = getattr(rows, "ndim", None) == 0  # of numpy or torch, which have `__iter__` all the same
+    if is_number or isinstance(rows, bytes | bytearray) or not isinstance(rows, Iterable):
         raise ConfigError(f"rows is {show(rows)}; give an iterable of rows, such as a list of dicts or texts")
 
 
