@@ -49,7 +49,11 @@ def assert_refused(read: Callable[[], object], *parts: str) -> None:
     [
         ("architectures", "Qwen3ForCausalLM", '"Qwen3ForCausalLM" names no architecture'),
         ("architectures", 5, "5 names no architecture"),
-        ("architectures", [], "names no architecture"),
+        (
+            "architectures",
+            [],
+            """names no architecture; --hf-overrides '{"architectures": ["NAME"]}' names one; `nvcli""",
+        ),
         ("architectures", [5, None], "5 is not supported"),
         ("architectures", [["Qwen3ForCausalLM"]], "is not supported"),
         ("architectures", [{}], "{} is not supported"),

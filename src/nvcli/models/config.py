@@ -333,7 +333,8 @@ def _family(config: JsonFile, read: Callable[[JsonFile], object]) -> tuple[str, 
     """
     names = config.values.get("architectures") or []
     if not isinstance(names, list) or not names:
-        raise config.error("architectures", f"{show(names)} names no architecture; {_LIST_OF_MODELS}")
+        way_out = '--hf-overrides \'{"architectures": ["NAME"]}\' names one'
+        raise config.error("architectures", f"{show(names)} names no architecture; {way_out}; {_LIST_OF_MODELS}")
     for name in names:
         family = find_family(name) if isinstance(name, str) else None
         if family is None and isinstance(name, str) and name.endswith(_HEADLESS):
