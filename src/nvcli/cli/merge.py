@@ -67,8 +67,9 @@ def _merge(shards: Sequence[str], output: str, *, overwrite: bool, allow_missing
     else:
         say(f"joined {counted(merged.num_shards, 'shard')}: {rows}" + ("" if output == "-" else f" → {output}"))
     if merged.command:
-        missing = {merged.command: "computes the missing rows"}
-        steps = missing if merged.missing else steps_for_errors(merged.command, merged.errors)
+        steps = steps_for_errors(merged.command, merged.errors)
+        if merged.missing:
+            steps = {merged.command: "computes the missing rows"}
         for command, purpose in steps.items():
             say(f"this {purpose}, with the job's other options:\n  {command}")
     return not failed and not merged.missing

@@ -411,7 +411,8 @@ def _bad_words(values: Mapping[str, Any], vocab_size: int, eos_ids: tuple[int, .
     suppressed, words = (values.get(key) or [] for key in ("suppress_tokens", "bad_words_ids"))
     if not isinstance(suppressed, list) or not isinstance(words, list):
         return suppressed or words  # refused by a run that takes these defaults
-    words = [[token] for token in suppressed] + [word for word in words if word not in [[end] for end in eos_ids]]
+    ends = [[token] for token in eos_ids]
+    words = [[token] for token in suppressed] + [word for word in words if word not in ends]
 
     def is_known(token: object) -> bool:
         return not is_integer(token) or 0 <= token < vocab_size

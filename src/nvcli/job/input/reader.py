@@ -209,8 +209,8 @@ class RowReader:
             raise
         self._looks_for_faults = False
         if fault not in (None, Fault.BAD_ID) and not self.rows_passed_over:
-            first = sorted(held, key=lambda read: read.fault is not fault)
-            error = refusal(_label(name), first, self._parser)
+            held_by_fault = sorted(held, key=lambda read: read.fault is Fault.BAD_ID)  # the first says what is wrong
+            error = refusal(_label(name), held_by_fault, self._parser)
             if error is not None:
                 raise error
         yield from held

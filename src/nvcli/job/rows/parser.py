@@ -40,7 +40,7 @@ from nvcli.job.rows.raw_values import (
     became_null,
     check_json,
     decode,
-    decode_inner,
+    decode_nested,
     decode_row,
     decode_within,
     is_deeper,
@@ -417,11 +417,9 @@ def _own_objects(given: Mapping[str, Any], own_keys: frozenset[str], keys: RowKe
 
 
 def _decoded(value: Any, key: str) -> Any:
-    """Return the object or list in a text of JSON, and any other value unchanged. Raises RowError."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
-        return value
+    """Return the value of a key, decoded if it is a list or an object as JSON text. Raises RowError."""
     try:
-        return decode_inner(value)
+        return decode_nested(value)
     except msgspec.DecodeError as error:
         raise RowError("invalid_json", f"`{key}` is {show(value)}, which is not JSON: {error}") from None
 

@@ -60,9 +60,10 @@ def _check_key(
             check_vocabulary(f"`{name}`", getattr(sampling, key) or (), limits)
         case "logit_bias" | "bad_words":
             own = SamplingParams(**{key: getattr(sampling, key)})
-            tokens = [*own.logit_bias, *itertools.chain.from_iterable(own.bad_words)]  # of a text: its characters
-            check_vocabulary(f"`{name}`", [token for token in tokens if isinstance(token, int)], limits)
-            if any(isinstance(token, str) for token in tokens):
+            lists = [word for word in own.bad_words if isinstance(word, list)]
+            tokens = [token for token in (*own.logit_bias, *itertools.chain(*lists)) if isinstance(token, int)]
+            check_vocabulary(f"`{name}`", tokens, limits)
+            if any(isinstance(given, str) for given in (*own.logit_bias, *own.bad_words)):
                 token_rules(own, tokenizer(), under=_SECTION)
         case "thinking_budget":
             if sampling.thinking_budget is not None:

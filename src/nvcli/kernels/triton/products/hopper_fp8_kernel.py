@@ -327,7 +327,6 @@ def _multiply_tile(i, tile, scales, out, work, factors, expert_rows, SELF: gl.co
     rows -= SELF * ROWS
     x_scale_ptrs = x_scales_ptr + gl.minimum(row + inner_rows, num_rows - 1) * (in_tiles if KIND.by_blocks else 1)
     row_scales = gl.load(x_scale_ptrs)
-    pair_weights = row_scales
     if KIND.experts_per_token > 0:
         weight_scales_ptr += expert * expert_rows
         if bias_ptr is not None:
