@@ -76,6 +76,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.7-Flash with drafts": ("glm-4.7-flash", {"speculation": SpeculationConfig(method="lookup")}),
     "Gemma 2": ("gemma-2-9b", {}),
     "Gemma 3": ("gemma-3-27b", {}),
+    "Gemma 4 E4B": ("gemma-4-e4b", {}),
     "Qwen3.5-35B-A3B with its head": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="mtp")}),
     "Nemotron-3-Nano": ("nemotron-3-nano-30b-a3b", {}),
     "Qwen3-VL-8B": ("qwen3-vl-8b", {"images": "always"}),

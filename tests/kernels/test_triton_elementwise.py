@@ -10,8 +10,8 @@ import torch
 from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import rotary as rotary_reference
-from nvcli.kernels.activation import gelu_tanh_and_mul, silu_and_mul
-from nvcli.kernels.bounds import clamp_parts, clamp_to_each
+from nvcli.kernels.activation import gelu_tanh_and_mul, gelu_tanh_times, silu_and_mul
+from nvcli.kernels.bounds import clamp_parts, clamp_to_each, soft_cap
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.gates import gate_rows, gate_values
@@ -84,6 +84,13 @@ def test_bounds(dtype: torch.dtype) -> None:
     torch.testing.assert_close(in_place.cpu(), x, rtol=0, atol=0, equal_nan=True)
 
 
+def test_soft_cap(dtype: torch.dtype) -> None:
+    x = 40 * rand(3, 3000, dtype=dtype)
+    x[0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-3])
+    found = bounds.soft_cap(x.to(DEVICE, copy=True), 30.0)
+    torch.testing.assert_close(found.cpu(), soft_cap(x, 30.0), atol=1e-5, rtol=TOLERANCE[dtype], equal_nan=True)
+
+
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_norm_of_a_sum_of_parts(num_parts: int, dtype: torch.dtype) -> None:
     parts, weight = rand(num_parts, 4, 100, dtype=torch.float32), rand(100, dtype=dtype, seed=1)
@@ -107,6 +114,20 @@ def test_add_rms_norm_updates_the_residual(size: int, dtype: torch.dtype) -> Non
     assert_close(out, expected)
 
 
+@pytest.mark.parametrize("num_parts", [None, 1, 3])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_norms_added_to_the_residual(num_parts: int | None, scaled: bool, dtype: torch.dtype) -> None:
+    """The norm of one row, or of a sum of float32 parts; the sum with the residual may be multiplied."""
+    x = rand(4, 100, dtype=dtype) if num_parts is None else rand(num_parts, 4, 100, dtype=torch.float32)
+    residual, weight = rand(4, 100, dtype=dtype, seed=1), rand(100, dtype=dtype, seed=2)
+    scalar = torch.tensor([0.6], dtype=dtype) if scaled else None
+    found = residual.to(DEVICE, copy=True)
+    moved = x.to(DEVICE), found, weight.to(DEVICE)
+    norm.add_normed(*moved, 1e-6, None if scalar is None else scalar.to(DEVICE))
+    norm_reference.add_normed(x, residual, weight, 1e-6, scalar)
+    assert_close(found, residual)
+
+
 @pytest.mark.parametrize("size", [1, 20, 1024, 1500])
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = rand(3, 2 * size, dtype=dtype)
@@ -117,6 +138,12 @@ def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
 def test_gelu_tanh_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = rand(3, 2 * size, dtype=dtype)
     assert_close(activation.gelu_tanh_and_mul(gate_up.to(DEVICE)), gelu_tanh_and_mul(gate_up))
+
+
+def test_gelu_times_rows_that_lie_apart(dtype: torch.dtype) -> None:
+    gate, wide = rand(3, 1500, dtype=dtype), rand(3, 2, 1500, dtype=dtype, seed=1)
+    found = activation.gelu_tanh_times(gate.to(DEVICE), wide.to(DEVICE)[:, 1])
+    assert_close(found, gelu_tanh_times(gate, wide[:, 1]))
 
 
 @pytest.mark.parametrize("size", [1, 48, 3000])
@@ -169,7 +196,7 @@ def test_parts_of_an_embedding_add_up_to_it(size: int, dtype: torch.dtype) -> No
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("keep_keys", [True, False])
-@pytest.mark.parametrize("norms", ["first", "last", "none"])
+@pytest.mark.parametrize("norms", ["first", "last", "values, too", "none"])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
     [(2, 1, 8), (4, 4, 64), (14, 2, 64), (40, 20, 16), (5, 5, 80), (6, 3, 96), (16, 8, 128), (8, 1, 128), (2, 1, 256)],
@@ -201,6 +228,7 @@ def test_qk_norm_rope_store(
             eps=1e-6,
             keep_keys=keep_keys,
             norms_last=norms == "last",
+            norms_values=norms == "values, too",
         )
         return q, k, v, moved
 
@@ -213,13 +241,32 @@ def test_qk_norm_rope_store(
         assert_close(k, expected_k)
         # What attention reads later is what it is given now.
         assert torch.equal(stored[0].flatten(0, 1)[slots.to(DEVICE)], k)
-    assert torch.equal(v.cpu(), expected_v)
+        assert torch.equal(stored[1].flatten(0, 1)[slots.to(DEVICE)], v)
+        assert_close(v, expected_v)
     assert_close(stored, expected_stored)
-    assert torch.equal(stored.cpu()[1], expected_stored[1])
+    if norms != "values, too":
+        assert torch.equal(v.cpu(), expected_v)
+        assert torch.equal(stored.cpu()[1], expected_stored[1])
     # No other slot was touched.
     others = torch.ones(num_blocks * block_size, dtype=torch.bool)
     others[slots] = False
     assert torch.equal(stored.cpu().flatten(1, 2)[:, others], caches.flatten(1, 2)[:, others])
+
+
+@pytest.mark.parametrize("norms", ["first", "last", "none"])
+@pytest.mark.parametrize("rotates", [True, False])
+def test_queries_alone(norms: str, rotates: bool, dtype: torch.dtype) -> None:
+    """Of a layer that reads another's keys, from rows that lie apart."""
+    wide, weight = rand(5, 20 * 32 + 8, dtype=dtype), None if norms == "none" else rand(32, dtype=dtype, seed=1)
+    angles = torch.rand(5, 16, generator=torch.Generator().manual_seed(1)) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) if rotates else None
+
+    def call(function, device):  # type: ignore[no-untyped-def]
+        queries = wide.to(device)[:, : 20 * 32].view(5, 20, 32)
+        there = (None if tensor is None else tensor.to(device) for tensor in (cos_sin, weight))
+        return function(queries, *there, 1e-6, norms_last=norms == "last")
+
+    assert_close(call(rotary.norm_rope, DEVICE), call(rotary_reference.norm_rope, "cpu"))
 
 
 @pytest.mark.parametrize("normed", [True, False])

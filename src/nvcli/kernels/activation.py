@@ -1,6 +1,6 @@
 """Activations of gated MLPs. Plain torch is the reference; CUDA tensors take the Triton kernel that is held to it.
 
-The gate and what it multiplies stand side by side in the last dimension: [T, 2 I] → [T, I].
+The gate and what it multiplies mostly stand side by side in the last dimension: [T, 2 I] → [T, I].
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """Compute gelu(gate) × up (GEGLU) with GELU's tanh approximation. [T, 2 I] → [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+@with_kernel("elementwise.activation")
+def gelu_tanh_times(gate: Tensor, values: Tensor) -> Tensor:
+    """Compute gelu(gate) × values with GELU's tanh approximation. [T, I] each, rows may lie apart → [T, I]."""
+    return F.gelu(gate, approximate="tanh").mul_(values)
 
 
 ACTIVATE_AND_MUL: Mapping[Activation, Callable[[Tensor], Tensor]] = {

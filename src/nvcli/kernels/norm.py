@@ -51,6 +51,15 @@ def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) 
     return rms_norm(parts.sum(dim=0), weight, eps).to(dtype)
 
 
+@with_kernel("elementwise.norm")
+def add_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> None:
+    """Add the norm of `x` to `residual` in place, and multiply the sum by `scalar`. residual: [T, H]; x: [T, H], or
+    parts [P, T, H], which are added up first; scalar: [1]."""
+    residual.add_(rms_norm(x.sum(dim=0) if x.dim() == 3 else x, weight, eps).to(residual.dtype))
+    if scalar is not None:
+        residual.mul_(scalar)
+
+
 def sum_in_order(parts: Tensor) -> Tensor:
     """Add up parts [P, T, H], the first one first, in float32: [T, H] of their type. A row's sum has the same bits
     whatever other rows there are."""

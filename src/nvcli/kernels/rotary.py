@@ -25,6 +25,19 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 @with_kernel("elementwise.rotary")
+def norm_rope(
+    heads: Tensor, cos_sin: Tensor | None, weight: Tensor | None, eps: float, *, norms_last: bool = False
+) -> Tensor:
+    """Norm each head where there is a weight, and rotate it where there are angles, with `norms_last` before it is
+    normed. heads: [T, heads, D]; cos_sin: [T, D] float32; weight: [D] → [T, heads, D]."""
+    if cos_sin is not None and norms_last:
+        heads = apply_rope(heads, cos_sin)
+    if weight is not None:
+        heads = rms_norm(heads, weight, eps)
+    return heads if cos_sin is None or norms_last else apply_rope(heads, cos_sin)
+
+
+@with_kernel("elementwise.rotary")
 def qk_norm_rope_store(
     qkv: Tensor,
     cos_sin: Tensor | None,
@@ -39,18 +52,20 @@ def qk_norm_rope_store(
     eps: float,
     keep_keys: bool,
     norms_last: bool = False,
+    norms_values: bool = False,
     scales: KVScales | None = None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Cut the fused projection into q, k and v; norm each head of q and k where there are weights; rotate q and k where
-    there are angles, with `norms_last` before they are normed; store k and v in the cache.
+    """Cut the fused projection into q, k and v; norm each head of q and k where there are weights, and with
+    `norms_values` each of v without one; rotate q and k where there are angles, with `norms_last` before they are
+    normed; store k and v in the cache.
 
     qkv: [T, (num_heads + 2 num_kv_heads) × D], used up: what it holds afterwards is undefined, but for the views below;
     cos_sin: [T, D] float32 or None; caches: [num_blocks, block_size, num_kv_heads, D], contiguous within each block;
     slot_mapping: [T] int64,
     block id × block_size + offset of each token (several padding tokens may share one of the null block); weights: [D]
     → q [T, num_heads, D], contiguous; k and v [T, num_kv_heads, D], which may be views of qkv. Without `keep_keys` k is
-    None: rotated keys are in the cache alone, which saves the GPU a write to memory.
+    None, and v is as it was: what is in the cache is there alone, which saves the GPU a write to memory.
 
     A cache in FP8 comes with its `scales`, which lie after its keys and values in the pool. `static_scales` holds the
     scale of all the layer's keys and that of all its values, [2] float32; None: each token and head gets its own.
@@ -58,14 +73,10 @@ def qk_norm_rope_store(
     head_dim = k_cache.shape[-1]
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
-    if cos_sin is not None and norms_last:
-        q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
-    if q_weight is not None:
-        q = rms_norm(q, q_weight, eps)
-    if k_weight is not None:
-        k = rms_norm(k, k_weight, eps)
-    if cos_sin is not None and not norms_last:
-        q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
+    q = norm_rope(q, cos_sin, q_weight, eps, norms_last=norms_last)
+    k = norm_rope(k, cos_sin, k_weight, eps, norms_last=norms_last)
+    if norms_values:
+        v = rms_norm(v, v.new_ones(head_dim), eps)
     if scales is None:
         _store(k_cache, slot_mapping, k)
         _store(v_cache, slot_mapping, v)

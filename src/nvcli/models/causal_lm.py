@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice, zip_longest
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.spec import AttentionSpec, CacheSpec, attention_kinds
+from nvcli.kernels.bounds import soft_cap
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.config import ModelConfig
 from nvcli.models.decoder_layer import DecoderLayer
@@ -226,9 +228,8 @@ class CausalLM(nn.Module):
         cap = self.config.decoder.logit_soft_cap
         if cap is None:
             return logits
-        logits.div_(cap)
-        logits = row_by_row(torch.tanh_, logits) if self.batch_invariant else logits.tanh_()
-        return logits.mul_(cap)
+        capped = partial(soft_cap, cap=cap)
+        return row_by_row(capped, logits) if self.batch_invariant else capped(logits)
 
     @property
     def mixers(self) -> tuple[TokenMixer, ...]:

@@ -79,7 +79,7 @@ class DecoderLayer(nn.Module):
                 if input_norm is not None and block is not None and other is None and block.input_proj is not None:
                     input_norm.quantise_for(block.input_proj)
         self.input = LayerInput(build, path, norm) if has_input else None
-        self.scalar = Scalar(own, f"{path}.layer_scalar") if config.has_scalar else None
+        self.scalar = TensorShard(own, f"{path}.layer_scalar") if config.has_scalar else None
 
     def forward(
         self,
@@ -135,12 +135,16 @@ class DecoderLayer(nn.Module):
         if passed is not None:
             passed = passed if rows is None else passed[rows]
             delta = passed if delta is None else _add_part(delta, passed)
-        if self.after_mlp is not None:
-            delta = self.after_mlp(delta, residual)
+        if self.scalar is None and self.input is None:
+            return delta if self.after_mlp is None else self.after_mlp(delta, residual), residual, late
+        assert self.after_mlp is not None, "no family has one without"
+        assert delta is not None
+        scalar = None if self.scalar is None else self.scalar.weight
+        self.after_mlp.add(delta, residual, scalar if self.input is None else None)
         if self.input is not None:
             assert own is not None
-            residual, delta = self.input(residual.add_(delta), own if rows is None else own[rows]), None
-        return (delta, residual, late) if self.scalar is None else (None, self.scalar(delta, residual), late)
+            self.input(residual, own if rows is None else own[rows], scalar)
+        return None, residual, late
 
     def _late(self, result: Tensor | None) -> Tensor:
         """Return a result that holds over other blocks: [T, H], or on a single rank its parts [P, T, H] → [T, H]."""
@@ -171,13 +175,6 @@ class RowsOfRanks(FeedForward):
         assert isinstance(x, Tensor), "nothing is quantised before it is gathered"
         part = self.block(self.group.gather_rows(x), None, adapters)
         return self.group.scatter_sum(part)
-
-
-class Scalar(TensorShard):
-    """Adds `delta` to `residual` and multiplies the sum by one number, in place. [T, H] → [T, H]."""
-
-    def forward(self, delta: Tensor | None, residual: Tensor) -> Tensor:
-        return (residual if delta is None else residual.add_(delta)).mul_(self.weight)
 
 
 def _input(norm: InputNorm | None, delta: Tensor | None, residual: Tensor) -> Activations:

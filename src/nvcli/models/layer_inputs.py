@@ -7,10 +7,10 @@ its end. Shapes: T tokens, H hidden, L layers, P size of a layer's input.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nvcli.kernels.norm import rms_norm
+from nvcli.kernels.activation import gelu_tanh_times
+from nvcli.kernels.norm import add_normed, rms_norm
 from nvcli.models.geometry import LAYER_EMBEDDING
 from nvcli.models.layer_config import LayerInputsConfig
 from nvcli.models.layers import Norm
@@ -61,6 +61,7 @@ class LayerInput(nn.Module):
         self.projection = ReplicatedLinear(build, f"{path}.per_layer_projection")
         self.norm = Norm(build, f"{path}.post_per_layer_input_norm", norm)
 
-    def forward(self, residual: Tensor, own: Tensor) -> Tensor:
-        gated = F.gelu(self.gate(residual), approximate="tanh") * own
-        return residual.add_(rms_norm(self.projection(gated), self.norm.weight, self.norm.eps))
+    def forward(self, residual: Tensor, own: Tensor, scalar: Tensor | None) -> None:
+        """Add the input, and multiply the sum by `scalar` [1]."""
+        gated = gelu_tanh_times(self.gate(residual), own)
+        add_normed(self.projection(gated), residual, self.norm.weight, self.norm.eps, scalar)

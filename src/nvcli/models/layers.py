@@ -25,8 +25,8 @@ from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.lora_types import AdapterRows
-from nvcli.kernels.norm import add_rms_norm, rms_norm
-from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
+from nvcli.kernels.norm import add_normed, add_rms_norm, rms_norm
+from nvcli.kernels.rotary import norm_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.mixers.attention import GATE, AttentionConfig
 from nvcli.models.mixers.mixer import NormConfig, Rotation
@@ -114,6 +114,16 @@ class ResultNorm(Norm):
         if self.is_summed:
             return rms_norm(part, self.weight, self.eps)
         return self.group.sum_rms_norm(part, self.weight, self.eps, x.dtype)
+
+    def add(self, part: Tensor, residual: Tensor, scalar: Tensor | None) -> None:
+        """Do what `forward` does, add the result to `residual` [T, H] in place, and multiply the sum by `scalar`
+        [1]."""
+        if self.is_summed or self.group.size == 1:
+            add_normed(part, residual, self.weight, self.eps, scalar)
+            return
+        residual.add_(self.forward(part, residual))
+        if scalar is not None:
+            residual.mul_(scalar)
 
 
 class TokenMixer(nn.Module, ABC):
@@ -279,6 +289,7 @@ class Attention(TokenMixer):
             eps=self.eps,
             keep_keys=batch.backend.reads_new_keys,
             norms_last=self.config.norms_last,
+            norms_values=self.config.norms_values,
             scales=scales,
             static_scales=self.static_kv_scales,
         )
@@ -304,9 +315,8 @@ class Attention(TokenMixer):
     def _attend_to_cache(self, queries: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Attend to the keys and values that another layer has stored. [T, this rank's heads × D] → the same shape."""
         q = queries.view(len(queries), self.spec.num_heads, self.spec.head_dim)
-        q = q if self.q_norm is None else rms_norm(q, self.q_norm.weight, self.eps)
-        cos_sin = angles.of(self.rotation)
-        q = q if cos_sin is None else apply_rope(q, cos_sin)
+        weight = None if self.q_norm is None else self.q_norm.weight
+        q = norm_rope(q, angles.of(self.rotation), weight, self.eps, norms_last=self.config.norms_last)
         k, v = None, q  # a backend that takes no keys takes no values either
         if batch.backend.reads_new_keys:
             slots = batch.slot_mapping[self.spec.kv_group]

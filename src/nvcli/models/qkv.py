@@ -14,15 +14,14 @@ from nvcli.models.weights import DerivedModule
 
 
 class QKVPreparation(nn.Module):
-    """Norms whole rows of queries and keys, and makes values from keys, in layers that need it.
+    """Norms whole rows of queries and keys, and copies keys as values, in layers that need it.
 
     [T, (heads + KV heads, or 2 KV heads) × D] → [T, (heads + 2 KV heads) × D].
     """
 
     def __init__(self, build: BuildContext, path: str, attention: AttentionConfig, eps: float) -> None:
         super().__init__()
-        self.attention = attention
-        self.eps = eps
+        self.keys_are_values = attention.keys_are_values
         size = build.group.size
         self.query_size = attention.num_heads // size * attention.head_dim
         self.kv_size = attention.kv_heads_per_rank(size) * attention.head_dim
@@ -30,21 +29,14 @@ class QKVPreparation(nn.Module):
 
     @staticmethod
     def is_needed(attention: AttentionConfig) -> bool:
-        if attention.shares_kv:
-            return False
-        return attention.qk_norm == "row" or attention.keys_are_values or attention.norms_values
+        return not attention.shares_kv and (attention.qk_norm == "row" or attention.keys_are_values)
 
     def forward(self, qkv: Tensor) -> Tensor:
-        if self.attention.keys_are_values:
+        if self.keys_are_values:
             qkv = torch.cat((qkv, qkv[:, self.query_size :]), dim=1)
-        q, k, v = torch.split(qkv, [self.query_size, self.kv_size, self.kv_size], dim=1)
         if self.row_norm is not None:
+            q, k, _ = torch.split(qkv, [self.query_size, self.kv_size, self.kv_size], dim=1)
             self.row_norm(q, k)
-        if self.attention.norms_values:
-            heads = v.view(len(v), -1, self.attention.head_dim)
-            values = heads.float()
-            mean_square = values.square().mean(-1, keepdim=True)
-            heads.copy_(values * torch.rsqrt(mean_square + self.eps))
         return qkv
 
 

@@ -31,9 +31,11 @@ def softplus(x):
 
 @triton.jit
 def _activate_and_mul_kernel(
-    gate_up_ptr,  # [T, 2 × SIZE], rows gate_up_row_stride apart
+    gate_ptr,  # [T, SIZE], rows gate_row_stride apart
+    up_ptr,  # [T, SIZE], rows up_row_stride apart; None: each row stands behind its gates
     out_ptr,  # [T, SIZE], written
-    gate_up_row_stride,
+    gate_row_stride,
+    up_row_stride,
     SIZE: tl.constexpr,
     GELU: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -43,27 +45,43 @@ def _activate_and_mul_kernel(
     columns = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = columns < SIZE
     await_kernel_before(DEPENDENT)
-    source = gate_up_ptr + row * gate_up_row_stride + columns
+    source = gate_ptr + row * gate_row_stride + columns
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(source + SIZE, mask=inside, other=0.0).to(tl.float32)
+    source = source + SIZE if up_ptr is None else up_ptr + row * up_row_stride + columns
+    up = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * SIZE + columns, (activate(gate, GELU) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `nvcli.kernels.activation.silu_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
-    return _launch(gate_up, is_gelu=False)
+    return _launch(gate_up, None, is_gelu=False)
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """See `nvcli.kernels.activation.gelu_tanh_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
-    return _launch(gate_up, is_gelu=True)
+    return _launch(gate_up, None, is_gelu=True)
 
 
-def _launch(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
-    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.stride(1) == 1
-    out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+def gelu_tanh_times(gate: Tensor, values: Tensor) -> Tensor:
+    """See `nvcli.kernels.activation.gelu_tanh_times`. [T, I] each, last dimensions dense → [T, I], contiguous."""
+    return _launch(gate, values, is_gelu=True)
+
+
+def _launch(gate: Tensor, up: Tensor | None, *, is_gelu: bool) -> Tensor:
+    num_tokens, size = gate.shape
+    size = size // 2 if up is None else size
+    assert gate.stride(1) == 1
+    assert up is None or up.stride(1) == 1
+    out = torch.empty(num_tokens, size, dtype=gate.dtype, device=gate.device)
     _activate_and_mul_kernel[num_tokens, ceil_div(size, _BLOCK.value)](
-        gate_up, out, gate_up.stride(0), SIZE=size, GELU=is_gelu, **dependent(gate_up.device), num_warps=4
+        gate,
+        up,
+        out,
+        gate.stride(0),
+        0 if up is None else up.stride(0),
+        SIZE=size,
+        GELU=is_gelu,
+        **dependent(gate.device),
+        num_warps=4,
     )
     return out

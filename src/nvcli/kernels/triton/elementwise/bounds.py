@@ -1,4 +1,4 @@
-"""Bounds of projections in Triton: see `nvcli.kernels.bounds`."""
+"""Bounds of projections and the soft cap of logits in Triton: see `nvcli.kernels.bounds`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.triton.attention.attention_fold import soft_capped
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK = tl.constexpr(1024)
 """Columns of a program."""
+_CAPPED = 4096
+"""Numbers that a program caps."""
 
 
 @triton.jit
@@ -38,6 +41,31 @@ def _clamp_kernel(
     x = tl.where(x > high, high, x)
     out = out_ptr + part * out_part_stride + row * out_row_stride + columns
     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _soft_cap_kernel(
+    x_ptr,  # [size], read and written
+    size,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (chunk of BLOCK numbers)."""
+    numbers = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = numbers < size
+    await_kernel_before(DEPENDENT)
+    x = tl.load(x_ptr + numbers, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x_ptr + numbers, soft_capped(x, CAP).to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """See `nvcli.kernels.bounds.soft_cap`."""
+    assert x.is_contiguous()
+    _soft_cap_kernel[(ceil_div(x.numel(), _CAPPED),)](
+        x, x.numel(), CAP=cap, BLOCK=_CAPPED, **dependent(x.device), num_warps=4
+    )
+    return x
 
 
 def clamp_to_each(x: Tensor, low: Tensor, high: Tensor) -> Tensor:

@@ -66,6 +66,43 @@ def _rms_norm_kernel(
     store_row(values, row, out_ptr, scales_ptr, SIZE, BLOCK, BY_GROUPS)
 
 
+@triton.jit
+def _add_normed_kernel(
+    x_ptr,  # [NUM_PARTS, T, SIZE], parts x_part_stride apart, rows x_row_stride
+    residual_ptr,  # [T, SIZE], rows residual_row_stride apart, read and written
+    weight_ptr,  # [SIZE]
+    scalar_ptr,  # None, or [1]
+    eps,
+    x_part_stride,
+    x_row_stride,
+    residual_row_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (row). residual = (residual + norm(x) × weight) × scalar, rounded after each step; x is the sum of
+    NUM_PARTS parts. BLOCK is a power of two, at least SIZE."""
+    row = tl.program_id(0).to(tl.int64)
+    await_kernel_before(DEPENDENT)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    residual_ptrs = residual_ptr + row * residual_row_stride + columns
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        part_ptrs = x_ptr + part * x_part_stride + row * x_row_stride + columns
+        x += tl.load(part_ptrs, mask=inside, other=0.0).to(tl.float32)
+    mean_square = tl.sum(x * x, axis=0) / SIZE
+    normed = x * tl.rsqrt(mean_square + eps) * weight
+    total = (residual + normed.to(dtype).to(tl.float32)).to(dtype)
+    if scalar_ptr is not None:
+        total = (total.to(tl.float32) * tl.load(scalar_ptr).to(tl.float32)).to(dtype)
+    tl.store(residual_ptrs, total, mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_rms_norm_kernel(
     x_ptr,  # [T × NUM_HEADS, SIZE]
@@ -164,6 +201,29 @@ def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) 
     out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     _launch(parts, out, weight, out, eps, add=False, is_centered=False)
     return out
+
+
+def add_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> None:
+    """See `nvcli.kernels.norm.add_normed`. Last dimensions are dense."""
+    parts = x if x.dim() == 3 else x.unsqueeze(0)
+    num_parts, num_rows, size = parts.shape
+    assert parts.stride(-1) == residual.stride(-1) == 1
+    block = next_power_of_2(size)
+    _add_normed_kernel[(num_rows,)](
+        parts,
+        residual,
+        weight,
+        scalar,
+        eps,
+        parts.stride(0),
+        parts.stride(1),
+        residual.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        NUM_PARTS=num_parts,
+        **dependent(x.device),
+        num_warps=warps_of_row(block),
+    )
 
 
 def norm_and_quantise(

@@ -58,6 +58,51 @@ def _load_heads(source, angles, mask, inside, HALF: tl.constexpr):
 
 
 @triton.jit
+def _norm_rope_queries(
+    source_row, target_row, weight_ptr, angles, eps, group, halves, inside,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, NORM_LAST: tl.constexpr,
+):  # fmt: skip
+    """Norm and turn a group of a token's queries, from one row to another."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    heads = group * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
+    mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
+    offsets = heads[:, None] * HEAD_DIM + halves[None, :]
+    first, second, cos, sin = _load_heads(source_row + offsets, angles, mask, inside, HALF)
+    first, second = _norm_and_turn(
+        first, second, weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, angles is not None, NORM_LAST
+    )
+    target = target_row + offsets
+    tl.store(target, first.to(target_row.dtype.element_ty), mask=mask)
+    tl.store(target + HALF, second.to(target_row.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_rope_kernel(
+    heads_ptr,  # [T, NUM_HEADS, HEAD_DIM], tokens row_stride apart
+    cos_sin_ptr,  # None: heads are not rotated
+    weight_ptr,  # None: heads are not normed
+    out_ptr,  # [T, NUM_HEADS, HEAD_DIM], written
+    eps,
+    row_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
+    NORM_LAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (token, group of heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    halves = tl.arange(0, BLOCK_HALF)
+    angles = None if cos_sin_ptr is None else cos_sin_ptr + token * HEAD_DIM + halves
+    await_kernel_before(DEPENDENT)
+    _norm_rope_queries(
+        heads_ptr + token * row_stride, out_ptr + token * (NUM_HEADS * HEAD_DIM), weight_ptr, angles, eps,
+        tl.program_id(1), halves, halves < HEAD_DIM // 2, NUM_HEADS, HEAD_DIM, HEADS_PER_PROGRAM, NORM_LAST,
+    )  # fmt: skip
+
+
+@triton.jit
 def _qk_norm_rope_store_kernel(
     qkv_ptr,
     cos_sin_ptr,  # None: heads are not rotated
@@ -78,8 +123,9 @@ def _qk_norm_rope_store_kernel(
     BLOCK_HALF: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
     NORM_LAST: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # slots of a block that lies apart from the next; 0: blocks lie one behind the other
-    KEEP_KEYS: tl.constexpr,  # rotated keys go back into qkv as well
+    KEEP_KEYS: tl.constexpr,  # what is stored goes back into qkv as well
     DEPENDENT: tl.constexpr,
 ):
     """Program (token, group of heads); groups of q come first, then those of k and v."""
@@ -94,18 +140,12 @@ def _qk_norm_rope_store_kernel(
     qkv_row = qkv_ptr + token * qkv_row_stride
     await_kernel_before(DEPENDENT)
     if group < Q_GROUPS:
-        heads = group * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
-        mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
-        offsets = heads[:, None] * HEAD_DIM + halves[None, :]
-        first, second, cos, sin = _load_heads(qkv_row + offsets, angles, mask, inside, HALF)
-        first, second = _norm_and_turn(
-            first, second, q_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, ROTATE, NORM_LAST
-        )
-        target = q_out_ptr + token * (NUM_HEADS * HEAD_DIM) + offsets
-        tl.store(target, first.to(q_out_ptr.dtype.element_ty), mask=mask)
-        tl.store(target + HALF, second.to(q_out_ptr.dtype.element_ty), mask=mask)
+        _norm_rope_queries(
+            qkv_row, q_out_ptr + token * (NUM_HEADS * HEAD_DIM), q_weight_ptr, angles, eps,
+            group, halves, inside, NUM_HEADS, HEAD_DIM, HEADS_PER_PROGRAM, NORM_LAST,
+        )  # fmt: skip
     else:
-        # Heads of k and behind them those of v, which stay as they are.
+        # Heads of k and behind them those of v, which are not turned.
         heads = (group - Q_GROUPS) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
         mask = (heads < 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
         is_key = heads < NUM_KV_HEADS
@@ -118,12 +158,16 @@ def _qk_norm_rope_store_kernel(
         k_first, k_second = _norm_and_turn(
             first, second, k_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, ROTATE, NORM_LAST
         )
+        if NORM_VALUES:
+            scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
+            first, second = first * scale, second * scale
         # Rounded once, to the model's type; the cache may hold another.
         stored_first = tl.where(is_key[:, None], k_first, first).to(qkv_ptr.dtype.element_ty)
         stored_second = tl.where(is_key[:, None], k_second, second).to(qkv_ptr.dtype.element_ty)
         if KEEP_KEYS:
-            tl.store(source, stored_first, mask=mask & is_key[:, None])
-            tl.store(source + HALF, stored_second, mask=mask & is_key[:, None])
+            changed = mask if NORM_VALUES else mask & is_key[:, None]
+            tl.store(source, stored_first, mask=changed)
+            tl.store(source + HALF, stored_second, mask=changed)
         cache = tl.where(is_key, k_cache_ptr, v_cache_ptr)[:, None]
         cached = cache + (place + heads % NUM_KV_HEADS * HEAD_DIM)[:, None] + halves[None, :]
         if k_cache_ptr.dtype.element_ty == tl.float8e4nv:
@@ -146,6 +190,33 @@ def _qk_norm_rope_store_kernel(
         tl.store(cached + HALF, stored_second.to(k_cache_ptr.dtype.element_ty), mask=mask)
 
 
+def norm_rope(
+    heads: Tensor, cos_sin: Tensor | None, weight: Tensor | None, eps: float, *, norms_last: bool = False
+) -> Tensor:
+    """See `nvcli.kernels.rotary.norm_rope`. A token's heads are contiguous → [T, heads, D], contiguous."""
+    num_tokens, num_heads, head_dim = heads.shape
+    assert heads.stride()[1:] == (head_dim, 1)
+    assert cos_sin is None or (cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim)
+    out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    heads_per_program, block_half = min(_HEADS_PER_PROGRAM, next_power_of_2(num_heads)), next_power_of_2(head_dim // 2)
+    _norm_rope_kernel[(num_tokens, ceil_div(num_heads, heads_per_program))](
+        heads,
+        cos_sin,
+        weight,
+        out,
+        eps,
+        heads.stride(0),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_HALF=block_half,
+        HEADS_PER_PROGRAM=heads_per_program,
+        NORM_LAST=norms_last,
+        **dependent(heads.device),
+        num_warps=max(1, heads_per_program * block_half // 256),
+    )
+    return out
+
+
 def qk_norm_rope_store(
     qkv: Tensor,
     cos_sin: Tensor | None,
@@ -160,10 +231,11 @@ def qk_norm_rope_store(
     eps: float,
     keep_keys: bool,
     norms_last: bool = False,
+    norms_values: bool = False,
     scales: KVScales | None = None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """See `nvcli.kernels.rotary.qk_norm_rope_store`. k and v are views of `qkv`; kept keys are rotated in place. The
+    """See `nvcli.kernels.rotary.qk_norm_rope_store`. k and v are views of `qkv`; kept ones are changed in place. The
     scales of an FP8 cache are found behind its keys and values."""
     num_tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     block_size = k_cache.shape[1]
@@ -198,6 +270,7 @@ def qk_norm_rope_store(
         BLOCK_HALF=block_half,
         HEADS_PER_PROGRAM=heads_per_program,
         NORM_LAST=norms_last,
+        NORM_VALUES=norms_values,
         BLOCK_SIZE=0 if is_dense else block_size,
         KEEP_KEYS=keep_keys,
         **dependent(qkv.device),
