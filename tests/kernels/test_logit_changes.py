@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernel_device import DEVICE, MARKS
+from nvcli.core.messages import FORBIDDEN
 from nvcli.kernels import logit_changes as reference
 from nvcli.kernels.sampling_columns import LogitChanges
 from nvcli.kernels.triton.sampling import logit_changes as kernels
@@ -34,6 +35,7 @@ def make_changes() -> LogitChanges:
         repetition_penalty=torch.tensor([1.0, 1.3, 0.7, 1.1, 2.0, 1.0, 1.0, 1.0, 1.5]),
         prompt_len=torch.tensor(PROMPT_LENS, dtype=torch.int32),
         min_len=torch.tensor(MIN_LENS, dtype=torch.int32),
+        num_forbidden=torch.tensor([300, 0, 7, 1, 0, 250, 20, 0, 0], dtype=torch.int32),
         entry_ids=ids,
         entry_values=values,
     )
@@ -74,3 +76,31 @@ def test_rows_with_changes_are_changed(at: list[int], num_penalised: int, num_en
     forbidden = actual[:, :V].isneginf()
     assert forbidden[:, ::50].all()
     assert forbidden[at].sum() > forbidden[others].sum() / max(1, len(others)) or not num_entries
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_that_are_forbidden_alone(dtype: torch.dtype) -> None:
+    """Stop ids of short answers get -inf, others a finite logit; what a mask forbids, and all else, stays."""
+    changes, start = make_changes(), 100
+    changes = changes._replace(entry_values=torch.where(changes.entry_values.isneginf(), -torch.inf, FORBIDDEN))
+    wide = (torch.randn(len(SLOTS), V - start, generator=torch.Generator().manual_seed(5)) * 3).to(dtype)
+    wide[:, ::50] = -torch.inf
+    slots, positions = torch.tensor(SLOTS), torch.tensor([POSITIONS[slot] for slot in SLOTS], dtype=torch.int32)
+    expected = wide[:, :500].clone()
+    for row, slot in enumerate(SLOTS):
+        for entry in range(int(changes.num_forbidden[slot])):
+            token = int(changes.entry_ids[slot, entry]) - start
+            is_stop = bool(changes.entry_values[slot, entry].isinf())
+            if 0 <= token < 500 and (not is_stop or POSITIONS[slot] < MIN_LENS[slot]):
+                low = -torch.inf if is_stop else max(FORBIDDEN, torch.finfo(dtype).min)
+                expected[row, token] = min(float(expected[row, token]), low)
+    actual = wide.to(DEVICE, copy=True)
+    for _ in range(2):  # once more changes nothing
+        kernels.forbid_tokens(
+            actual[:, :500], to_device(changes), slots.to(DEVICE), positions.to(DEVICE), start=start
+        )  # fmt: skip
+    torch.testing.assert_close(actual[:, :500].cpu(), expected, atol=0, rtol=5e-3)  # the interpreter cuts bfloat16 off
+    assert torch.equal(actual[:, 500:].cpu(), wide[:, 500:])
+    found = wide.clone()
+    reference.forbid_tokens(found[:, :500], changes, slots, positions, start=start)
+    assert torch.equal(found[:, :500], expected)

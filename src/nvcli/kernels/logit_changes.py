@@ -10,9 +10,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.core.messages import FORBIDDEN
 from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.sampling import apply_penalties
 from nvcli.kernels.sampling_columns import LogitChanges
+
+
+@with_kernel("sampling.logit_changes")
+def forbid_tokens(logits: Tensor, changes: LogitChanges, slots: Tensor, positions: Tensor, *, start: int = 0) -> None:
+    """Lower the logits of the tokens that `LogitChanges.num_forbidden` says, in place: those of stop ids to -inf while
+    an answer is too short, the others to `FORBIDDEN`. Doing it once more changes nothing.
+
+    logits: [N, M] of any type, the tokens from `start` on; slots, positions: as in `change_logits`. On CUDA nothing
+    waits for the device, so that a CUDA graph can hold it.
+    """
+    counts = changes.num_forbidden[slots][:, None]
+    most = int(counts.max())
+    if not most:
+        return
+    ids, values = changes.entry_ids[slots, :most].long() - start, changes.entry_values[slots, :most]
+    is_too_short = (positions < changes.min_len[slots])[:, None]
+    is_forbidden = (torch.arange(most) < counts) & ((values > -torch.inf) | is_too_short)
+    is_forbidden &= (ids >= 0) & (ids < logits.shape[1])
+    values = torch.where(values > -torch.inf, lowest_logit(logits.dtype), values)
+    values = torch.where(is_forbidden, values, torch.inf).to(logits.dtype)
+    logits.scatter_reduce_(1, torch.where(is_forbidden, ids, 0), values, "amin")
+
+
+def lowest_logit(dtype: torch.dtype) -> float:
+    """Return `FORBIDDEN`, or the lowest number of a type that cannot hold it."""
+    return max(FORBIDDEN, torch.finfo(dtype).min)
 
 
 @with_kernel("sampling.logit_changes")

@@ -65,6 +65,9 @@ class LogitChanges(NamedTuple):
     """[S] int32, tokens of the prompt."""
     min_len: Tensor
     """[S] int32, positions below it forbid stop ids."""
+    num_forbidden: Tensor
+    """[S] int32, the first entries, which forbid tokens and do nothing else (`forbid_tokens`). 0: there are none, or
+    only `change_logits` may apply them."""
     entry_ids: Tensor
     """[S, E] int32, tokens; the same token may stand there twice."""
     entry_values: Tensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fake_runners import engine_config
-from nvcli.core.messages import TokenLogprobs
+from nvcli.core.messages import FORBIDDEN, TokenLogprobs
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.worker.runner.sampler import Sampler, TokenMasks
 from nvcli.worker.runner.slot_table import SlotTable
@@ -26,6 +26,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.4, "presence_penalty": 0.3},
     {"temperature": 0.7, "top_k": 200, "bias_ids": [5, 900], "bias_values": [6.0, -7.0]},
     {"temperature": 1.0, "min_p": 0.1, "stop_ids": [3, 17], "min_tokens": 70, "num_logprobs": 0},
+    {"temperature": 1.0, "top_k": 5, "stop_ids": [3], "min_tokens": 9, "bias_ids": [17], "bias_values": [FORBIDDEN]},
     {"temperature": 0.0, "frequency_penalty": 0.5, "bias_ids": [8], "bias_values": [4.0], "num_logprobs": 20},
     {"temperature": 0.9, "allowed_ids": [3, 5, 9_000], "bias_ids": [5], "bias_values": [1.0]},
     {"temperature": 0.0, "bad_words": [[60, 61], [7, 8, 9]], "num_logprobs": 2},

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fake_runners import engine_config
-from nvcli.core.messages import NOT_FINITE, NewSlot
+from nvcli.core.messages import FORBIDDEN, NOT_FINITE, NewSlot
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.worker.runner.sampler import Sampler, TokenMasks
 from nvcli.worker.runner.slot_table import SlotTable
@@ -29,7 +29,7 @@ SAMPLINGS: dict[str, list[dict[str, Any]]] = {
     "small top-k": [
         {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
         {"temperature": 1.0},
-        {"temperature": 0.0, "top_k": 3},
+        {"temperature": 0.0, "top_k": 3, "bias_ids": [9000, 3], "bias_values": [FORBIDDEN, FORBIDDEN]},
         {"temperature": 1.3, "top_k": 64, "min_p": 0.01},
         {"temperature": 0.7, "top_k": 1},
     ],
@@ -102,7 +102,7 @@ def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
             assert all(is_allowed(masks, row, token) for row, token in enumerate(chosen))
             assert 5_000 in chosen
         if needs.is_simple:
-            assert torch.equal(ids, sampler.sample(shard, slots, positions))
+            assert torch.equal(ids, sampler.sample(shard.clone(), slots, positions))
         found = None if logprobs is None else logprobs.result()
         results[case] = ids.tolist(), found, len(gathered), needs.is_simple
     return results

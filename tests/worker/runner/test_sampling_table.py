@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fake_runners import engine_config
-from nvcli.core.messages import MAX_STOP_IDS, NewSlot
+from nvcli.core.messages import FORBIDDEN, MAX_STOP_IDS, NewSlot
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.sampling_table import SamplingFlag, SamplingTable
@@ -31,7 +31,10 @@ FLAGS: list[tuple[dict[str, Any], SamplingFlag]] = [
         {"temperature": 0.0, "repetition_penalty": 1.1, "num_logprobs": 0},
         SamplingFlag.PENALTIES | SamplingFlag.LOGPROBS,
     ),
-    ({"stop_ids": [4], "min_tokens": 1}, SamplingFlag.ADJUSTED),
+    ({"stop_ids": [4], "min_tokens": 1}, SamplingFlag(0)),
+    ({"bias_ids": [4], "bias_values": [FORBIDDEN], "top_k": 3}, SamplingFlag.SMALL_TOP_K),
+    ({"stop_ids": [4], "min_tokens": 1, "num_logprobs": 0}, SamplingFlag.ADJUSTED | SamplingFlag.LOGPROBS),
+    ({"bias_ids": [4, 5], "bias_values": [FORBIDDEN, 0.5]}, SamplingFlag.ADJUSTED),
     ({"bias_ids": [4], "bias_values": [0.5], "top_k": 3}, SamplingFlag.ADJUSTED | SamplingFlag.SMALL_TOP_K),
 ]
 

@@ -3,9 +3,9 @@
 A row's outcome depends on its logits, its parameters and its counter alone, never on the rest of the batch. A batch
 takes one of two paths:
 
-- `sample` launches kernels only, so that a CUDA graph can hold it. With one rank it handles temperatures, top-k, top-p
-  and min-p; with several ranks temperatures alone: each rank finds the best token of its shard, and the best of those
-  is exactly the token that would be sampled from the whole vocabulary.
+- `sample` launches kernels only, so that a CUDA graph can hold it. With one rank it handles forbidden tokens,
+  temperatures, top-k, top-p and min-p; with several ranks forbidden tokens and temperatures: each rank finds the best
+  token of its shard, and the best of those is exactly the token that would be sampled from the whole vocabulary.
 - `sample_fully` handles everything that rows can ask for, after the forward pass. With several ranks, a small top-k
   does not need the whole logits: the ranks exchange the tokens that it may keep, and all choose alike. Neither do
   masks, which rank 0 sends to all ranks, each of which applies them to its shard. For the rest (other limits,
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.candidates import choose_candidates, shard_candidates
-from nvcli.kernels.logit_changes import change_logits
+from nvcli.kernels.logit_changes import change_logits, forbid_tokens
 from nvcli.kernels.sampling import packed_argmax, sample, unpack_argmax
 from nvcli.kernels.token_mask import apply_token_mask
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -118,14 +118,14 @@ class Sampler:
         """Choose ids [N] int32 for a simple batch, the same on every rank; rows of other batches get some token, or
         `NOT_FINITE`.
 
-        logits: [N, M] as `CausalLM.compute_logits` gives them; slots: [N] int64; positions: [N] of the tokens to be
-        sampled; few_allowed: whether most tokens of many rows are forbidden. On a GPU it launches kernels only, for a
-        CUDA graph.
+        logits: [N, M] as `CausalLM.compute_logits` gives them, in which tokens are forbidden; slots: [N] int64;
+        positions: [N] of the tokens to be sampled; few_allowed: whether most tokens of many rows are forbidden. On a
+        GPU it launches kernels only, for a CUDA graph.
         """
         columns = self._table.columns
+        shard, start = self._shard(logits, slots, positions)
         if self._group.size == 1:
-            return sample(logits[:, : self._vocab_size], columns, slots, positions, few_allowed=few_allowed)
-        shard, start = self._group.without_padding(logits, self._vocab_size)
+            return sample(shard, columns, slots, positions, few_allowed=few_allowed)
         return unpack_argmax(self._group.max(packed_argmax(shard, columns, slots, positions, start=start)))
 
     def sample_masked(self, logits: Tensor, slots: Tensor, positions: Tensor, masks: Tensor, mask_of: Tensor) -> Tensor:
@@ -182,6 +182,7 @@ class Sampler:
                 num_penalised=len(penalised),
                 num_entries=num_entries,
             )
+        forbid_tokens(logits, self._table.changes, slots, positions)
         self._restrict(logits, slots, positions, needs)
         chosen = sample(logits, self._table.columns, slots, positions, few_allowed=masks is not None)
         ids = self._share(slots, chosen)
@@ -208,9 +209,15 @@ class Sampler:
         if self._group.size == 1 or needs.is_simple:
             return self.sample(logits, slots, positions, few_allowed=few_allowed)
         columns = self._table.columns
-        shard, start = self._group.without_padding(logits, self._vocab_size)
+        shard, start = self._shard(logits, slots, positions)
         packed, lists = shard_candidates(shard, columns, slots, positions, start=start)
         return choose_candidates(self._group.max(packed), self._group.all_gather(lists), columns, slots, positions)
+
+    def _shard(self, logits: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, int]:
+        """Return this rank's logits of tokens [N, M], some of which are forbidden now, and the first token's id."""
+        shard, start = self._group.without_padding(logits, self._vocab_size)
+        forbid_tokens(shard, self._table.changes, slots, positions, start=start)
+        return shard, start
 
     def _mask(self, logits: Tensor, needs: SamplingNeeds, masks: TokenMasks, start: int) -> None:
         """Apply masks to the constrained rows of logits [N, M] of the tokens from `start` on, in place."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nvcli.core.config_types import MAX_INT32
-from nvcli.core.messages import MAX_STOP_IDS, NewSlot
+from nvcli.core.messages import FORBIDDEN, MAX_STOP_IDS, NewSlot
 from nvcli.kernels.sampling_columns import MAX_CANDIDATES, LogitChanges, SamplingColumns
 from nvcli.kernels.slot_filling import fill_columns, fill_entries
 from nvcli.worker.runner.bad_words import BadWords
@@ -34,7 +34,7 @@ class SamplingFlag(IntFlag):
     """Top-k, top-p or min-p, other than a small top-k."""
     PENALTIES = 4
     ADJUSTED = 8
-    """Biased or forbidden tokens."""
+    """Biased tokens, and forbidden ones beside them or log-probabilities; others are forbidden for any batch."""
     LOGPROBS = 16
     CONSTRAINED = 32
     """An answer that follows a grammar."""
@@ -50,11 +50,11 @@ class SamplingTable:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         num_rows = num_slots + 1
         # One tensor for each width, so that slots are filled by one operation.
-        self._words = torch.zeros(len(_FLOATS) + 3, num_rows, dtype=torch.int32, device=device)
+        self._words = torch.zeros(len(_FLOATS) + 4, num_rows, dtype=torch.int32, device=device)
         self._longs = torch.zeros(len(_LONGS), num_rows, dtype=torch.int64, device=device)
         floats = self._words.view(torch.float32)
         temperature, top_p, min_p, presence, frequency, repetition = floats[: len(_FLOATS)]
-        top_k, prompt_len, min_len = self._words[len(_FLOATS) :]
+        top_k, prompt_len, min_len, num_forbidden = self._words[len(_FLOATS) :]
         seed, row, sample = self._longs
         self.columns = SamplingColumns(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, row=row, sample=sample
@@ -65,6 +65,7 @@ class SamplingTable:
             repetition_penalty=repetition,
             prompt_len=prompt_len,
             min_len=min_len,
+            num_forbidden=num_forbidden,
             entry_ids=torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.int32, device=device),
             entry_values=torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.float32, device=device),
         )
@@ -84,7 +85,10 @@ class SamplingTable:
         samplings = [new.sampling for new in new_slots]
         slots = np.array([new.slot for new in new_slots])
         floats = np.array([[getattr(s, name) for name in _FLOATS] for s in samplings], dtype=np.float32)
-        ints = [(s.top_k, s.prompt_len, s.prompt_len + s.min_tokens) for s in samplings]
+        ints = [
+            (new.sampling.top_k, new.sampling.prompt_len, new.sampling.prompt_len + new.sampling.min_tokens, forbidden)
+            for new, forbidden in zip(new_slots, map(_num_forbidden, new_slots), strict=True)
+        ]
         clipped = np.array([[min(value, MAX_INT32) for value in row] for row in ints], dtype=np.int32)
         longs = np.array([[getattr(s, name) for name in _LONGS] for s in samplings], dtype=np.int64)
         values = np.concatenate([floats.view(np.int32), clipped, longs.view(np.int32)], axis=1)
@@ -127,6 +131,14 @@ def _held_back(new: NewSlot) -> list[int]:
     return [] if new.constraint is not None else new.sampling.stop_ids
 
 
+def _num_forbidden(new: NewSlot) -> int:
+    """Return the number of tokens to forbid, if nothing else changes the logits and nobody asks for their
+    probabilities; otherwise 0."""
+    s = new.sampling
+    is_all = s.num_logprobs < 0 and not s.allowed_ids and all(value == FORBIDDEN for value in s.bias_values)
+    return len(s.bias_ids) + len(_held_back(new)) if is_all else 0
+
+
 def _flags(new: NewSlot) -> int:
     s, flags = new.sampling, SamplingFlag(0)
     if new.constraint is not None:
@@ -137,7 +149,7 @@ def _flags(new: NewSlot) -> int:
         flags |= SamplingFlag.OTHER_LIMITS
     if s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1:
         flags |= SamplingFlag.PENALTIES
-    if s.bias_ids or _held_back(new):
+    if (s.bias_ids or _held_back(new)) and not _num_forbidden(new):
         flags |= SamplingFlag.ADJUSTED
     if s.allowed_ids:
         flags |= SamplingFlag.ALLOWED

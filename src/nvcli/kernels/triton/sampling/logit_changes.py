@@ -1,5 +1,5 @@
-"""Penalties, biases and forbidden stop ids, in Triton: one program for each row, which touches no more of its logits
-than the tokens that it changes.
+"""Penalties, biases and forbidden tokens, in Triton: one program for each row, which touches no more of its logits than
+the tokens that it changes.
 
 A penalised row counts its tokens in memory of its own, an entry for each token of the vocabulary. Then it goes over its
 tokens once more: the first thread to take the count of a token, and leave none, changes its logit.
@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from nvcli.kernels.logit_changes import lowest_logit
 
 if TYPE_CHECKING:
     from nvcli.kernels.sampling_columns import LogitChanges
@@ -78,6 +80,55 @@ def _change_logits_kernel(
         token = tl.load(changes.entry_ids + slot * entry_stride + entry, mask=inside, other=0)
         is_added = (value != 0) & (value < float("inf")) & ((value > float("-inf")) | is_too_short)
         tl.atomic_add(logits_ptr + token, value, mask=inside & is_added, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["start", "num_tokens"])
+def _forbid_tokens_kernel(
+    logits_ptr,  # [N, M], rows logits_stride apart; changed
+    slots_ptr,  # [N] int64
+    positions_ptr,  # [N] int32
+    changes,  # `LogitChanges`
+    logits_stride,
+    entry_stride,
+    start,
+    num_tokens,
+    LOWEST: tl.constexpr,
+):
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    num_entries = tl.load(changes.num_forbidden + slot)
+    if num_entries > 0:
+        is_too_short = tl.load(positions_ptr + row) < tl.load(changes.min_len + slot)
+        for first in range(0, num_entries, _ENTRIES):
+            entry = first + tl.arange(0, _ENTRIES)
+            inside = entry < num_entries
+            value = tl.load(changes.entry_values + slot * entry_stride + entry, mask=inside, other=0.0)
+            token = tl.load(changes.entry_ids + slot * entry_stride + entry, mask=inside, other=0) - start
+            is_stop = value == -float("inf")
+            inside &= (token >= 0) & (token < num_tokens) & (is_too_short | (is_stop == 0))
+            logits = logits_ptr + row * logits_stride + token
+            logit = tl.load(logits, mask=inside, other=0.0).to(tl.float32)
+            lowest = tl.where(is_stop, -float("inf"), LOWEST)
+            tl.store(logits, tl.where(logit > lowest, lowest, logit).to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+def forbid_tokens(logits: Tensor, changes: LogitChanges, slots: Tensor, positions: Tensor, *, start: int = 0) -> None:
+    """See `nvcli.kernels.logit_changes.forbid_tokens`."""
+    assert logits.stride(1) == 1
+    if len(logits):
+        _forbid_tokens_kernel[(len(logits),)](
+            logits,
+            slots,
+            positions,
+            changes,
+            logits.stride(0),
+            changes.entry_ids.stride(0),
+            start,
+            logits.shape[1],
+            LOWEST=lowest_logit(logits.dtype),
+            num_warps=1,
+        )
 
 
 def change_logits(
