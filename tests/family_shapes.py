@@ -286,6 +286,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             **FOUR_LAYERS,
         },
     ),
+    "command r+": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": True, "logit_scale": 0.3}),
     "ernie 4.5": ("Ernie4_5", {"use_bias": True}),
     "hunyuan v1": (
         "HunYuanDenseV1",

@@ -179,6 +179,7 @@ NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
         ),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, ["`residual_multiplier`", "0"]),
         ("Cohere2ForCausalLM", {"logit_scale": -1}, ["`logit_scale`", "-1"]),
+        ("CohereForCausalLM", {"use_qk_norm": 1}, ["`use_qk_norm`", "1 is not true or false"]),
         ("StableLmForCausalLM", {"qk_layernorm": True}, ["`qk_layernorm`", "a norm of its own"]),
         ("Exaone4ForCausalLM", {"sliding_window_pattern": "LX"}, ["`sliding_window_pattern`", "LX"]),
         ("ArceeForCausalLM", {"hidden_act": "silu"}, ["`hidden_act`", "silu", "relu2"]),

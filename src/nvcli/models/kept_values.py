@@ -47,6 +47,8 @@ def read_kept(files: OpenFiles, info: TensorInfo, source: WeightSource, device: 
     """
     if source.scales is None:
         values = in_order(read_values(files, info, source.read, device), source.tensor.row_order)
+        if source.tensor.column_order is not None:
+            values = values[:, torch.tensor(source.tensor.column_order, device="cpu")]
         offset, factor = source.tensor.offset, source.tensor.factor
         return KeptPart(values if (offset, factor) == (0.0, 1.0) else (values.float() + offset) * factor)
     scaling = source.scales.scaling
@@ -96,7 +98,9 @@ def read_kept_together(
 def together_key(info: TensorInfo, source: WeightSource) -> Hashable | None:
     """Return what a tensor has in common with those that `read_kept_together` can read with it; None: it is read
     alone."""
-    if source.tensor.row_order is not None or (source.tensor.offset, source.tensor.factor) != (0.0, 1.0):
+    tensor = source.tensor
+    is_in_order = tensor.row_order is None and tensor.column_order is None
+    if not is_in_order or (tensor.offset, tensor.factor) != (0.0, 1.0):
         return None
     scaling, codes = None if source.scales is None else source.scales.scaling, info.codes
     if isinstance(scaling, W4Format):

@@ -256,7 +256,7 @@ class Attention(TokenMixer):
         self.q_norm = Norm(build, f"{path}.q_norm", norm) if norms_heads else None
         self.k_norm = Norm(build, f"{path}.k_norm", norm) if norms_heads and not config.shares_kv else None
         self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
-        self.prepare = QKVPreparation(build, path, config, norm.eps) if QKVPreparation.is_needed(config) else None
+        self.prepare = QKVPreparation(build, path, config, norm) if QKVPreparation.is_needed(config) else None
         self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
 
     @property

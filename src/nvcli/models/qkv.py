@@ -1,4 +1,4 @@
-"""Preparation of the fused QKV projection before heads are normed and rotated, in plain torch as few families need it.
+"""Preparation of the fused QKV projection before heads are rotated, in plain torch as few families need it.
 
 Shapes: T tokens, D head_dim, KV heads of this rank.
 """
@@ -9,47 +9,72 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.models.mixers.attention import AttentionConfig, QueryScaling
+from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, TensorShards
 from nvcli.models.weights import DerivedModule
 
 
 class QKVPreparation(nn.Module):
-    """Norms whole rows of queries and keys, and copies keys as values, in layers that need it.
+    """Norms queries and keys by row or with weights of each head, and copies keys as values, in layers that need it.
 
     [T, (heads + KV heads, or 2 KV heads) × D] → [T, (heads + 2 KV heads) × D].
     """
 
-    def __init__(self, build: BuildContext, path: str, attention: AttentionConfig, eps: float) -> None:
+    def __init__(self, build: BuildContext, path: str, attention: AttentionConfig, norm: NormConfig) -> None:
         super().__init__()
         self.keys_are_values = attention.keys_are_values
         size = build.group.size
         self.query_size = attention.num_heads // size * attention.head_dim
         self.kv_size = attention.kv_heads_per_rank(size) * attention.head_dim
-        self.row_norm = QKRowNorm(build, path, attention, eps) if attention.qk_norm == "row" else None
+        self.norm: QKNorm | None = None
+        if attention.qk_norm == "row":
+            self.norm = QKRowNorm(build, path, attention, norm)
+        elif attention.qk_norm == "own":
+            self.norm = QKHeadNorms(build, path, norm)
 
     @staticmethod
     def is_needed(attention: AttentionConfig) -> bool:
-        return not attention.shares_kv and (attention.qk_norm == "row" or attention.keys_are_values)
+        return not attention.shares_kv and (attention.qk_norm in ("row", "own") or attention.keys_are_values)
 
     def forward(self, qkv: Tensor) -> Tensor:
         if self.keys_are_values:
             qkv = torch.cat((qkv, qkv[:, self.query_size :]), dim=1)
-        if self.row_norm is not None:
+        if self.norm is not None:
             q, k, _ = torch.split(qkv, [self.query_size, self.kv_size, self.kv_size], dim=1)
-            self.row_norm(q, k)
+            self.norm(q, k)
         return qkv
 
 
-class QKRowNorm(TensorShards):
-    """RMSNorm over all heads of a token together, for queries and for keys, in place. Each rank has some of the heads,
-    so their squares are summed over the ranks."""
+class QKNorm(TensorShards):
+    """The weights of norms of queries and keys, which ranks share by heads."""
 
     q_weight: nn.Parameter
     k_weight: nn.Parameter
 
-    def __init__(self, build: BuildContext, path: str, attention: AttentionConfig, eps: float) -> None:
+    def __init__(self, build: BuildContext, path: str, norm: NormConfig) -> None:
         super().__init__(build, {f"{name}_weight": f"{path}.{name}_norm.weight" for name in ("q", "k")})
-        self.eps = eps
+        self.eps = norm.eps
+        self.is_centered = norm.kind == "layer"
+
+
+class QKHeadNorms(QKNorm):
+    """Norms each head of queries and of keys by itself, with weights of its own, in place."""
+
+    def forward(self, q: Tensor, k: Tensor) -> None:
+        for rows, weight in ((q, self.q_weight), (k, self.k_weight)):
+            heads = rows.view(len(rows), *weight.shape)
+            values = heads.float()
+            if self.is_centered:
+                values = values - values.mean(-1, keepdim=True)
+            heads.copy_(values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps) * weight)
+
+
+class QKRowNorm(QKNorm):
+    """RMSNorm over all heads of a token together, for queries and for keys, in place. Each rank has some of the heads,
+    so their squares are summed over the ranks."""
+
+    def __init__(self, build: BuildContext, path: str, attention: AttentionConfig, norm: NormConfig) -> None:
+        super().__init__(build, path, norm)
         size = self.group.size
         # If ranks share a KV head, its squares are counted once for each of them.
         kv_heads = attention.kv_heads_per_rank(size) * size

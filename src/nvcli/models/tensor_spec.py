@@ -63,6 +63,8 @@ class TensorSpec:
     """The most pieces that it can be cut into: with more ranks, neighbours hold the same piece. None: no limit."""
     row_order: tuple[int, ...] | None = None
     """The order in which ranks keep the rows of each head (`RopeConfig.row_order`); None: that of the checkpoint."""
+    column_order: tuple[int, ...] | None = None
+    """The order in which ranks keep the columns; None: that of the checkpoint."""
     offset: float = 0.0
     factor: float = 1.0
     """Ranks keep (the checkpoint's values + offset) × factor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvcli.models.families.afmoe import AFMOE, LAGUNA
 from nvcli.models.families.bamba import BAMBA
-from nvcli.models.families.cohere2 import COHERE2, COHERE2_MOE
+from nvcli.models.families.cohere2 import COHERE, COHERE2, COHERE2_MOE
 from nvcli.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
@@ -98,6 +98,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     LONGCAT_FLASH,
+    COHERE,
     COHERE2,
     COHERE2_MOE,
     MINIMAX_M2,

@@ -1,5 +1,6 @@
-"""Command R7B and Command A (Cohere 2, https://arxiv.org/abs/2504.00698): attention and MLP side by side, LayerNorm
-without a bias, and full attention without rotary positions in every fourth layer; Command A+ has experts."""
+"""Cohere's models, with attention and MLP side by side and LayerNorm without a bias: Command R and Aya; Command R7B and
+Command A (Cohere 2, https://arxiv.org/abs/2504.00698), with full attention without rotary positions in every fourth
+layer; Command A+ has experts."""
 
 from __future__ import annotations
 
@@ -18,6 +19,13 @@ from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
 
 _SCORING: dict[str, Literal["softmax", "sigmoid"]] = {"softmax": "softmax", "sigmoid": "sigmoid"}
+
+
+def read_cohere(config: ModelFile) -> DecoderConfig:
+    """Read full attention in every layer, in Command R+ with a norm of each head."""
+    qk_norm = "own" if config.get("use_qk_norm", bool, False) else None
+    attention = config.attention(default_theta=500_000.0, is_interleaved=True, bias=config.bias(), qk_norm=qk_norm)
+    return _decoder(config, [_layer(attention, config.mlp())] * config.num_layers(), _layer_norm(config))
 
 
 def read(config: ModelFile) -> DecoderConfig:
@@ -102,6 +110,14 @@ def _moe_kinds(config: ModelFile, num_dense: int) -> list[str]:
     return [FULL if number == 0 else SLIDING for number in numbers]
 
 
+COHERE = Family(
+    name="Command R, Aya",
+    architectures=("CohereForCausalLM",),
+    features="attention and MLP side by side, LayerNorm",
+    examples=("CohereLabs/c4ai-command-r-08-2024", "CohereLabs/aya-expanse-8b"),
+    read=read_cohere,
+    ties_embeddings=True,
+)
 COHERE2 = Family(
     name="Command R7B, Command A",
     architectures=("Cohere2ForCausalLM",),

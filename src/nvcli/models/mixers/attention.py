@@ -16,9 +16,9 @@ from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, m
 
 GATE = "g_proj"
 """The name of the projection of gates."""
-QKNorm = Literal["head", "row"]
-"""How queries and keys are normed before they are rotated: each head by itself, with one weight for all heads, or all
-heads of a token together."""
+QKNorm = Literal["head", "own", "row"]
+"""How queries and keys are normed before they are rotated: each head by itself, with one weight for all heads or with
+weights of its own (by the decoder's kind of norm), or all heads of a token together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +97,9 @@ class AttentionConfig(Mixer):
 
     @property
     def batch_dependence(self) -> str | None:
-        if self.qk_norm != "row" and not self.norms_values:
+        if self.qk_norm in (None, "head") and not self.norms_values:
             return None
-        return "norms of whole rows of queries or of values, whose sums depend on the number of rows"
+        return "norms of queries and keys, or of values, in plain operations, whose sums depend on the number of rows"
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
         return AttentionSpec(
@@ -173,6 +173,11 @@ class AttentionConfig(Mixer):
         if self.qk_norm == "head":
             for name in ("q_norm",) if self.shares_kv else ("q_norm", "k_norm"):
                 yield replace(context.norm_weight(f"{path}.{name}", self.head_dim, "attention"), row_order=order)
+        elif self.qk_norm == "own":
+            for name, num_heads in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
+                shape = num_heads, self.head_dim
+                weight = matrix(f"{path}.{name}", shape, Sharding.ROWS, dtype, "norms")
+                yield replace(weight, max_shards=num_heads, column_order=order, in_linear_layer=False)
         elif self.qk_norm == "row":
             q_norm = context.norm_weight(f"{path}.q_norm", query_size, "attention")
             k_norm = context.norm_weight(f"{path}.k_norm", kv_size, "attention")
