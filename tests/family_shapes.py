@@ -70,6 +70,7 @@ QWEN3_VL = {
     "rope_parameters": {**DEFAULT, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
     "num_hidden_layers": 3,
 }
+OLDER = {"hidden_size": 64, "num_key_value_heads": None, "head_dim": None}
 LAYER_INPUTS = {
     "sliding_window": 20,
     "rope_parameters": None,
@@ -303,6 +304,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm, parallel": (
         "StableLm",
         {"hidden_size": 64, "rope_parameters": HALF, "use_parallel_residual": True},
+    ),
+    "pythia": ("GPTNeoX", {**OLDER, "hidden_act": "gelu", "rope_parameters": HALF}),
+    "gpt-neox, sequential": (
+        "GPTNeoX",
+        {**OLDER, "hidden_act": "gelu", "rope_parameters": HALF, "use_parallel_residual": False},
     ),
     "minicpm 3": ("MiniCPM3", {**LATENTS, "v_head_dim": None, "scale_emb": 3.0, "dim_model_base": 24}),
     "exaone 4": ("Exaone4", {"sliding_window": 20, **FOUR_LAYERS}),

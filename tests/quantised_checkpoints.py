@@ -17,6 +17,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 LINEAR = ("qkv_proj", "gate_up_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR += ("query_key_value", "dense")
 
 
 Encode = Callable[[Tensor, torch.Generator], tuple[dict[str, Tensor], Tensor]]

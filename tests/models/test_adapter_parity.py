@@ -94,6 +94,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "DoRA": ("Qwen3", {"target_modules": list(LINEAR), "use_dora": True, "rank_pattern": {"k_proj": 2}}),
     "DoRA, fused": ("phi 3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"], "use_dora": True}),
+    "DoRA, fused by head": ("pythia", {"target_modules": ["query_key_value", "dense"], "use_dora": True}),
     "fused under other names": ("granite 4", {"target_modules": ["q_proj", "input_linear", "output_linear"]}),
     "biases": ("Qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
     "biases of products": ("Qwen2", {"target_modules": ["q_proj", "k_proj"], "lora_bias": True, "bias": "lora_only"}),
@@ -204,6 +205,13 @@ def test_logits_of_rows_with_adapters_of_their_own(name: str, checkpoint_of: Che
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
         assert number == 4 or (mine - found[4]).abs().max() > 0.1
+
+
+def test_rows_with_an_adapter_of_heads_that_files_fuse(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    base = checkpoint_of("pythia")
+    expected = train(base, tmp_path, r=4, target_modules=["query_key_value", "dense_h_to_4h"])
+    (found,) = ModelDriver(base, row_loras=[tmp_path]).step((RequestState(), IDS), adapters=[1])
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
 
 
 def test_experts_by_themselves_are_those_of_stacks(checkpoint_of: Checkpoints, tmp_path: Path) -> None:

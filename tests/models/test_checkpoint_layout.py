@@ -17,6 +17,7 @@ from model_driver import CPU, ModelDriver
 from nvcli.errors import LoadError
 from nvcli.tools.doctor.model_probe import check_tensors
 
+OLDER = [("pythia", "gpt_neox.", "layers.{}.attention")]
 FILE = "model.safetensors"
 
 
@@ -48,6 +49,28 @@ def test_fused_and_split_projections_are_the_same(tmp_path: Path) -> None:
     rewrite(path, split)
     for name, parameter in parameters(path).items():
         assert torch.equal(parameter, fused[name]), name
+
+
+@pytest.mark.parametrize(("shape", "prefix", "attention"), OLDER)
+def test_older_files_have_masks_and_frequencies_and_may_lack_a_prefix(
+    shape: str, prefix: str, attention: str, tmp_path: Path
+) -> None:
+    family, overrides = SHAPES[shape]
+    path = write_tiny_model(tmp_path / "model", family, **overrides)
+    expected = parameters(path)
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for layer in range(2):
+            tensors[f"{prefix}{attention.format(layer)}.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+            tensors[f"{prefix}{attention.format(layer)}.masked_bias"] = torch.tensor(-1e9)
+            tensors[f"{prefix}{attention.format(layer)}.rotary_emb.inv_freq"] = torch.ones(4)
+        return tensors
+
+    rewrite(path, change)
+    for _ in range(2):
+        for name, parameter in parameters(path).items():
+            assert torch.equal(parameter, expected[name]), name
+        rewrite(path, lambda tensors: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
 
 
 def test_a_fused_projection_of_another_length_is_refused(tmp_path: Path) -> None:

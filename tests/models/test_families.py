@@ -132,6 +132,40 @@ def test_internlm3_has_names_of_its_own_for_biases(tmp_path: Path) -> None:
     assert (attention_of(config).qkv_bias, attention_of(config).o_bias) == (True, False)
 
 
+PYTHIA = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 6,
+    "max_position_embeddings": 2048,
+    "hidden_act": "gelu",
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "torch_dtype": "float16",
+    "vocab_size": 50304,
+}
+
+
+def write(folder: Path, architecture: str, values: dict[str, Any]) -> Path:
+    """Write these keys of a config.json alone."""
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **values}))
+    return folder
+
+
+def test_pythia_of_the_hub(tmp_path: Path) -> None:
+    """Its files have names of their own for settings of the rotation."""
+    config = load_model_config(write(tmp_path, "GPTNeoXForCausalLM", PYTHIA))
+    rope = rope_of(config)
+    assert (rope.theta, rope.rotary_dim(64), rope.is_interleaved) == (10_000.0, 16, False)
+    assert config.decoder.layer_kinds[0].is_parallel
+    assert not config.tie_word_embeddings
+    write(tmp_path, "GPTNeoXForCausalLM", {**PYTHIA, "rotary_pct": 1.5})
+    with pytest.raises(LoadError, match=r"`rotary_pct`: 1\.5 of 64"):
+        load_model_config(tmp_path)
+    write(tmp_path, "GPTNeoXForCausalLM", {**PYTHIA, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert rope_of(load_model_config(tmp_path)).rotary_dim(64) == 16
+
+
 BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_expand": 2, "mamba_d_state": 8}
 LONGCAT = EXPERT_SHAPES["longcat-flash"][1]
 NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from batches import RequestState
 from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_model
+from family_shapes import SHAPES
 from model_driver import ModelDriver
 from nvcli.errors import LoadError
 from nvcli.models.config import load_model_config
@@ -93,9 +94,9 @@ def test_logits_in_chunks(checkpoints: Checkpoints) -> None:
 
 
 def test_experts_and_fused_projections(tmp_path: Path) -> None:
-    """Each expert's weights are quantised by themselves; Phi-3's files fuse projections."""
+    """Each expert's weights are quantised by themselves; Phi-3's files fuse projections, and Pythia's head by head."""
     arguments = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_size": 64}
-    for family, more in (("Qwen3Moe", arguments), ("Phi3", SIZES)):
+    for family, more in (("Qwen3Moe", arguments), ("Phi3", SIZES), SHAPES["pythia"]):
         plain = write_tiny_model(tmp_path / family, family, **more)
         unstack_experts(plain)
         for name in (

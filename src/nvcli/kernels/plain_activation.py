@@ -19,10 +19,12 @@ from nvcli.kernels.xielu import XIELU
 def activate(x: Tensor, activation: PlainActivation, numbers: XIELU | None = None) -> Tensor:
     """Apply an activation in place. x: [T, N], contiguous; `numbers`: those of xIELU."""
     values = x.float()
+    if activation == "relu":
+        return x.copy_(F.relu(values))
     if activation == "relu2":
         return x.copy_(F.relu(values).square())
-    if activation == "gelu_tanh":
-        return x.copy_(F.gelu(values, approximate="tanh"))
+    if activation in ("gelu", "gelu_tanh"):
+        return x.copy_(F.gelu(values, approximate="none" if activation == "gelu" else "tanh"))
     assert numbers is not None
     rising, falling = F.softplus(numbers.alpha_p), numbers.beta + F.softplus(numbers.alpha_n)
     negative = torch.expm1(torch.minimum(values, numbers.eps)) - values

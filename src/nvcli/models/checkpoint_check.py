@@ -25,8 +25,9 @@ from nvcli.worker.distributed.stage import WHOLE, Stage
 TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 """A tied LM head, which some tools save as well, and the tensor whose values it must equal."""
 
-_UNUSED_ENDS = ("rotary_emb.inv_freq", ".q_scale")
-"""Name suffixes of tensors that checkpoints may have but nvcli does not use: rotary frequencies and query scales."""
+_UNUSED_ENDS = ("rotary_emb.inv_freq", ".self_attn.bias", ".self_attn.masked_bias", ".q_scale")
+"""Name suffixes of tensors that checkpoints may have but nvcli does not use: rotary frequencies, masks of attention and
+query scales."""
 _NUMBER = re.compile(r"\.\d+\.(?:\d+\.)*")
 """The numbers of a layer and an expert in a tensor's name."""
 _MOST_SHOWN = 40

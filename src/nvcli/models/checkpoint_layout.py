@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from nvcli.errors import LoadError
 from nvcli.models.quantisation.join import join_parts, twice
 from nvcli.models.quantisation.quantisation import Quantisation
-from nvcli.models.tensor_info import TensorInfo
+from nvcli.models.tensor_info import TensorInfo, fused_places
 from nvcli.models.tensor_spec import EXPERTS, FUSED, TensorSpec
 
 _PART = re.compile(r"^model\.layers\.(\d+)\.(\w+)(?:\.(\d+)(?=\.))?")
@@ -59,8 +59,12 @@ class TowerNames:
 class CheckpointLayout:
     """Differences between the names in a family's files and the decoder's own."""
 
+    starts: tuple[tuple[str, str], ...] = ()
+    """Beginnings of names that differ: (in the file, in the decoder); the first that fits counts."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Parts of names that differ: (in the file, in the decoder)."""
+    """Parts of names that differ otherwise: (in the file, in the decoder)."""
+    qkv_groups: int = 1
+    """The groups in which the rows of fused queries, keys and values lie: one, or one for each KV head."""
     parts_per_layer: int = 1
     """The layers of the decoder that each layer of the files is: files number those after the names of blocks and
     norms."""
@@ -85,6 +89,8 @@ class CheckpointLayout:
 
     def decoder_name(self, stored: str) -> str | None:
         """Return the decoder's name of a tensor in the files, or None for one that is not the text model's."""
+        start = next(((found, wanted) for found, wanted in self.starts if stored.startswith(found)), ("", ""))
+        stored = start[1] + stored.removeprefix(start[0])
         name: str | None = stored
         is_of_head = stored.startswith(self.of_head)
         in_tower = None if self.tower is None else self.tower.find(stored)
@@ -107,6 +113,10 @@ class CheckpointLayout:
             name = _PART.sub(self._of_part, name, count=1)
         return name
 
+    def num_groups(self, fused: str) -> int:
+        """Return the number of groups in which the parts of a fused tensor lie."""
+        return self.qkv_groups if ".qkv_proj." in fused else 1
+
     def _of_part(self, found: re.Match[str]) -> str:
         """Return the start of the decoder's name of a tensor whose layer in the files has several parts."""
         layer, block, part = found.groups()
@@ -126,7 +136,14 @@ class CheckpointLayout:
                 name = name.replace(wanted, found)
             prefixes = [found for found, wanted in _TEXT_PREFIXES if self.is_part and name.startswith(wanted)]
             names += [name, *(prefix + name.removeprefix("model.") for prefix in prefixes if "model." in prefix)]
+            names += [found + name.removeprefix(to) for found, to in self.starts if name.startswith(to)]
         return names
+
+
+def starts_after(prefix: str, starts: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return `CheckpointLayout.starts` of a model whose files put `prefix` before all names but the LM head's, and of
+    its bare decoder, whose files do not."""
+    return tuple((before + found, wanted) for found, wanted in starts.items() for before in (prefix, ""))
 
 
 PLAIN_LAYOUT = CheckpointLayout()
@@ -186,7 +203,7 @@ def locate_tensors(
             found[name] = replace(info, shape=(1,))
     for name in [name for name in found if name not in shapes]:
         if parts := [part for part in fused_parts(name) if part in shapes]:
-            _split(found, found.pop(name), parts, shapes)
+            _split(found, found.pop(name), parts, shapes, layout.num_groups(name))
         elif experts := stacked_parts(name, shapes):
             _unstack(found, found.pop(name), experts, shapes, layout)
     return LocatedTensors(tensors=found, left=tuple(left), left_bytes=sum(info.num_bytes for info in left.values()))
@@ -240,7 +257,8 @@ def _unstack(
     for expert, parts in enumerate(experts):
         one = replace(info, shape=tuple(shape), num_bytes=info.num_bytes // num_experts, expert=expert)
         one = replace(one, is_transposed=is_transposed or info.is_transposed)
-        _split(found, one, parts, shapes, interleaves=layout.interleaves_experts)
+        num_groups = rows // len(parts) if layout.interleaves_experts else 1
+        _split(found, one, parts, shapes, num_groups)
 
 
 def _split(
@@ -248,10 +266,9 @@ def _split(
     info: TensorInfo,
     parts: Sequence[str],
     shapes: Mapping[str, tuple[int, ...]],
-    *,
-    interleaves: bool = False,
+    num_groups: int = 1,
 ) -> None:
-    """Put the parts of a fused tensor into `found`: their rows are concatenated or interleaved."""
+    """Put the parts of a fused tensor into `found`. `num_groups`: see `fused_places`."""
     lengths = [shapes[part][0] for part in parts]
     expected = sum(lengths)
     if not info.shape or info.shape[0] != expected:
@@ -259,14 +276,13 @@ def _split(
             f"{info.file}: tensor {info.name} has shape {list(info.shape)}, config.json asks for {expected} rows "
             f"({' + '.join(map(str, lengths))})"
         )
-    for number, (part, rows) in enumerate(zip(parts, lengths, strict=True)):
+    for part, rows, places in zip(parts, lengths, fused_places(lengths, num_groups), strict=True):
         if part in found:
             raise twice(info, found[part])
         found[part] = replace(
             info,
             shape=(rows, *info.shape[1:]),
-            first_row=number if interleaves else sum(lengths[:number]),
-            row_step=len(parts) if interleaves else 1,
+            rows=places,
             num_bytes=info.num_bytes * rows // expected,
         )
 

@@ -301,7 +301,7 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
     architecture, family = _family(config, lambda other: _read_model(other, generation, modelopt))
     text = _text_config(config, family)
     quantisation = read_quantisation(config, text, modelopt, family.quantisations)
-    decoder = family.read(ModelFile(text.path, text.values, text.section, text.changed))
+    decoder = family.read(ModelFile(text.path, text.values, text.section, text.changed, text.names_in_file))
     vision = None
     layout = replace(decoder.layout, is_part=text.section != "")
     if family.read_vision is not None and config.values.get(_VISION) is not None:
@@ -351,11 +351,10 @@ def _family(config: JsonFile, read: Callable[[JsonFile], object]) -> tuple[str, 
 def _text_config(config: JsonFile, family: Family) -> JsonFile:
     """Return the settings of the text model: a section of their own if the checkpoint holds more than text."""
     found = config.values.get(_TEXT)
-    if found is None:
-        return config.with_defaults(family.defaults)
-    if not isinstance(found, dict):
+    if found is not None and not isinstance(found, dict):
         raise config.error(_TEXT, f"{show(found)} is not an object")
-    return config.with_values({**family.defaults, **found}, f"{_TEXT}.")
+    text = config if found is None else config.with_values(found, f"{_TEXT}.")
+    return text.with_names(family.keys).with_defaults(family.defaults)
 
 
 def _ties_embeddings(config: JsonFile, text: JsonFile, family: Family) -> bool:

@@ -116,6 +116,9 @@ class DecoderLayer(nn.Module):
             residual = self.group.residual_rows(residual, rows)
         if self.is_parallel:
             assert self.mlp is not None
+            if self.before_mlp is not None:
+                assert self.before_mlp.is_centered, "all ranks have all of the stream after such norms"
+                x = self.before_mlp(None, residual)
             return _add_part(self.mlp(x, None, adapters), self.mixer.o_proj.part(mixed, None, adapters)), residual, None
         stream = residual if self.after_attention is None else None
         delta = self.mixer.o_proj(mixed, stream, adapters)

@@ -44,10 +44,10 @@ def read_flat(files: ReadsTensors, info: TensorInfo, part: Sequence[slice], devi
     weight does not fit it."""
     flat = info.flat
     assert flat is not None
-    assert info.row_step == 1
+    assert info.rows.is_whole, "OpenFiles.read takes the rows"
     columns = info.shape[1]
     blocks = _read_blocks(files, info, flat)
-    rows = info.stored_rows(part[0])
+    rows = info.rows.span(part[0])
     first, last = rows.start * columns, rows.stop * columns
     stored = files.read_stored(info, (slice(first // 2, ceil_div(last, 2)), slice(0, 1))).to(device).flatten()
     codes = torch.stack((stored >> 4, stored & 15), dim=-1).flatten()[first % 2 :][: last - first]

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from nvcli.core.config_types import MAX_INT32
@@ -20,6 +21,7 @@ V = TypeVar("V")
 _LEAST, _MOST = 1e-30, 1e30
 """Bounds of positive numbers that are not sizes, so that their inverse times a position is finite in float32."""
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 GIT_LFS = b"version https://git-lfs"
 """The beginning of the text that git leaves in place of a large file."""
 GET_LFS = "git left a reference in place of this file; run `git lfs pull` in its folder, or download it"
@@ -53,12 +55,15 @@ class JsonFile:
         values: Mapping[str, Any],
         section: str = "",
         changed: Collection[str] = (),
+        names_in_file: Mapping[str, str] = NO_NAMES,
     ) -> None:
         self.path = path
         self.values = values
         self.section = section
         self.changed = changed
         """The file's top-level keys under which a user has changed something (`hf_overrides`)."""
+        self.names_in_file = names_in_file
+        """The names that the file has for keys, where these differ."""
 
     @classmethod
     def read(
@@ -81,11 +86,21 @@ class JsonFile:
 
     def with_values(self, values: Mapping[str, Any], section: str | None = None) -> Self:
         """Return another section of the file, or this one with other values (`section` None)."""
-        return type(self)(self.path, values, self.section if section is None else section, self.changed)
+        return type(self)(
+            self.path, values, self.section if section is None else section, self.changed, self.names_in_file
+        )
 
     def with_defaults(self, values: Mapping[str, Any]) -> Self:
         """Return this section with values for keys that it does not have."""
         return self.with_values({**values, **self.values})
+
+    def with_names(self, names: Mapping[str, str]) -> Self:
+        """Return this section with values under other names: of its keys → of those that are read. A key that the
+        section has under both is read under its own."""
+        renamed = {key: found for found, key in names.items() if key not in self.values}
+        renamed |= {key: found for found, key in names.items() if key in renamed and found in self.values}
+        values = {key: self.values[found] for key, found in renamed.items() if found in self.values}
+        return type(self)(self.path, {**self.values, **values}, self.section, self.changed, renamed)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return the value of `key`, or `default` if it is absent or null. Without a default, that is an error."""
@@ -149,6 +164,6 @@ class JsonFile:
 
     def error(self, key: str, problem: str) -> LoadError:
         """Return the error that names the file, the key and what is wrong with its value."""
-        name = f"{self.section}{key}"
+        name = f"{self.section}{self.names_in_file.get(key, key)}"
         changed = ", changed by `hf_overrides`" if name.partition(".")[0] in self.changed else ""
         return LoadError(f"{self.path}{changed}: `{name}`: {problem}")

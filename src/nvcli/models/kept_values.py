@@ -125,7 +125,7 @@ def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
     order = source.tensor.row_order
     if info.codes.block != (FP8_BLOCK, FP8_BLOCK) or (order is not None and FP8_BLOCK % len(order)):
         return False
-    return bool((info.first_row + rows.start) % FP8_BLOCK == 0)
+    return bool(info.rows.is_whole and info.rows.of(rows.start) % FP8_BLOCK == 0)
 
 
 def _read_fp8(

@@ -32,11 +32,13 @@ class LayerNorms:
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+    mlp_skips_mixer: bool = False
+    """Whether the norm before the MLP reads the stream as it was before the mixer."""
 
     @property
     def is_parallel(self) -> bool:
-        """Whether an MLP has no norms of its own: it then reads the mixer's normed input."""
-        return self.before_mlp is None and self.after_mlp is None
+        """Whether an MLP reads what the mixer reads: through a norm of its own, or, if it has none, normed with it."""
+        return self.mlp_skips_mixer or (self.before_mlp is None and self.after_mlp is None)
 
     def names(self) -> Iterable[str]:
         """The names of the layer's norms, in their order in the layer."""
@@ -78,7 +80,7 @@ class LayerConfig:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether mixer and MLP read the same normed input, and their outputs are added."""
+        """Whether mixer and MLP read the same stream, and their outputs are added."""
         return self.mlp is not None and self.norms.is_parallel
 
     @property

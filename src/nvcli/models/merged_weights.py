@@ -296,7 +296,7 @@ class MergedWeights:
             for product, (index, change) in zip(products, changes, strict=True):
                 rows, columns = self._weights[index].source.read
                 up, down = product.matrices(values)
-                up.copy_(read_stored_features(files, change.up, change.features.range(rows), _CPU))
+                up.copy_(read_stored_features(files, change.up, change.features, rows, _CPU))
                 down.copy_(read_stored(files, change.down, (slice(0, product.rank), columns), _CPU))
             if not are_finite(values):
                 for product, (_, change) in zip(products, changes, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -142,12 +141,11 @@ def rope_section(config: JsonFile, layer_type: str = "full_attention") -> JsonFi
 
 
 def _partial(rope: JsonFile, config: JsonFile, default: float, head_dim: int) -> float:
-    values: Mapping[str, Any] = {"partial_rotary_factor": config.values.get("partial_rotary_factor"), **rope.values}
-    partial = rope.with_values(values).positive_number("partial_rotary_factor", default)
+    key = "partial_rotary_factor"
+    file = rope if rope.has(key) else config
+    partial = file.positive_number(key, default)
     if partial > 1.0 or int(head_dim * partial) < 2:
-        raise rope.error(
-            "partial_rotary_factor", f"{show(partial)} of {head_dim} dimensions cannot be rotated; allowed: up to 1.0"
-        )
+        raise file.error(key, f"{show(partial)} of {head_dim} dimensions cannot be rotated; allowed: up to 1.0")
     return partial
 
 

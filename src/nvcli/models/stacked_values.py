@@ -16,7 +16,7 @@ from torch import Tensor
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
 from nvcli.models.quantisation.quantisation import FP4_PAIRS
 from nvcli.models.stored_values import OpenFiles, ranges_of, scale_codes
-from nvcli.models.tensor_info import Codes, FileRange, TensorInfo
+from nvcli.models.tensor_info import ALL_ROWS, Codes, FileRange, TensorInfo
 
 
 class StoredStack(NamedTuple):
@@ -38,7 +38,7 @@ def stack_key(info: TensorInfo, part: Sequence[slice]) -> Hashable | None:
     """
     if len(part) != 2 or info.changes or info.flat is not None or info.stored is None or len(info.stored.shape) != 2:
         return None
-    if info.expert is not None or info.first_row or info.row_step != 1 or info.is_transposed or info.has_ones:
+    if info.expert is not None or info.rows != ALL_ROWS or info.is_transposed or info.has_ones:
         return None
     rows, columns = part
     common = rows.start, rows.stop, columns.start, columns.stop, info.stored.shape, info.stored.dtype

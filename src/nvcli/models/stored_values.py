@@ -23,7 +23,7 @@ from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
 from nvcli.models.flat_codes import read_flat
 from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.seen_scales import SeenScales
-from nvcli.models.tensor_info import FileRange, Packing, StoredTensor, TensorInfo
+from nvcli.models.tensor_info import ALL_ROWS, FileRange, Packing, RowPlaces, StoredTensor, TensorInfo
 
 TORCH_TYPES = {
     "F64": torch.float64,
@@ -96,7 +96,9 @@ class OpenFiles:
         CPU.
         """
         if info.flat is not None:
-            return read_flat(self, info, part, device)
+            rows = info.rows.span(part[0])
+            values = read_flat(self, replace(info, rows=ALL_ROWS), (rows, *part[1:]), device)
+            return take_rows(values, info.rows, part[0])
         if info.codes is None:
             return self._read_stored(info, part, device)
         values = self._read_coded(info, part, device)
@@ -126,12 +128,12 @@ class OpenFiles:
         if scales.dtype == torch.uint8:
             scales = powers_of_scales(scales)
         high, wide = info.codes.block
-        rows, columns = info.stored_rows(part[0]), part[1]
-        if wide and scales.shape[1] > 1 and _is_whole(rows, high) and _is_whole(columns, wide):
+        rows, columns = info.rows.span(part[0]), part[1]
+        if info.rows.is_whole and wide and scales.shape[1] > 1 and _is_whole(rows, high) and _is_whole(columns, wide):
             tiles = codes.reshape(-1, high, scales.shape[1], wide)
             zeros = zeros if zeros is None else zeros[:, None, :, None]
             return scale_codes(tiles, scales[:, None, :, None], zeros).view(codes.shape)
-        row_of = _blocks_of(rows, high, device) if high > 1 else None
+        row_of = take_rows(_blocks_of(rows, high, device), info.rows, part[0]) if high > 1 else None
         zeros = zeros if zeros is None else _spread(zeros, row_of, group_of)
         return scale_codes(codes, _spread(scales, row_of, group_of), zeros)
 
@@ -177,9 +179,9 @@ class OpenFiles:
         if all(length == 1 for length in grid.shape):
             return self._slice(grid, [slice(None)] * len(grid.shape)).to(device).view(1, 1)
         if high == 1:
-            grid = replace(grid, first_row=info.first_row, row_step=info.row_step)
+            grid = replace(grid, rows=info.rows)
         else:
-            stored = info.stored_rows(rows)
+            stored = info.rows.span(rows)
             rows = slice(stored.start // high, -(-stored.stop // high))
         part = (rows,) if len(grid.shape) == 1 else (rows, slice(0, 1) if grid.shape[-1] == 1 else groups)
         return self._read_stored(grid, part, device).to(device).view(rows.stop - rows.start, -1)
@@ -198,7 +200,7 @@ class OpenFiles:
         self, info: TensorInfo, part: Sequence[slice], device: torch.device, *, decodes_fp4: bool = False
     ) -> Tensor:
         """Read the numbers of a part as they are stored, unpacked and each at its place: [rows, columns] or [rows]."""
-        held, packing = [info.stored_rows(part[0]), *part[1:]], info.packing
+        held, packing = [info.rows.span(part[0]), *part[1:]], info.packing
         first = length = 0
         if packing is not None:
             wanted = held[packing.dim]
@@ -211,7 +213,7 @@ class OpenFiles:
             values = numbers_of_bytes(values) if decodes_fp4 else unpack(values, packing, dim)
             values = values.narrow(dim, first, length)
         values = values.to(device).t() if info.is_transposed else values
-        return values[:: info.row_step]
+        return take_rows(values, info.rows, part[0])
 
     def _slice(self, info: TensorInfo, part: Sequence[slice | int]) -> Tensor:
         """Read a part of the tensor in a file, or of one expert's; no slices for a single number."""
@@ -261,6 +263,18 @@ def ranges_of(infos: Sequence[TensorInfo], part: Sequence[slice]) -> list[FileRa
     row_bytes = math.prod(first.shape[1:] if part else ()) * TORCH_TYPES[first.dtype].itemsize
     begin, end = (part[0].start * row_bytes, part[0].stop * row_bytes) if part else (0, row_bytes)
     return [FileRange(file, offset + begin, offset + end) for file, offset in stored]
+
+
+def take_rows(values: Tensor, places: RowPlaces, rows: slice, dim: int = 0) -> Tensor:
+    """Return some rows of a weight from what lies between the first and the last of them, along `dim`."""
+    if places.is_whole:
+        return values
+    if places.block == 1:
+        return values[:: places.step] if dim == 0 else values[..., :: places.step]
+    wanted = torch.arange(rows.start, rows.stop, device=values.device)
+    wanted = wanted // places.block * places.step + wanted % places.block
+    stored = values.view(torch.uint8) if values.dtype == FP8 else values  # no numbers in FP8 can be indexed
+    return stored.index_select(dim, wanted - wanted[0]).view(values.dtype)
 
 
 def unpack(words: Tensor, packing: Packing, dim: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -84,19 +85,42 @@ class FlatCodes:
     nested_scales: TensorInfo | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
-    """The features of an adapter's matrix that are the rows of one weight, which may be fused with others there."""
+class RowPlaces(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The places of a weight's rows among those of a tensor that may fuse it with others, or among the features of an
+    adapter's matrix."""
 
     first: int = 0
-    """The feature of the weight's first row."""
+    """The place of the weight's first row."""
+    block: int = 1
+    """The number of rows that lie together."""
     step: int = 1
-    """The distance between the features of its rows."""
+    """The distance between the first rows of these blocks."""
 
-    def range(self, rows: slice) -> slice:
-        """Return the features of these rows of the weight, which is not empty."""
-        start = self.first + rows.start * self.step
-        return slice(start, start + (rows.stop - rows.start - 1) * self.step + 1, self.step)
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows lie together."""
+        return self.block == self.step
+
+    def of(self, row: int) -> int:
+        """Return the place of a row."""
+        return self.first + row // self.block * self.step + row % self.block
+
+    def span(self, rows: slice) -> slice:
+        """Return the places from the first to the last of some rows, which are not none."""
+        return slice(self.of(rows.start), self.of(rows.stop - 1) + 1)
+
+
+ALL_ROWS = RowPlaces()
+"""The places of the rows of a tensor that is all one weight."""
+
+
+def fused_places(lengths: Sequence[int], num_groups: int = 1) -> list[RowPlaces]:
+    """Return the places of the parts of a fused tensor, which have so many rows: one after the other, or some rows of
+    each in every one of equal groups."""
+    if num_groups == 1:
+        return [RowPlaces(first=sum(lengths[:number])) for number in range(len(lengths))]
+    blocks, step = [length // num_groups for length in lengths], sum(lengths) // num_groups
+    return [RowPlaces(first=sum(blocks[:number]), block=block, step=step) for number, block in enumerate(blocks)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +135,7 @@ class LowRankChange:
     down: TensorInfo
     """[rank, in]."""
     scaling: float
-    features: Features
+    features: RowPlaces
     magnitude: TensorInfo | None = None
     """[all features]."""
 
@@ -123,7 +147,7 @@ class BiasChange:
     values: TensorInfo
     """[all features]."""
     scaling: float
-    features: Features
+    features: RowPlaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,12 +196,10 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_bytes: int
     stored: StoredTensor | None = None
     """The file's tensor as its header has it; None where none was read."""
-    first_row: int = 0
-    """The first of the rows in the file's tensor."""
+    rows: RowPlaces = ALL_ROWS
+    """The places of its rows in the file's tensor."""
     expert: int | None = None
     """The expert's number, if the file's tensor stacks the matrices of all experts."""
-    row_step: int = 1
-    """The distance between its rows in the file's tensor."""
     is_transposed: bool = False
     """Whether the file's matrices are [in, out]."""
     packing: Packing | None = None
@@ -190,8 +212,3 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether a dimension of 1 follows each of the dimensions in the file."""
     changes: tuple[WeightChange, ...] = ()
     """Changes by an adapter, in this order (`adapters/merge.py`)."""
-
-    def stored_rows(self, rows: slice) -> slice:
-        """Return the rows of the file's tensor from the first to the last of these rows."""
-        first = self.first_row + rows.start * self.row_step
-        return slice(first, first + (rows.stop - rows.start - 1) * self.row_step + 1)

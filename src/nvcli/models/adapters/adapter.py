@@ -166,7 +166,7 @@ def _replaced(
         is_there = any(f".{end}." in f".{name}" for name in stored.whole)
         if not is_there and any(f".{module}".endswith(f".{end}") for module in modules):
             raise config.file.error("modules_to_save", f"{show(end)} is not in {stored.file.name}")
-    layout = replace(names.layout, renamed=(), is_part=False, left=(), is_headless=False)
+    layout = replace(names.layout, starts=(), renamed=(), is_part=False, left=(), is_headless=False)
     located = dict(locate_tensors(layout, found, wanted).tensors)
     for name, info in located.items():
         wanted_shape = names.shapes[name]

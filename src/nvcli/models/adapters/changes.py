@@ -10,7 +10,7 @@ from nvcli.models.adapters.adapter_config import AdapterConfig
 from nvcli.models.adapters.adapter_files import ModuleTensors, quote
 from nvcli.models.adapters.decoder_names import DecoderNames, Place
 from nvcli.models.checkpoint_check import TIED_HEAD
-from nvcli.models.tensor_info import BiasChange, LowRankChange, RowsChange, TensorInfo, WeightChange
+from nvcli.models.tensor_info import BiasChange, LowRankChange, RowPlaces, RowsChange, TensorInfo, WeightChange
 
 Changes = dict[str, tuple[WeightChange, ...]]
 """The decoder's name of a tensor → its changes, in this order."""
@@ -179,8 +179,8 @@ class AdapterReader:
         num_held = num_routed if up.shape[0] == rank * num_routed else len(experts)
         self._check_product(up, down, rank, experts[0], num=num_held)
         for number, places in enumerate(experts):
-            own_down = replace(down, shape=(rank, down.shape[1]), first_row=number * rank)
-            own_up = replace(up, shape=(rank, up.shape[1]), first_row=number, row_step=num_held)
+            own_down = replace(down, shape=(rank, down.shape[1]), rows=RowPlaces(first=number * rank))
+            own_up = replace(up, shape=(rank, up.shape[1]), rows=RowPlaces(first=number, step=num_held))
             for place in places:
                 change = LowRankChange(up=own_up, down=own_down, scaling=scaling, features=place.features)
                 self._add_change(place.name, change)

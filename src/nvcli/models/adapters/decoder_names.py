@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nvcli.models.checkpoint_layout import CheckpointLayout, fused_parts, stacked_parts
-from nvcli.models.tensor_info import Features
+from nvcli.models.tensor_info import RowPlaces, fused_places
 from nvcli.models.tensor_spec import EXPERTS
 
 _TEXT = ("model.layers.", "model.embed_tokens", "model.norm.", "lm_head.")
@@ -18,7 +18,7 @@ class Place:
     """A tensor of the decoder that holds all or some of the features of a tensor in transformers."""
 
     name: str
-    features: Features
+    features: RowPlaces
 
 
 class DecoderNames:
@@ -42,19 +42,15 @@ class DecoderNames:
     def places(self, name: str) -> list[Place]:
         """Return the tensors that make up a tensor that `find` found and that is not a stack."""
         if name in self.shapes:
-            return [Place(name=name, features=Features())]
-        return self._in_turn([part for part in fused_parts(name) if part in self.shapes])
+            return [Place(name=name, features=RowPlaces())]
+        parts = [part for part in fused_parts(name) if part in self.shapes]
+        return self._places(parts, self.layout.num_groups(name))
 
     def places_in_stack(self, name: str) -> list[list[Place]]:
         """Return the tensors of each expert in a stack that `find` found."""
         experts = stacked_parts(name, self.shapes)
-        if not self.layout.interleaves_experts:
-            return [self._in_turn(parts) for parts in experts]
-        step = len(experts[0])
-        return [
-            [Place(name=part, features=Features(first=first, step=step)) for first, part in enumerate(parts)]
-            for parts in experts
-        ]
+        num_groups = self.shapes[experts[0][0]][0] if self.layout.interleaves_experts and experts else 1
+        return [self._places(parts, num_groups) for parts in experts]
 
     def num_routed(self, name: str) -> int:
         """Return the number of experts that the router of a stack chooses from; some may have no weights."""
@@ -70,10 +66,10 @@ class DecoderNames:
         parts = name, *fused_parts(name)
         return any(part in self.shapes for part in parts) or bool(stacked_parts(name, self.shapes))
 
-    def _in_turn(self, parts: list[str]) -> list[Place]:
-        """Return the parts of a fused tensor, which concatenates their rows."""
-        lengths = [self.shapes[part][0] for part in parts]
-        return [Place(name=part, features=Features(first=sum(lengths[:number]))) for number, part in enumerate(parts)]
+    def _places(self, parts: list[str], num_groups: int) -> list[Place]:
+        """Return the parts of a fused tensor. `num_groups`: see `fused_places`."""
+        places = fused_places([self.shapes[part][0] for part in parts], num_groups)
+        return [Place(name=part, features=features) for part, features in zip(parts, places, strict=True)]
 
     def _candidates(self, name: str) -> list[str]:
         """Return the names that the decoder may have for a tensor of transformers, the likeliest first."""

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nvcli.errors import LoadError
-from nvcli.models.stored_values import OpenFiles, reading
-from nvcli.models.tensor_info import BiasChange, LowRankChange, RowsChange, TensorInfo
+from nvcli.models.stored_values import OpenFiles, reading, take_rows
+from nvcli.models.tensor_info import BiasChange, LowRankChange, RowPlaces, RowsChange, TensorInfo
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -31,7 +31,7 @@ def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
         if isinstance(change, RowsChange):
             values = _replace_rows(files, values, change, read)
         elif isinstance(change, BiasChange):
-            added = read_features(files, change.values, change.features.range(rows), device)
+            added = read_features(files, change.values, change.features, rows, device)
             values = values + change.scaling * added
         else:
             values = _add_product(files, values, change, read)
@@ -40,20 +40,21 @@ def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
 
 def _add_product(files: OpenFiles, values: Tensor, change: LowRankChange, part: Sequence[slice]) -> Tensor:
     rows, columns = part
-    device, features, ranks = values.device, change.features.range(rows), slice(0, change.down.shape[0])
-    up = read_features(files, change.up, features, device)
+    device, features, ranks = values.device, change.features, slice(0, change.down.shape[0])
+    up = read_features(files, change.up, features, rows, device)
     down = read_floats(files, change.down, (ranks, columns), device)
     values = torch.addmm(values, up.t(), down, alpha=change.scaling)
     if change.magnitude is None:
         return values
-    magnitude = read_features(files, change.magnitude, features, device)
+    magnitude = read_features(files, change.magnitude, features, rows, device)
     lengths: Tensor = torch.linalg.vector_norm(values, dim=1)
     return values * (magnitude / lengths).unsqueeze(1)
 
 
-def read_features(files: OpenFiles, info: TensorInfo, features: slice, device: torch.device) -> Tensor:
-    """Read some of the features of a matrix [rank, features] or a vector [features], in float32 on `device`."""
-    return read_stored_features(files, info, features, device).float()
+def read_features(files: OpenFiles, info: TensorInfo, features: RowPlaces, rows: slice, device: torch.device) -> Tensor:
+    """Read the features of a weight's rows, out of a matrix [rank, features] or a vector [features], in float32 on
+    `device`."""
+    return read_stored_features(files, info, features, rows, device).float()
 
 
 def read_floats(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
@@ -61,11 +62,13 @@ def read_floats(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
     return read_stored(files, info, part, device).float()
 
 
-def read_stored_features(files: OpenFiles, info: TensorInfo, features: slice, device: torch.device) -> Tensor:
+def read_stored_features(
+    files: OpenFiles, info: TensorInfo, features: RowPlaces, rows: slice, device: torch.device
+) -> Tensor:
     """Read features as `read_features` does, in the file's type."""
-    part = slice(features.start, features.stop)
     whole = [slice(0, length) for length in info.shape[:-1]]
-    return read_stored(files, info, (*whole, part), device)[..., :: features.step]
+    values = read_stored(files, info, (*whole, features.span(rows)), device)
+    return take_rows(values, features, rows, dim=-1)
 
 
 def read_stored(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:

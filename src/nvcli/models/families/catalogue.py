@@ -14,6 +14,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nvcli.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_OCR
+from nvcli.models.families.gpt_neox import GPT_NEOX
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
 from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
@@ -120,6 +121,7 @@ FAMILIES: tuple[Family, ...] = (
     NEMOTRON_H,
     STARCODER2,
     STABLELM,
+    GPT_NEOX,
 )
 """Families in the order in which `nvcli models` lists them."""
 

@@ -33,5 +33,7 @@ class Family:
     quantisations: tuple[str, ...] = ()
     """The `quant_method`s that belong to this family, which then supports no others; empty: it supports the common
     ones."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """The family's own names of keys → those that are read."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of keys that the family's published files leave out."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nvcli.core.validation import show
+from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.expert_settings import ExpertActivation, Routing
 from nvcli.models.json_file import JsonFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, index_kinds
@@ -14,6 +15,7 @@ from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import Activation, MLPConfig
+from nvcli.models.mixers.plain_mlp import PlainMLPConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
 
 MAX_LAYERS = 10_000
@@ -32,6 +34,15 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+}
+_PLAIN_ACTIVATIONS: dict[str, PlainActivation] = {
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
 }
 _MAX_TAPS = 16
 """The most tokens that a convolution reads; more than any model's does."""
@@ -63,6 +74,11 @@ class ModelFile(JsonFile):
     def rms_norm(self, weight_offset: float = 0.0) -> NormConfig:
         """Read the settings of RMSNorm."""
         return NormConfig(eps=self.positive_number("rms_norm_eps"), weight_offset=weight_offset)
+
+    def layer_norm(self, key: str = "layer_norm_eps", weight_offset: float = 0.0) -> NormConfig:
+        """Read the settings of LayerNorm with biases."""
+        eps = self.positive_number(key, 1e-5)
+        return NormConfig(eps=eps, kind="layer", has_bias=True, weight_offset=weight_offset)
 
     def attention(
         self,
@@ -144,6 +160,12 @@ class ModelFile(JsonFile):
         """Read the gated MLP, whose activation is under `key`."""
         activation = self.activation(key, default)
         return MLPConfig(intermediate_size=self.positive(size_key), activation=activation, bias=bias)
+
+    def plain_mlp(self, default: str, *, bias: bool = False, default_size: int | None = None) -> PlainMLPConfig:
+        """Read the MLP without a gate, whose activation is `default` if the file has none."""
+        activation = self.choice("hidden_act", _PLAIN_ACTIVATIONS, default)
+        size = self.positive("intermediate_size", default_size)
+        return PlainMLPConfig(intermediate_size=size, activation=activation, bias=bias)
 
     def activation(self, key: str = "hidden_act", default: str = "silu") -> Activation:
         """Read the activation of an MLP's gate."""

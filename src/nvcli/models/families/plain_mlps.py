@@ -4,20 +4,11 @@
 
 from __future__ import annotations
 
-from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
-from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.mixers.plain_mlp import PlainMLPConfig
 
-_ACTIVATIONS: dict[str, PlainActivation] = {
-    "relu2": "relu2",
-    "xielu": "xielu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-}
 _APERTUS_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12_000_000.0,
@@ -32,7 +23,7 @@ def read_arcee(config: ModelFile) -> DecoderConfig:
     """Read Llama's attention, and MLPs without a gate."""
     config.layer_types(supported=(FULL,))
     attention = config.attention(bias=config.bias())
-    mlp = _mlp(config, "relu2", bias=config.get("mlp_bias", bool, False))
+    mlp = config.plain_mlp("relu2", bias=config.get("mlp_bias", bool, False))
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp))
 
 
@@ -40,30 +31,23 @@ def read_apertus(config: ModelFile) -> DecoderConfig:
     """Read normed queries and keys; the layers' activations have numbers of their own."""
     norms = LayerNorms(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
     attention = config.attention(default_theta=None, qk_norm="head", bias=config.bias())
-    return config.decoder(LayerConfig(mixer=attention, mlp=_mlp(config, "xielu"), norms=norms))
+    return config.decoder(LayerConfig(mixer=attention, mlp=config.plain_mlp("xielu"), norms=norms))
 
 
 def read_nemotron(config: ModelFile) -> DecoderConfig:
     """Read half-rotated heads. Weights of norms are stored as differences from 1."""
     attention = config.attention(default_partial=0.5, bias=config.bias())
-    mlp = _mlp(config, "relu2", bias=config.get("mlp_bias", bool, False))
-    norm = NormConfig(eps=config.positive_number("norm_eps", 1e-5), kind="layer", has_bias=True, weight_offset=1.0)
-    return config.decoder(LayerConfig(mixer=attention, mlp=mlp), norm=norm)
+    mlp = config.plain_mlp("relu2", bias=config.get("mlp_bias", bool, False))
+    return config.decoder(LayerConfig(mixer=attention, mlp=mlp), norm=config.layer_norm("norm_eps", weight_offset=1.0))
 
 
 def read_starcoder2(config: ModelFile) -> DecoderConfig:
     """Read one window for all layers, or none, and biases everywhere."""
     bias = config.get("use_bias", bool, True)
     attention = config.attention(window=config.bounded(config.window()), bias=bias)
-    norm = NormConfig(eps=config.positive_number("norm_epsilon", 1e-5), kind="layer", has_bias=True)
-    layer = LayerConfig(mixer=attention, mlp=_mlp(config, "gelu_pytorch_tanh", bias=bias))
+    layer = LayerConfig(mixer=attention, mlp=config.plain_mlp("gelu_pytorch_tanh", bias=bias))
     layout = CheckpointLayout(renamed=((".mlp.c_fc", ".mlp.up_proj"), (".mlp.c_proj", ".mlp.down_proj")))
-    return config.decoder(layer, norm=norm, layout=layout)
-
-
-def _mlp(config: ModelFile, default: str, *, bias: bool = False) -> PlainMLPConfig:
-    activation = config.choice("hidden_act", _ACTIVATIONS, default)
-    return PlainMLPConfig(intermediate_size=config.positive("intermediate_size"), activation=activation, bias=bias)
+    return config.decoder(layer, norm=config.layer_norm("norm_epsilon"), layout=layout)
 
 
 ARCEE = Family(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
-from nvcli.models.mixers.mixer import NormConfig
 
 
 def read(config: ModelFile) -> DecoderConfig:
@@ -14,8 +13,7 @@ def read(config: ModelFile) -> DecoderConfig:
         raise config.error("qk_layernorm", "true is not supported: each head would have a norm of its own")
     attention = config.attention(default_partial=0.25, qkv_bias=config.get("use_qkv_bias", bool, False))
     norms = LayerNorms(before_mlp=None) if config.get("use_parallel_residual", bool, False) else LayerNorms()
-    norm = NormConfig(eps=config.positive_number("layer_norm_eps", 1e-5), kind="layer", has_bias=True)
-    return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp(), norms=norms), norm=norm)
+    return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp(), norms=norms), norm=config.layer_norm())
 
 
 STABLELM = Family(

@@ -31,8 +31,12 @@ def _activate_kernel(
     inside = place < count
     await_kernel_before(DEPENDENT)
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    if KIND == "relu2":
+    if KIND == "relu":
+        result = tl.where(x <= 0.0, 0.0, x)
+    elif KIND == "relu2":
         result = tl.where(x <= 0.0, 0.0, x * x)
+    elif KIND == "gelu":
+        result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":
         result = activate_gate(x, True)
     else:

@@ -1,0 +1,41 @@
+"""GPT-NeoX (https://arxiv.org/abs/2204.06745) and Pythia (https://arxiv.org/abs/2304.01373): attention and MLP side by
+side, each behind a norm of its own, and a quarter of each head rotated."""
+
+from __future__ import annotations
+
+from nvcli.models.checkpoint_layout import CheckpointLayout, starts_after
+from nvcli.models.families.family import Family
+from nvcli.models.families.model_file import ModelFile
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+
+_STARTS = {"embed_in.": "model.embed_tokens.", "layers.": "model.layers.", "final_layer_norm.": "model.norm."}
+_RENAMED = (
+    (".attention.", ".self_attn."),
+    (".query_key_value.", ".qkv_proj."),
+    (".dense.", ".o_proj."),
+    (".dense_h_to_4h.", ".up_proj."),
+    (".dense_4h_to_h.", ".down_proj."),
+)
+
+
+def read(config: ModelFile) -> DecoderConfig:
+    """Read attention and MLP side by side, or one after the other. Each head's query, key and value lie together."""
+    attention = config.attention(default_partial=0.25, bias=config.bias(default=True))
+    norms = LayerNorms(mlp_skips_mixer=config.get("use_parallel_residual", bool, True))
+    layout = CheckpointLayout(
+        starts=(*starts_after("gpt_neox.", _STARTS), ("embed_out.", "lm_head.")),
+        renamed=_RENAMED,
+        qkv_groups=attention.num_kv_heads,
+    )
+    layer = LayerConfig(mixer=attention, mlp=config.plain_mlp("gelu", bias=True), norms=norms)
+    return config.decoder(layer, norm=config.layer_norm(), layout=layout)
+
+
+GPT_NEOX = Family(
+    name="GPT-NeoX, Pythia",
+    architectures=("GPTNeoXForCausalLM",),
+    features="attention and MLP side by side, LayerNorm with biases, a quarter of each head rotated",
+    examples=("EleutherAI/pythia-12b", "EleutherAI/gpt-neox-20b", "databricks/dolly-v2-12b"),
+    read=read,
+    keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+)
