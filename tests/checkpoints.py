@@ -205,7 +205,7 @@ def write_tiny_model(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.2
-            parameter.copy_(noise * scale + (1.0 if "norm" in name else 0.0))
+            parameter.copy_(noise * scale + (1.0 if "norm" in name or ".ln_" in name else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.7 + 0.1 * torch.randn(1, generator=generator))
@@ -234,9 +234,14 @@ def write_tiny_config(path: Path, family: str = "Qwen3", **overrides: Any) -> Pa
     import transformers
 
     config = _text_config(transformers, family, tiny_model_config(**overrides))
-    config.architectures = [f"{family.removesuffix('Text')}ForCausalLM"]
+    config.architectures = [architecture_of(family)]
     config.save_pretrained(path)
     return path
+
+
+def architecture_of(family: str) -> str:
+    """Return the name of transformers' class of a text model."""
+    return f"{family}LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
 
 
 def _text_config(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
@@ -249,7 +254,7 @@ def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> An
     """A model of transformers with its initial weights. `family` is a name of `WITH_VISION` or of a text model."""
     if family not in WITH_VISION:
         config = _text_config(transformers, family, arguments)
-        return getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
+        return getattr(transformers, architecture_of(family))(config)
     text_name, vision_name, vision_arguments = WITH_VISION[family]
     text = getattr(transformers, f"{text_name}Config")(**arguments)
     vision = getattr(transformers, f"{vision_name}Config")(**vision_arguments)

@@ -95,6 +95,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "DoRA": ("Qwen3", {"target_modules": list(LINEAR), "use_dora": True, "rank_pattern": {"k_proj": 2}}),
     "DoRA, fused": ("phi 3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"], "use_dora": True}),
     "DoRA, fused by head": ("pythia", {"target_modules": ["query_key_value", "dense"], "use_dora": True}),
+    "stored as [in, out]": (
+        "gpt 2",
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "modules_to_save": ["c_fc", "wpe"]},
+    ),
     "fused under other names": ("granite 4", {"target_modules": ["q_proj", "input_linear", "output_linear"]}),
     "biases": ("Qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
     "biases of products": ("Qwen2", {"target_modules": ["q_proj", "k_proj"], "lora_bias": True, "bias": "lora_only"}),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import edit_json, write_tiny_model, write_tiny_qwen3
-from family_shapes import HYBRID
+from family_shapes import HYBRID, SHAPES
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import load_model_config
@@ -21,6 +21,9 @@ def test_models_that_cannot_draft_are_refused(tmp_path: Path) -> None:
     assert read_draft_model(tmp_path / "target", target).tensor_infos
     with pytest.raises(ConfigError, match="recurrent states"):
         read_draft_model(write_tiny_model(tmp_path / "hybrid", "Qwen3_5Text", **HYBRID), target)
+    short = write_tiny_model(tmp_path / "short", "GPT2", **SHAPES["gpt 2"][1], max_position_embeddings=256)
+    with pytest.raises(ConfigError, match="a model that knows 256 positions, and the model's sequences may have 512"):
+        read_draft_model(short, target)
     with pytest.raises(ConfigError, match="a model with 640 tokens, and the model's are 97"):
         read_draft_model(demo_path(), target)
     edit_json(tmp_path / "target" / "config.json", intermediate_size=64)

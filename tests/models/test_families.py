@@ -17,8 +17,11 @@ from nvcli.cli.main import app
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.families.catalogue import FAMILIES
+from nvcli.models.geometry import model_tensors
+from nvcli.models.layer_config import LearnedPositions
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.tools.bench.shapes import SHAPES
+from nvcli.worker.distributed.stage import Stage
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -166,6 +169,31 @@ def test_pythia_of_the_hub(tmp_path: Path) -> None:
     assert rope_of(load_model_config(tmp_path)).rotary_dim(64) == 16
 
 
+GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "n_ctx": 1024, "vocab_size": 50257}
+OPT = {
+    "hidden_size": 768,
+    "ffn_dim": 3072,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "max_position_embeddings": 2048,
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "word_embed_proj_dim": 768,
+    "vocab_size": 50272,
+}
+
+
+def test_gpt_2_and_opt_of_the_hub_learned_their_positions(tmp_path: Path) -> None:
+    config = load_model_config(write(tmp_path, "GPT2LMHeadModel", GPT2))
+    assert config.decoder.learned_positions == LearnedPositions(count=1024)
+    assert (config.max_position_embeddings, config.tie_word_embeddings, config.has_head) == (1024, True, True)
+    assert not load_model_config(write(tmp_path, "GPT2Model", GPT2)).has_head
+    config = load_model_config(write(tmp_path, "OPTForCausalLM", OPT))
+    assert config.decoder.learned_positions == LearnedPositions(count=2048, offset=2)
+    stages = [{tensor.name for tensor in model_tensors(config, "float16", Stage(index, 2))} for index in range(2)]
+    assert ["model.embed_positions.weight" in names for names in stages] == [True, False]
+
+
 BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_expand": 2, "mamba_d_state": 8}
 LONGCAT = EXPERT_SHAPES["longcat-flash"][1]
 NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
@@ -213,6 +241,13 @@ NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
         ),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, ["`residual_multiplier`", "0"]),
         ("Cohere2ForCausalLM", {"logit_scale": -1}, ["`logit_scale`", "-1"]),
+        ("GPT2LMHeadModel", {**GPT2, "n_head": 0}, ["`n_head`: 0 is not positive"]),
+        ("GPT2LMHeadModel", {**GPT2, "n_positions": 0}, ["`n_positions`: 0 is not positive"]),
+        ("GPT2LMHeadModel", {**GPT2, "n_inner": "x"}, ["`n_inner`", "x"]),
+        ("GPT2LMHeadModel", {**GPT2, "activation_function": "silu"}, ["`activation_function`", "silu", "gelu_new"]),
+        ("GPT2LMHeadModel", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, ["inverse_layer_idx`: true"]),
+        ("OPTForCausalLM", {**OPT, "do_layer_norm_before": False}, ["`do_layer_norm_before`", "false", "true"]),
+        ("OPTForCausalLM", {**OPT, "word_embed_proj_dim": 512}, ["`word_embed_proj_dim`: 512", "768"]),
         ("CohereForCausalLM", {"use_qk_norm": 1}, ["`use_qk_norm`", "1 is not true or false"]),
         ("StableLmForCausalLM", {"qk_layernorm": True}, ["`qk_layernorm`", "a norm of its own"]),
         ("Exaone4ForCausalLM", {"sliding_window_pattern": "LX"}, ["`sliding_window_pattern`", "LX"]),

@@ -244,6 +244,7 @@ def test_logits(name: str, original: Path, blocks: tuple[Path, Path]) -> None:
         "glm 4",
         "cohere 2",
         "pythia",
+        "gpt 2",
         "seed-oss",
         "longcat-flash",
         "gpt-oss",

@@ -50,7 +50,7 @@ NONE = "its config.json fits no supported family"
         ("MiniCPMForCausalLM", {**LLAMA, "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4}, NONE),
         ("OtherForConditionalGeneration", {**LLAMA, "vision_config": {"depth": 2}}, NONE),
         ("SmolVLMForConditionalGeneration", LLAMA, "its prompts mark the tiles of each image"),
-        ("GPT2LMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, NONE),
+        ("BloomForCausalLM", {"n_embed": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, NONE),
         ("FalconForCausalLM", {"hidden_size": 64, "layer_norm_epsilon": 1e-5, "alibi": False}, NONE),
         ("DeepseekV32ForCausalLM", {**LLAMA, **MLA, "index_topk": 64}, "a sparse choice of keys (DSA)"),
         ("OtherForCausalLM", {**LLAMA, **MLA}, "it has multi-head latent attention in layers of a form"),

@@ -19,11 +19,11 @@ from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.config import ModelConfig
 from nvcli.models.decoder_layer import DecoderLayer
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
-from nvcli.models.geometry import EMBEDDING, HEAD
+from nvcli.models.geometry import EMBEDDING, HEAD, POSITIONS
 from nvcli.models.kv_groups import layer_specs
 from nvcli.models.layer_inputs import LayerInputs
 from nvcli.models.layers import Angles, InputNorm, RotaryTables, TokenMixer
-from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
+from nvcli.models.parallel import BuildContext, ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from nvcli.models.vision.tower import VisionTower
 from nvcli.models.weights import WeightModule
 from nvcli.worker.distributed.tensor_parallel import StageState
@@ -43,6 +43,9 @@ class Decoder(nn.Module):
         self.all_ranks = build.group
         stage, decoder, layers = build.stage, config.decoder, config.layers
         self.embed_tokens = VocabParallelEmbedding(build, EMBEDDING) if stage.is_first else None
+        self.embed_positions: PositionEmbedding | None = None
+        if stage.is_first and decoder.learned_positions is not None:
+            self.embed_positions = PositionEmbedding(build, POSITIONS, decoder.learned_positions)
         self.embedding_scale = decoder.embedding_scale
         if decoder.rounds_embedding_scale:
             dtype = getattr(torch, build.dtype)
@@ -74,7 +77,7 @@ class Decoder(nn.Module):
         self.norm = InputNorm(own, "model.norm", decoder.norm, is_summed=self.is_summed) if stage.is_last else None
 
     def embed(self, ids: Tensor, images: ImageTokens | None = None) -> Tensor:
-        """Return the embeddings of tokens and images, as layers read them: [T] → [T, H]."""
+        """Return the embeddings of tokens and images, without those of positions: [T] → [T, H]."""
         assert self.embed_tokens is not None
         embeddings: Tensor = self.embed_tokens(ids)
         if self.embedding_scale != 1.0:
@@ -98,6 +101,8 @@ class Decoder(nn.Module):
         residual: Tensor
         if self.embed_tokens is not None:
             residual = self.embed(batch.input_ids, images)
+            if self.embed_positions is not None:
+                residual.add_(self.embed_positions(batch.positions))
         else:
             assert received is not None
             delta, residual = self.group.recv_stage(received)

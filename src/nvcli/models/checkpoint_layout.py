@@ -80,6 +80,8 @@ class CheckpointLayout:
     """Whether the tower's tensors are read."""
     of_head: tuple[str, ...] = ()
     """Name prefixes, in the files, of the tensors of a head that drafts tokens. They are read in any case."""
+    transposes_linear: bool = False
+    """Whether files hold plain weights of linear layers as matrices [in, out] (transformers' Conv1D)."""
     transposes_experts: bool = False
     """Whether some files hold unquantised stacks of experts as matrices [in, out], as their shapes tell."""
     interleaves_experts: bool = False
@@ -195,6 +197,8 @@ def locate_tensors(
         join_parts(found, quantisation)
     shapes = {name: tensor.stored_shape for tensor in wanted for name in tensor.stored_names}
     for name, info in found.items():
+        if layout.transposes_linear and name.endswith("_proj.weight") and info.codes is None and info.flat is None:
+            found[name] = info = replace(info, shape=info.shape[::-1], is_transposed=True)
         if info.flat is not None:
             found[name] = _with_shape(info, [shapes[part] for part in (name, *fused_parts(name)) if part in shapes])
         elif name in shapes and info.shape == (1, *shapes[name]):  # a stack of one

@@ -38,7 +38,7 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 MAX_EOS_IDS = 64
 """The most end-of-sequence ids; messages to the ranks have room for this many."""
 _TEXT, _VISION, _TIED = "text_config", "vision_config", "tie_word_embeddings"
-_HEADLESS, _WITH_HEAD = "Model", "ForCausalLM"
+_HEADLESS, _WITH_HEAD = "Model", ("ForCausalLM", "LMHeadModel")
 """Suffixes of an architecture's name: for the bare decoder, and for the decoder with an LM head."""
 _LIST_OF_MODELS = "`nvcli models` lists what is supported"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -321,7 +321,7 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
         generation_defaults=_generation_defaults(generation, vocab_size, eos_ids),
         not_applied=_not_applied(generation),
         quantisation=quantisation,
-        has_head=not architecture.endswith(_HEADLESS),
+        has_head=architecture in family.architectures,
     )
     return model if model.has_head else model.headless()
 
@@ -338,7 +338,8 @@ def _family(config: JsonFile, read: Callable[[JsonFile], object]) -> tuple[str, 
     for name in names:
         family = find_family(name) if isinstance(name, str) else None
         if family is None and isinstance(name, str) and name.endswith(_HEADLESS):
-            family = find_family(f"{name.removesuffix(_HEADLESS)}{_WITH_HEAD}")
+            bare = name.removesuffix(_HEADLESS)
+            family = next(filter(None, (find_family(f"{bare}{end}") for end in _WITH_HEAD)), None)
         if family is not None:
             return name, family
     name = show(names[0]).strip('"')

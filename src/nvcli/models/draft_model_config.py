@@ -66,6 +66,11 @@ def read_draft_model(folder: Path, target: ModelConfig, *, is_random: bool = Fal
         )
     if any(mixer.reads_kv_of is not None for mixer in mixers) or model.decoder.layer_inputs is not None:
         raise ConfigError(f"{problem}and models of its family ({model.architecture}) cannot draft: use another")
+    if model.decoder.learned_positions is not None and model.max_position_embeddings < target.max_position_embeddings:
+        raise ConfigError(
+            f"{problem}a model that knows {model.max_position_embeddings:,} positions, and the model's sequences may "
+            f"have {target.max_position_embeddings:,} tokens: use one that knows as many"
+        )
     if model.vocab_size != target.vocab_size:
         raise ConfigError(
             f"{problem}a model with {model.vocab_size:,} tokens, and the model's are {target.vocab_size:,}: use a "

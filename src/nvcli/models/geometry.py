@@ -18,6 +18,8 @@ from nvcli.worker.distributed.stage import WHOLE, Stage
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 """Names of the embedding and the LM head, which may share one tensor."""
+POSITIONS = "model.embed_positions"
+"""Name of the embeddings of positions."""
 LAYER_EMBEDDING = "model.embed_tokens_per_layer"
 """Name of the embedding of the layers' own inputs, with a part for each layer."""
 
@@ -87,6 +89,9 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
     embedding = matrix(EMBEDDING, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "embeddings")
     if stage.is_first:
         yield embedding
+        if (positions := decoder.learned_positions) is not None:
+            shape = positions.offset + positions.count, hidden
+            yield matrix(POSITIONS, shape, Sharding.REPLICATED, dtype, "embeddings")
         if config.has_tower:
             assert config.vision is not None
             yield from config.vision.tensors(dtype)

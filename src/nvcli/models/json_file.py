@@ -95,12 +95,11 @@ class JsonFile:
         return self.with_values({**values, **self.values})
 
     def with_names(self, names: Mapping[str, str]) -> Self:
-        """Return this section with values under other names: of its keys → of those that are read. A key that the
-        section has under both is read under its own."""
-        renamed = {key: found for found, key in names.items() if key not in self.values}
-        renamed |= {key: found for found, key in names.items() if key in renamed and found in self.values}
-        values = {key: self.values[found] for key, found in renamed.items() if found in self.values}
-        return type(self)(self.path, {**self.values, **values}, self.section, self.changed, renamed)
+        """Return this section with values of keys that have names of their own in it: these → those that are read."""
+        found = {key: own for own, key in names.items() if self.has(own)}
+        values = {**self.values, **{key: self.values[own] for key, own in found.items()}}
+        absent = {key: own for own, key in names.items() if key not in values}
+        return type(self)(self.path, values, self.section, self.changed, {**absent, **found})
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return the value of `key`, or `default` if it is absent or null. Without a default, that is an error."""

@@ -113,6 +113,16 @@ class LayerInputsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedPositions:
+    """Embeddings of positions, which are added to those of tokens (`parallel.PositionEmbedding`)."""
+
+    count: int
+    """The positions that the model knows: no sequence can be longer."""
+    offset: int = 0
+    """The row of the first position's embedding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """All layers of a decoder, and what comes before and after them."""
 
@@ -128,6 +138,7 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     """Logits become soft_cap × tanh(logit / soft_cap); None: no cap."""
+    learned_positions: LearnedPositions | None = None
     layer_inputs: LayerInputsConfig | None = None
     weight_factors: tuple[tuple[str, float], ...] = ()
     """Factors of weights, which are multiplied by them when they are loaded: the last two parts of a projection's name

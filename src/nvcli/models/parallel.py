@@ -28,6 +28,7 @@ from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.kernels.lora import activate_with_low_rank, add_low_rank
 from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, AdapterRows
 from nvcli.kernels.weight_formats import FP8Scaling
+from nvcli.models.layer_config import LearnedPositions
 from nvcli.models.tensor_spec import StoredDtype, TensorSpec
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length, stacked_rows
 from nvcli.worker.distributed.stage import Stage
@@ -310,6 +311,17 @@ class VocabParallelEmbedding(TensorShard):
         num_rows, hidden_size = self.weight.shape
         buffer = self.group.partial_sum_buffer((len(ids), hidden_size), self.weight.dtype, first=True)
         return self.group.sum(embed_part(ids, self.weight, self.group.rank * num_rows, buffer))
+
+
+class PositionEmbedding(TensorShard):
+    """[T] positions → [T, H], which every rank looks up by itself."""
+
+    def __init__(self, build: BuildContext, path: str, config: LearnedPositions) -> None:
+        super().__init__(build, f"{path}.weight")
+        self.offset = config.offset
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return F.embedding(positions, self.weight[self.offset :])
 
 
 class ParallelLMHead(TensorShard):

@@ -22,6 +22,7 @@ from nvcli.job.run.device import detect_device, unused_gpu
 from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.job.run.row_settings import sampling_defaults
 from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.layer_config import LearnedPositions
 from nvcli.tools.bench.shapes import write_shape
 from nvcli.tools.check.machine import named_gpus
 
@@ -82,6 +83,10 @@ def test_lengths_and_sizes() -> None:
     assert resolved(max_model_len=100).max_model_len == 100
     with pytest.raises(ConfigError, match="`max_model_len` is 4097, and m was made for at most 4096"):
         resolved(max_model_len=4097)
+    learned = dataclasses.replace(make_model().decoder, learned_positions=LearnedPositions(count=4096))
+    run = RunConfig(model="m", device="cpu", max_model_len=4097)
+    with pytest.raises(ConfigError, match=r"lower it or leave it out; it learned an embedding for each position"):
+        resolve_engine_config(run, Path("/m"), make_model(decoder=learned))
     with pytest.raises(ConfigError, match="tensor_parallel_size 7 does not fit"):
         resolved(tensor_parallel_size=7)
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size \(--pp\) is 99"):

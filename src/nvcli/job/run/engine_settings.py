@@ -248,10 +248,14 @@ def _max_model_len(run: RunConfig, model: ModelConfig) -> int:
     """Return the longest request's tokens. Raises ConfigError if the model was made for fewer."""
     max_model_len = run.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
+        way_out = "lower it or leave it out"
+        if model.decoder.learned_positions is None:
+            way_out += ", or stretch the model with `hf_overrides`"
+        else:
+            way_out += "; it learned an embedding for each position, and has none for later ones"
         raise ConfigError(
             f"`max_model_len` is {max_model_len}, and {run.model} was made for at most "
-            f"{model.max_position_embeddings} tokens (max_position_embeddings); lower it or leave it out, or stretch "
-            "the model with `hf_overrides`"
+            f"{model.max_position_embeddings} tokens (max_position_embeddings); {way_out}"
         )
     return max_model_len
 

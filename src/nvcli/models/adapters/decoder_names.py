@@ -9,7 +9,7 @@ from nvcli.models.checkpoint_layout import CheckpointLayout, fused_parts, stacke
 from nvcli.models.tensor_info import RowPlaces, fused_places
 from nvcli.models.tensor_spec import EXPERTS
 
-_TEXT = ("model.layers.", "model.embed_tokens", "model.norm.", "lm_head.")
+_TEXT = ("model.layers.", "model.embed_tokens", "model.embed_positions", "model.norm.", "lm_head.")
 """Prefixes of the decoder's own names."""
 
 

@@ -14,6 +14,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nvcli.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_OCR
+from nvcli.models.families.gpt2 import GPT2
 from nvcli.models.families.gpt_neox import GPT_NEOX
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
@@ -28,6 +29,7 @@ from nvcli.models.families.minimax import MINIMAX_M2
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
 from nvcli.models.families.nemotron_h import NEMOTRON_H
 from nvcli.models.families.olmo import OLMO2, OLMO3, OLMOE
+from nvcli.models.families.opt import OPT
 from nvcli.models.families.phi3 import PHI3
 from nvcli.models.families.plain_mlps import APERTUS, ARCEE, NEMOTRON, STARCODER2
 from nvcli.models.families.qwen import (
@@ -122,6 +124,8 @@ FAMILIES: tuple[Family, ...] = (
     STARCODER2,
     STABLELM,
     GPT_NEOX,
+    GPT2,
+    OPT,
 )
 """Families in the order in which `nvcli models` lists them."""
 

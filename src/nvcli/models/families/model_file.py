@@ -10,7 +10,7 @@ from nvcli.core.validation import show
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.expert_settings import ExpertActivation, Routing
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig, index_kinds
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LearnedPositions, index_kinds
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
@@ -144,6 +144,10 @@ class ModelFile(JsonFile):
         if num_heads % num_kv_heads:
             raise self.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} attention heads")
         return num_kv_heads
+
+    def learned_positions(self, offset: int = 0) -> LearnedPositions:
+        """Read how many positions have an embedding; `offset`: the row of the first one."""
+        return LearnedPositions(count=self.positive("max_position_embeddings"), offset=offset)
 
     def conv_taps(self, key: str) -> int:
         """Read the number of tokens that a short convolution reads."""
