@@ -111,6 +111,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"], "save_embedding_layers": True},
     ),
     "embeddings": ("Llama", {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "a head with a bias": ("phi 2", {"target_modules": ["fc1", "lm_head"], "bias": "all", "lora_bias": True}),
     "tied, embeddings": ("Llama, tied", {"target_modules": ["embed_tokens"]}),
     "tied, head": ("Llama, tied", {"target_modules": ["q_proj", "lm_head"]}),
     "tied, module": ("Llama, tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),

@@ -246,6 +246,7 @@ NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
         ("GPT2LMHeadModel", {**GPT2, "n_inner": "x"}, ["`n_inner`", "x"]),
         ("GPT2LMHeadModel", {**GPT2, "activation_function": "silu"}, ["`activation_function`", "silu", "gelu_new"]),
         ("GPT2LMHeadModel", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, ["inverse_layer_idx`: true"]),
+        ("PhiForCausalLM", {"qk_layernorm": True, "hidden_act": "gelu_new"}, ["`qk_layernorm`", "true", "false"]),
         ("OPTForCausalLM", {**OPT, "do_layer_norm_before": False}, ["`do_layer_norm_before`", "false", "true"]),
         ("OPTForCausalLM", {**OPT, "word_embed_proj_dim": 512}, ["`word_embed_proj_dim`: 512", "768"]),
         ("CohereForCausalLM", {"use_qk_norm": 1}, ["`use_qk_norm`", "1 is not true or false"]),

@@ -19,7 +19,7 @@ from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.config import ModelConfig
 from nvcli.models.decoder_layer import DecoderLayer
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
-from nvcli.models.geometry import EMBEDDING, HEAD, POSITIONS
+from nvcli.models.geometry import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS
 from nvcli.models.kv_groups import layer_specs
 from nvcli.models.layer_inputs import LayerInputs
 from nvcli.models.layers import Angles, InputNorm, RotaryTables, TokenMixer
@@ -165,7 +165,7 @@ class CausalLM(nn.Module):
         if build.stage.is_last:
             name = EMBEDDING if config.tie_word_embeddings else HEAD
             tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-            self.lm_head = ParallelLMHead(build, name, tied_to=tied_to)
+            self.lm_head = ParallelLMHead(build, {"weight": f"{name}.weight", "bias": HEAD_BIAS}, tied_to=tied_to)
         self.draft_head: DraftHead | None = None
         """The head that drafts tokens; None: the run uses none."""
         if config.draft_head is not None:

@@ -173,7 +173,8 @@ class ModelConfig:
         """Return the model as embedding runs need it: an LM head in the files is ignored, and the embedding takes its
         place, which needs no memory."""
         layout = replace(self.decoder.layout, is_headless=True)
-        return replace(self, tie_word_embeddings=True, decoder=replace(self.decoder, layout=layout))
+        decoder = replace(self.decoder, layout=layout, has_head_bias=False)
+        return replace(self, tie_word_embeddings=True, decoder=decoder)
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raise ConfigError if the model cannot be sharded over `size` ranks."""

@@ -13,11 +13,12 @@ from functools import lru_cache
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import LayerConfig
 from nvcli.models.mixers.mixer import LayerContext
-from nvcli.models.tensor_spec import EXPERTS, Sharding, StoredDtype, TensorSpec, matrix
+from nvcli.models.tensor_spec import EXPERTS, Sharding, StoredDtype, TensorSpec, matrix, vector
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 """Names of the embedding and the LM head, which may share one tensor."""
+HEAD_BIAS = f"{HEAD}.bias"
 POSITIONS = "model.embed_positions"
 """Name of the embeddings of positions."""
 LAYER_EMBEDDING = "model.embed_tokens_per_layer"
@@ -111,6 +112,8 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
             yield matrix(HEAD, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "LM head")
         elif not stage.is_first:
             yield replace(embedding, part="LM head")
+        if decoder.has_head_bias:
+            yield vector(HEAD_BIAS, config.vocab_size, Sharding.VOCAB, "LM head", dtype)
         if config.draft_head is not None:
             for tensor in config.draft_head.tensors(context, config.vocab_size):
                 yield replace(tensor, part="draft head")

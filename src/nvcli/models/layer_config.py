@@ -136,6 +136,8 @@ class DecoderConfig:
     rounds_embedding_scale: bool = False
     """Whether `embedding_scale` is rounded to the type of the weights first."""
     logit_scale: float = 1.0
+    has_head_bias: bool = False
+    """Whether the LM head has a bias."""
     logit_soft_cap: float | None = None
     """Logits become soft_cap × tanh(logit / soft_cap); None: no cap."""
     learned_positions: LearnedPositions | None = None

@@ -204,8 +204,8 @@ class BuildContext:
         return replace(self, group=TensorParallelGroup.single()) if self.has_own_rows else self
 
     @property
-    def product(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """The product x Wᵀ for weights outside a `ShardedLinear`: [T, in], [out, in] → [T, out]."""
+    def product(self) -> Callable[..., Tensor]:
+        """The product x Wᵀ + b for weights outside a `ShardedLinear`: [T, in], [out, in], maybe [out] → [T, out]."""
         return invariant_linear if self.batch_invariant else F.linear
 
 
@@ -324,23 +324,25 @@ class PositionEmbedding(TensorShard):
         return F.embedding(positions, self.weight[self.offset :])
 
 
-class ParallelLMHead(TensorShard):
+class ParallelLMHead(TensorShards):
     """The output projection: [N, H] → [N, M], for this rank's M tokens, starting at rank × M. Tokens past the
     vocabulary are padding."""
 
-    def __init__(self, build: BuildContext, path: str, *, tied_to: TensorShard | None = None) -> None:
-        """Build the head. `tied_to` is an embedding in this stage whose weight it shares."""
-        super().__init__(build, f"{path}.weight")
+    bias: nn.Parameter | None
+
+    def __init__(self, build: BuildContext, names: Mapping[str, str], *, tied_to: TensorShard | None = None) -> None:
+        """Build the head. `names`: see `TensorShards`; `tied_to`: an embedding in this stage whose weight it shares."""
+        super().__init__(build, names)
         self.product = build.product
         self.is_tied = tied_to is not None
         if tied_to is not None:
             self.weight = tied_to.weight
 
     def weight_sources(self) -> Iterator[WeightSource]:
-        return iter(()) if self.is_tied else super().weight_sources()
+        return (one for one in super().weight_sources() if not (self.is_tied and one.parameter == "weight"))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.product(hidden, self.weight)
+        return self.product(hidden, self.weight, self.bias)
 
 
 def linear_piece(build: BuildContext, name: str) -> LinearPiece:

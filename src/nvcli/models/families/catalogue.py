@@ -30,7 +30,7 @@ from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRA
 from nvcli.models.families.nemotron_h import NEMOTRON_H
 from nvcli.models.families.olmo import OLMO2, OLMO3, OLMOE
 from nvcli.models.families.opt import OPT
-from nvcli.models.families.phi3 import PHI3
+from nvcli.models.families.phi3 import PHI, PHI3
 from nvcli.models.families.plain_mlps import APERTUS, ARCEE, NEMOTRON, STARCODER2
 from nvcli.models.families.qwen import (
     LIGHTON_OCR,
@@ -126,6 +126,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEOX,
     GPT2,
     OPT,
+    PHI,
 )
 """Families in the order in which `nvcli models` lists them."""
 

@@ -1,10 +1,28 @@
-"""Phi-3 (https://arxiv.org/abs/2404.14219) and Phi-4: fused projections, partial rotary positions, longrope."""
+"""Phi-1.5 (https://arxiv.org/abs/2309.05463) and Phi-2: attention and MLP side by side, biases everywhere. Phi-3
+(https://arxiv.org/abs/2404.14219) and Phi-4: fused projections, partial rotary positions, longrope."""
 
 from __future__ import annotations
 
+from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+
+_LAYOUT_OF_PHI = CheckpointLayout(
+    starts=(("model.final_layernorm.", "model.norm."), ("final_layernorm.", "model.norm.")),
+    renamed=((".self_attn.dense.", ".self_attn.o_proj."), (".fc1.", ".up_proj."), (".fc2.", ".down_proj.")),
+)
+
+
+def read_phi(config: ModelFile) -> DecoderConfig:
+    """Read half-rotated heads, and a bias of the LM head too."""
+    config.only("qk_layernorm", False)
+    layer = LayerConfig(
+        mixer=config.attention(default_partial=0.5, bias=True),
+        mlp=config.plain_mlp("gelu_new", bias=True),
+        norms=LayerNorms(before_mlp=None),
+    )
+    return config.decoder(layer, norm=config.layer_norm(), layout=_LAYOUT_OF_PHI, has_head_bias=True)
 
 
 def read(config: ModelFile) -> DecoderConfig:
@@ -14,6 +32,13 @@ def read(config: ModelFile) -> DecoderConfig:
     return config.decoder(layer)
 
 
+PHI = Family(
+    name="Phi-1.5, Phi-2",
+    architectures=("PhiForCausalLM",),
+    features="attention and MLP side by side, LayerNorm and biases everywhere",
+    examples=("microsoft/phi-2", "microsoft/phi-1_5"),
+    read=read_phi,
+)
 PHI3 = Family(
     name="Phi-3, Phi-4",
     architectures=("Phi3ForCausalLM",),
