@@ -312,6 +312,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt 2": ("GPT2", {**OLDER, "n_inner": 48, "tie_word_embeddings": True}),
     "opt": ("OPT", {**OLDER, "ffn_dim": 48, "tie_word_embeddings": True}),
+    "falcon 7b": ("Falcon", {**OLDER, "ffn_hidden_size": 48, "rope_parameters": DEFAULT, "num_kv_heads": 4}),
+    "falcon 40b": (
+        "Falcon",
+        {**OLDER, "new_decoder_architecture": True, "ffn_hidden_size": 48, "num_kv_heads": 2, "bias": True},
+    ),
     "phi 2": ("Phi", {"hidden_size": 64, "hidden_act": "gelu_new", "rope_parameters": HALF}),
     "minicpm 3": ("MiniCPM3", {**LATENTS, "v_head_dim": None, "scale_emb": 3.0, "dim_model_base": 24}),
     "exaone 4": ("Exaone4", {"sliding_window": 20, **FOUR_LAYERS}),

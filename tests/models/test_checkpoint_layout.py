@@ -17,7 +17,11 @@ from model_driver import CPU, ModelDriver
 from nvcli.errors import LoadError
 from nvcli.tools.doctor.model_probe import check_tensors
 
-OLDER = [("pythia", "gpt_neox.", "layers.{}.attention"), ("gpt 2", "transformer.", "h.{}.attn")]
+OLDER = [
+    ("pythia", "gpt_neox.", "layers.{}.attention"),
+    ("gpt 2", "transformer.", "h.{}.attn"),
+    ("falcon 40b", "transformer.", "h.{}.self_attention"),
+]
 FILE = "model.safetensors"
 
 

@@ -183,6 +183,28 @@ OPT = {
 }
 
 
+FALCON = {
+    "hidden_size": 8192,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "new_decoder_architecture": True,
+    "vocab_size": 65024,
+}
+
+
+def test_falcon_of_the_hub(tmp_path: Path) -> None:
+    """The files of Falcon-40B count KV heads; those of Falcon-7B have one, whatever they count."""
+    values = {**FALCON, "num_kv_heads": 8, "parallel_attn": True, "alibi": False}
+    config = load_model_config(write(tmp_path, "FalconForCausalLM", values))
+    assert (attention_of(config).num_kv_heads, config.decoder.layout.qkv_groups) == (8, 8)
+    assert (config.max_position_embeddings, config.tie_word_embeddings) == (2048, True)
+    assert config.decoder.layer_kinds[0].norms.mlp_skips_mixer
+    small = {"hidden_size": 4544, "num_attention_heads": 71, "num_kv_heads": 71, "new_decoder_architecture": False}
+    config = load_model_config(write(tmp_path, "FalconForCausalLM", {**values, **small, "multi_query": True}))
+    assert (attention_of(config).num_kv_heads, attention_of(config).head_dim) == (1, 64)
+    assert config.decoder.layer_kinds[0].norms.before_mlp is None
+
+
 def test_gpt_2_and_opt_of_the_hub_learned_their_positions(tmp_path: Path) -> None:
     config = load_model_config(write(tmp_path, "GPT2LMHeadModel", GPT2))
     assert config.decoder.learned_positions == LearnedPositions(count=1024)
@@ -247,6 +269,9 @@ NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
         ("GPT2LMHeadModel", {**GPT2, "activation_function": "silu"}, ["`activation_function`", "silu", "gelu_new"]),
         ("GPT2LMHeadModel", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, ["inverse_layer_idx`: true"]),
         ("PhiForCausalLM", {"qk_layernorm": True, "hidden_act": "gelu_new"}, ["`qk_layernorm`", "true", "false"]),
+        ("FalconForCausalLM", {**FALCON, "alibi": True}, ["`alibi`", "true is not supported"]),
+        ("FalconForCausalLM", {**FALCON, "parallel_attn": False}, ["`parallel_attn`", "together with"]),
+        ("FalconForCausalLM", {**FALCON, "n_head_kv": 7}, ["`n_head_kv`: 7 does not divide 128"]),
         ("OPTForCausalLM", {**OPT, "do_layer_norm_before": False}, ["`do_layer_norm_before`", "false", "true"]),
         ("OPTForCausalLM", {**OPT, "word_embed_proj_dim": 512}, ["`word_embed_proj_dim`: 512", "768"]),
         ("CohereForCausalLM", {"use_qk_norm": 1}, ["`use_qk_norm`", "1 is not true or false"]),

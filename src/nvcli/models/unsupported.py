@@ -57,11 +57,14 @@ _TILES = "its prompts mark the tiles of each image, which nvcli does not write"
 _VECTORS = "learned vectors stand among those of its images, which nvcli does not compute"
 _NO_TOWER = "its vision tower is not computed by nvcli"
 _NO_REFERENCE = "transformers has no model of it whose numbers nvcli could be held to"
+_ALIBI = "its scores fall with the distance of tokens (ALiBi), which nvcli does not compute"
 _LACKING = {
     "AyaVisionForConditionalGeneration": _TILES,
     "BailingMoeForCausalLM": _NO_REFERENCE,
     "BailingMoeV2ForCausalLM": _NO_REFERENCE,
     "BitNetForCausalLM": "its weights have three values, and its activations 8 bits, which nvcli does not compute",
+    "BloomForCausalLM": _ALIBI,
+    "CodeGenForCausalLM": "its files fuse queries, values and keys in an order that nvcli does not read",
     "Cohere2VisionForConditionalGeneration": _TILES,
     "HunYuanVLForConditionalGeneration": _VECTORS,
     "Idefics3ForConditionalGeneration": _TILES,
@@ -76,6 +79,8 @@ _LACKING = {
     "LlavaNextForConditionalGeneration": _VECTORS,
     "LlavaOnevisionForConditionalGeneration": _VECTORS,
     "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
+    "MPTForCausalLM": _ALIBI,
+    "MptForCausalLM": _ALIBI,
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
     "PaliGemmaForConditionalGeneration": "its prompts attend both ways, which nvcli does not compute",
     "PhimoeForCausalLM": "its router (SparseMixer) is not computed by nvcli",

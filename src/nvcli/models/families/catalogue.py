@@ -9,6 +9,7 @@ from nvcli.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
 from nvcli.models.families.exaone import EXAONE4, EXAONE4_5
+from nvcli.models.families.falcon import FALCON
 from nvcli.models.families.falcon_h1 import FALCON_H1
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -127,6 +128,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT2,
     OPT,
     PHI,
+    FALCON,
 )
 """Families in the order in which `nvcli models` lists them."""
 

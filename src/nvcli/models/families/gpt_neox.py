@@ -9,13 +9,13 @@ from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 
 _STARTS = {"embed_in.": "model.embed_tokens.", "layers.": "model.layers.", "final_layer_norm.": "model.norm."}
-_RENAMED = (
-    (".attention.", ".self_attn."),
+RENAMED = (
     (".query_key_value.", ".qkv_proj."),
     (".dense.", ".o_proj."),
     (".dense_h_to_4h.", ".up_proj."),
     (".dense_4h_to_h.", ".down_proj."),
 )
+"""Megatron's names of projections."""
 
 
 def read(config: ModelFile) -> DecoderConfig:
@@ -24,7 +24,7 @@ def read(config: ModelFile) -> DecoderConfig:
     norms = LayerNorms(mlp_skips_mixer=config.get("use_parallel_residual", bool, True))
     layout = CheckpointLayout(
         starts=(*starts_after("gpt_neox.", _STARTS), ("embed_out.", "lm_head.")),
-        renamed=_RENAMED,
+        renamed=((".attention.", ".self_attn."), *RENAMED),
         qkv_groups=attention.num_kv_heads,
     )
     layer = LayerConfig(mixer=attention, mlp=config.plain_mlp("gelu", bias=True), norms=norms)
