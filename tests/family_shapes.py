@@ -311,6 +311,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**OLDER, "hidden_act": "gelu", "rope_parameters": HALF, "use_parallel_residual": False},
     ),
     "gpt 2": ("GPT2", {**OLDER, "n_inner": 48, "tie_word_embeddings": True}),
+    "starcoder": ("GPTBigCode", {**OLDER, "n_inner": 48, "tie_word_embeddings": True}),
+    "starcoder, many kv heads": ("GPTBigCode", {**OLDER, "n_inner": 48, "multi_query": False}),
+    "gpt-neo": (
+        "GPTNeo",
+        {**OLDER, "attention_types": [[["global", "local"], 1]], "window_size": 20, "tie_word_embeddings": True},
+    ),
+    "gpt-j": ("GPTJ", {**OLDER, "n_inner": 48, "rotary_dim": 4}),
     "opt": ("OPT", {**OLDER, "ffn_dim": 48, "tie_word_embeddings": True}),
     "falcon 7b": ("Falcon", {**OLDER, "ffn_hidden_size": 48, "rope_parameters": DEFAULT, "num_kv_heads": 4}),
     "falcon 40b": (
