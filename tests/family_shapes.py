@@ -318,6 +318,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**OLDER, "attention_types": [[["global", "local"], 1]], "window_size": 20, "tie_word_embeddings": True},
     ),
     "gpt-j": ("GPTJ", {**OLDER, "n_inner": 48, "rotary_dim": 4}),
+    "codegen": ("CodeGen", {**OLDER, "n_inner": 48, "rotary_dim": 4, "n_ctx": 512}),
     "opt": ("OPT", {**OLDER, "ffn_dim": 48, "tie_word_embeddings": True}),
     "falcon 7b": ("Falcon", {**OLDER, "ffn_hidden_size": 48, "rope_parameters": DEFAULT, "num_kv_heads": 4}),
     "falcon 40b": (

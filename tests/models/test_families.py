@@ -272,6 +272,7 @@ NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
         ("GPTNeoForCausalLM", {"num_layers": 2, "attention_types": [["global", 2]]}, ["`attention_types`", "2 layers"]),
         ("GPTNeoForCausalLM", {"num_layers": 2, "attention_types": 7}, ["`attention_types`", "7 does not say"]),
         ("GPTJForCausalLM", {**GPT2, "rotary_dim": 65}, ["`rotary_dim`: 65 is too large; allowed: up to 16"]),
+        ("CodeGenForCausalLM", {**GPT2, "n_head": 6}, ["`n_head`: must be a multiple of 4"]),
         ("PhiForCausalLM", {"qk_layernorm": True, "hidden_act": "gelu_new"}, ["`qk_layernorm`", "true", "false"]),
         ("FalconForCausalLM", {**FALCON, "alibi": True}, ["`alibi`", "true is not supported"]),
         ("FalconForCausalLM", {**FALCON, "parallel_attn": False}, ["`parallel_attn`", "together with"]),

@@ -23,6 +23,7 @@ from nvcli.models.tensor_spec import EXPERTS, FUSED, TensorSpec
 
 _PART = re.compile(r"^model\.layers\.(\d+)\.(\w+)(?:\.(\d+)(?=\.))?")
 """A layer's number, a name in it, and the number of the part of the layer that it belongs to."""
+_FUSED_QKV = ("qkv_proj", "qvk_proj")
 _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
@@ -117,7 +118,7 @@ class CheckpointLayout:
 
     def num_groups(self, fused: str) -> int:
         """Return the number of groups in which the parts of a fused tensor lie."""
-        return self.qkv_groups if ".qkv_proj." in fused else 1
+        return self.qkv_groups if fused.split(".")[-2] in _FUSED_QKV else 1
 
     def _of_part(self, found: re.Match[str]) -> str:
         """Return the start of the decoder's name of a tensor whose layer in the files has several parts."""

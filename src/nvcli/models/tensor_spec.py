@@ -17,6 +17,7 @@ DTYPE_BYTES: dict[KeptDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, 
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "qvk_proj": ("q_proj", "v_proj", "k_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "in_proj": ("in_proj_z", "in_proj_x", "in_proj_B", "in_proj_C", "in_proj_dt"),
     "bcx_proj": ("b_proj", "c_proj", "x_proj"),

@@ -64,7 +64,6 @@ _LACKING = {
     "BailingMoeV2ForCausalLM": _NO_REFERENCE,
     "BitNetForCausalLM": "its weights have three values, and its activations 8 bits, which nvcli does not compute",
     "BloomForCausalLM": _ALIBI,
-    "CodeGenForCausalLM": "its files fuse queries, values and keys in an order that nvcli does not read",
     "Cohere2VisionForConditionalGeneration": _TILES,
     "HunYuanVLForConditionalGeneration": _VECTORS,
     "Idefics3ForConditionalGeneration": _TILES,

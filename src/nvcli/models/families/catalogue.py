@@ -15,7 +15,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nvcli.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_OCR
-from nvcli.models.families.gpt2 import BIGCODE, GPT2, GPT_NEO, GPTJ
+from nvcli.models.families.gpt2 import BIGCODE, CODEGEN, GPT2, GPT_NEO, GPTJ
 from nvcli.models.families.gpt_neox import GPT_NEOX
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
@@ -129,6 +129,7 @@ FAMILIES: tuple[Family, ...] = (
     BIGCODE,
     GPT_NEO,
     GPTJ,
+    CODEGEN,
     OPT,
     PHI,
     FALCON,

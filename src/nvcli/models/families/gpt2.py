@@ -1,7 +1,7 @@
 """GPT-2 (https://openai.com/index/better-language-models) and models with its names of keys and tensors: StarCoder
-(https://arxiv.org/abs/2305.06161), GPT-Neo (https://github.com/EleutherAI/gpt-neo) and GPT-J
-(https://github.com/kingoflolz/mesh-transformer-jax). All have LayerNorm with biases, and all but GPT-J learned their
-positions."""
+(https://arxiv.org/abs/2305.06161), GPT-Neo (https://github.com/EleutherAI/gpt-neo), GPT-J
+(https://github.com/kingoflolz/mesh-transformer-jax) and CodeGen (https://arxiv.org/abs/2203.13474). All have LayerNorm
+with biases, and all but the last two learned their positions."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ _RENAMED_J = (
     (".fc_in.", ".up_proj."),
     (".fc_out.", ".down_proj."),
 )
+_CODEGEN_GROUPS = 4
 _NORMS = LayerNorms(before_attention="ln_1", before_mlp="ln_2")
 
 
@@ -71,12 +72,25 @@ def read_gpt_neo(config: ModelFile) -> DecoderConfig:
 
 
 def read_gptj(config: ModelFile) -> DecoderConfig:
+    """Read separate projections."""
+    return _read_gptj(config, CheckpointLayout(renamed=_RENAMED_J))
+
+
+def read_codegen(config: ModelFile) -> DecoderConfig:
+    """Read fused projections, which lie in groups for the four chips that the models were trained on."""
+    if config.positive("num_attention_heads") % _CODEGEN_GROUPS:
+        raise config.error("num_attention_heads", f"must be a multiple of {_CODEGEN_GROUPS}")
+    renamed = (*_RENAMED_J, (".qkv_proj.", ".qvk_proj."))
+    return _read_gptj(config, CheckpointLayout(renamed=renamed, qkv_groups=_CODEGEN_GROUPS))
+
+
+def _read_gptj(config: ModelFile, layout: CheckpointLayout) -> DecoderConfig:
     """Read attention and MLP side by side, the first dimensions of heads rotated, and a bias of the LM head."""
     head_dim = config.head_dim()
     rotated = config.positive("rotary_dim", 64, most=head_dim)
     attention = config.attention(default_partial=rotated / head_dim, is_interleaved=True)
     layer = LayerConfig(mixer=attention, mlp=_mlp(config, "gelu_new"), norms=replace(_NORMS, before_mlp=None))
-    layout = CheckpointLayout(starts=starts_after("transformer.", _STARTS), renamed=_RENAMED_J)
+    layout = replace(layout, starts=starts_after("transformer.", _STARTS))
     return config.decoder(layer, norm=config.layer_norm(), layout=layout, has_head_bias=True)
 
 
@@ -152,5 +166,13 @@ GPTJ = Family(
     features="attention and MLP side by side, LayerNorm with biases, a part of each head rotated",
     examples=("EleutherAI/gpt-j-6b",),
     read=read_gptj,
+    keys=_KEYS,
+)
+CODEGEN = Family(
+    name="CodeGen",
+    architectures=("CodeGenForCausalLM",),
+    features="as GPT-J, with fused projections",
+    examples=("Salesforce/codegen-16B-mono", "Salesforce/codegen-350M-mono"),
+    read=read_codegen,
     keys=_KEYS,
 )
