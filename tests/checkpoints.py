@@ -163,10 +163,11 @@ SINCE = {
     **dict.fromkeys(("Bamba", "GptOss", "Lfm3", "Mamba2", "MiniMaxM2", "Olmo3"), "5.23"),
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
     **dict.fromkeys(("Laguna", "MiniCPM3", "Mistral4", "NemotronH", "PaddleOCRVL"), "5.17"),
+    **dict.fromkeys(("AXK1", "GraniteMoeSWA", "GraniteSWA"), "5.17"),
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
 MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
-_UNKNOWN_BEFORE = {"Lfm3", "MiniCPM3", "NemotronH", "Olmo3"}
+_UNKNOWN_BEFORE = {"GraniteMoeSWA", "GraniteSWA", "Lfm3", "MiniCPM3", "NemotronH", "Olmo3"}
 """Those of them of which older versions cannot make the configuration."""
 
 

@@ -41,6 +41,17 @@ GPT_OSS: dict[str, Any] = {
     },
 }
 
+_GRANITE = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.5,
+    "embedding_scale": 0.4,
+}
+
 EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
     "qwen3 moe, dense layers, not renormalised": (
@@ -110,6 +121,19 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True,
             "attention_bias": True,
             "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "granite 3 moe": ("GraniteMoe", {**_GRANITE, "head_dim": 8}),
+    "granite moe with windows, a shared expert": (
+        "GraniteMoeSWA",
+        {
+            **_GRANITE,
+            "head_dim": 8,
+            "shared_intermediate_size": 40,
+            "sliding_window": 20,
+            "num_hidden_layers": 3,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "layer_rope_theta": [0, 1e3, 1e4],
         },
     ),
     "minimax m2": ("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8}),

@@ -171,6 +171,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "embedding_scale": 0.4,
         },
     ),
+    "granite swa": (
+        "GraniteSWA",
+        {"num_hidden_layers": 3, "sliding_window": 20, "mlp_bias": True, "residual_multiplier": 0.5, "head_dim": 8},
+    ),
     "granite 4": (
         "GraniteMoeHybrid",
         {

@@ -262,6 +262,8 @@ NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
             ["`mlp_bias`: true is not supported together with `moe_latent_size`"],
         ),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, ["`residual_multiplier`", "0"]),
+        ("GraniteSWAForCausalLM", {"layer_rope_theta": [1e4]}, ["`layer_rope_theta`", "for 2 layers"]),
+        ("GraniteSWAForCausalLM", {"layer_rope_theta": [0, -1]}, ["`layer_rope_theta.1`", "-1"]),
         ("Cohere2ForCausalLM", {"logit_scale": -1}, ["`logit_scale`", "-1"]),
         ("GPT2LMHeadModel", {**GPT2, "n_head": 0}, ["`n_head`: 0 is not positive"]),
         ("GPT2LMHeadModel", {**GPT2, "n_positions": 0}, ["`n_positions`: 0 is not positive"]),

@@ -18,7 +18,7 @@ from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V,
 from nvcli.models.families.gpt2 import BIGCODE, CODEGEN, GPT2, GPT_NEO, GPTJ
 from nvcli.models.families.gpt_neox import GPT_NEOX
 from nvcli.models.families.gpt_oss import GPT_OSS
-from nvcli.models.families.granite import GRANITE, GRANITE4
+from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA
 from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM3
@@ -89,6 +89,7 @@ FAMILIES: tuple[Family, ...] = (
     INTERNVL,
     QIANFAN_OCR,
     GRANITE,
+    GRANITE_SWA,
     GRANITE4,
     BAMBA,
     FALCON_H1,

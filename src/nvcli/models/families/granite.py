@@ -1,5 +1,6 @@
-"""Granite 3 and 4 (https://arxiv.org/abs/2505.08699): Llama's layers with four multipliers, and in Granite 4 with
-Mamba-2 in place of attention in most layers.
+"""Granite 3 and 4 (https://arxiv.org/abs/2505.08699): Llama's layers with four multipliers, in some models with experts
+(https://arxiv.org/abs/2408.13359), with windows and sinks, or (Granite 4) with Mamba-2 in place of attention in most
+layers.
 
 A block's output is multiplied by `residual_multiplier` before it is added to the residual stream. A norm does not
 depend on the scale of its input, except through its epsilon: so the stream is kept divided by that number instead, and
@@ -9,12 +10,13 @@ blocks add their outputs as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.mamba import ATTENTION, MAMBA, read_mamba
-from nvcli.models.families.model_file import FULL, ModelFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
@@ -40,22 +42,59 @@ _DENSE_LAYOUT = CheckpointLayout(
 def read_granite(config: ModelFile) -> DecoderConfig:
     """Read Granite 3."""
     config.layer_types(supported=(FULL,))
-    attention = _attention(config, rotates=True)
-    mlp = config.mlp(bias=config.get("mlp_bias", bool, False))
-    return _read(config, [attention] * config.num_layers(), mlp, PLAIN_LAYOUT)
+    return _read(config, [_attention(config, rotates=True)] * config.num_layers(), *_mlp(config))
+
+
+def read_granite_swa(config: ModelFile) -> DecoderConfig:
+    """Read a model with sinks, in which three of four layers have windows, and each may have a theta of its own."""
+    full = replace(_attention(config, rotates=True), has_sinks=True)
+    local = replace(full, window=config.bounded(config.window(128)))
+    kinds = config.layer_types() or [SLIDING if number % 4 else FULL for number in range(config.num_layers())]
+    mixers = [local if kind == SLIDING else full for kind in kinds]
+    if config.has("layer_rope_theta"):
+        mixers = [_with_theta(mixer, theta) for mixer, theta in zip(mixers, _thetas(config), strict=True)]
+    return _read(config, mixers, *_mlp(config))
+
+
+def _thetas(config: ModelFile) -> list[float]:
+    """Read the theta of each layer; 0: it does not rotate."""
+    key, count = "layer_rope_theta", config.num_layers()
+    found = config.values[key]
+    if not isinstance(found, list) or len(found) != count:
+        raise config.error(key, f"{show(found)} is not a list of numbers for {count} layers")
+    numbers = config.with_values({str(number): theta for number, theta in enumerate(found)}, f"{config.section}{key}.")
+    return [numbers.positive_number(name) if numbers.values[name] != 0 else 0.0 for name in numbers.values]
+
+
+def _with_theta(attention: AttentionConfig, theta: float) -> AttentionConfig:
+    assert attention.rope is not None
+    return replace(attention, rope=replace(attention.rope, theta=theta) if theta else None)
+
+
+def _mlp(config: ModelFile) -> tuple[MLPConfig | ExpertsConfig, CheckpointLayout]:
+    """Read a dense MLP, or experts and what all tokens share beside them if there is anything."""
+    if not config.has("num_local_experts"):
+        return config.mlp(bias=config.get("mlp_bias", bool, False)), PLAIN_LAYOUT
+    size_key = "shared_intermediate_size"
+    shared = config.mlp(size_key=size_key) if config.get(size_key, int, 0) else None
+    return _experts(config, shared), _EXPERTS_LAYOUT
+
+
+def _experts(config: ModelFile, shared: MLPConfig | None) -> ExpertsConfig:
+    """Read experts whose weights for a token add up to 1."""
+    routing = config.routing(keys=("num_local_experts",), renormalise=True)
+    return config.experts(routing, size_key="intermediate_size", shared=shared)
 
 
 def read_granite4(config: ModelFile) -> DecoderConfig:
-    """Read Granite 4: layers of Mamba-2 or attention, each with an MLP, and in the larger models with experts, whose
-    weights for a token add up to 1, beside it."""
+    """Read Granite 4: layers of Mamba-2 or attention, each with an MLP, and in the larger models with experts beside
+    it."""
     attention = _attention(config, rotates=config.values.get("position_embedding_type") == "rope")
     mixers = [attention if kind in ATTENTION else read_mamba(config) for kind in _layer_types(config)]
     dense = config.mlp(size_key="shared_intermediate_size")
     if not config.get("num_local_experts", int, 8):
         return _read(config, mixers, dense, _DENSE_LAYOUT)
-    routing = config.routing(keys=("num_local_experts",), renormalise=True)
-    experts = config.experts(routing, size_key="intermediate_size", shared=dense)
-    return _read(config, mixers, experts, _EXPERTS_LAYOUT)
+    return _read(config, mixers, _experts(config, dense), _EXPERTS_LAYOUT)
 
 
 def _layer_types(config: ModelFile) -> list[str]:
@@ -94,10 +133,17 @@ def _read(
 
 GRANITE = Family(
     name="Granite 3",
-    architectures=("GraniteForCausalLM",),
-    features="multipliers of embeddings, residuals, scores and logits",
-    examples=("ibm-granite/granite-3.3-8b-instruct",),
+    architectures=("GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+    features="multipliers of embeddings, residuals, scores and logits; a mixture of experts in some models",
+    examples=("ibm-granite/granite-3.3-8b-instruct", "ibm-granite/granite-3.1-3b-a800m-instruct"),
     read=read_granite,
+)
+GRANITE_SWA = Family(
+    name="Granite SWA",
+    architectures=("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"),
+    features="as Granite 3, with windows in three of four layers and a sink for each head",
+    examples=("ibm-granite/granite-swash-2b", "ibm-granite/granite-swash-3b-a600m"),
+    read=read_granite_swa,
 )
 GRANITE4 = Family(
     name="Granite 4",
