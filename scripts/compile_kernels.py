@@ -57,6 +57,13 @@ from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
 from nvcli.worker.runner.warm_up import warm_up_steps
 
+_PHI_MOE = {
+    "architectures": ["PhimoeForCausalLM"],
+    "attention_bias": True,
+    "intermediate_size": 6400,
+    "lm_head_bias": True,
+    "num_local_experts": 16,
+}
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "0.6B": ("qwen3-0.6b", {}),
     "0.6B in float32": ("qwen3-0.6b", {"dtype": "float32"}),
@@ -70,6 +77,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "30B-A3B in FP8": ("qwen3-30b-a3b", {"quantization": "fp8"}),
     "gpt-oss in FP8": ("gpt-oss-20b", {"quantization": "fp8"}),
     "gpt-oss in 4 bits": ("gpt-oss-20b", {"quantization": "w4a16"}),
+    "Phi-3.5-MoE": ("mixtral-8x7b", {"hf_overrides": _PHI_MOE}),
     "DeepSeek-V2-Lite": ("deepseek-v2-lite", {}),
     "DeepSeek-V2-Lite with an FP8 cache": ("deepseek-v2-lite", {"kv_cache_dtype": "fp8"}),
     "DeepSeek-V2-Lite batch-invariant": ("deepseek-v2-lite", {"batch_invariant": True}),

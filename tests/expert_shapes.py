@@ -136,6 +136,27 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_rope_theta": [0, 1e3, 1e4],
         },
     ),
+    "phi-3.5-moe, longrope of short runs": (
+        "Phimoe",
+        {
+            "num_local_experts": 6,
+            "intermediate_size": 32,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 70,
+                "short_factor": [1.0, 1.1, 1.2, 1.5],
+                "long_factor": [1.5, 2.0, 3.0, 5.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+            },
+            "head_dim": 8,
+        },
+    ),
     "minimax m2": ("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8}),
     "ernie 4.5 moe": (
         "Ernie4_5_Moe",

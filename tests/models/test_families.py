@@ -20,6 +20,7 @@ from nvcli.models.families.catalogue import FAMILIES
 from nvcli.models.geometry import model_tensors
 from nvcli.models.layer_config import LearnedPositions
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
+from nvcli.models.rope import rope_frequencies
 from nvcli.tools.bench.shapes import SHAPES
 from nvcli.worker.distributed.stage import Stage
 
@@ -128,6 +129,28 @@ def test_olmo_3_stretches_full_attention_alone(tmp_path: Path) -> None:
     )
     assert [rope_of(config, layer).rope_type for layer in range(4)] == ["default"] * 3 + ["yarn"]
     assert rope_of(config, 0).theta == rope_of(config, 3).theta == 5e5
+
+
+def test_phi_3_5_moe_of_the_hub(tmp_path: Path) -> None:
+    """Its longrope has a factor on cosines and sines for short runs, and one for long runs."""
+    keys = {
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {
+            "long_factor": [2.0] * 8,
+            "long_mscale": 1.25,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 8,
+            "short_mscale": 1.24,
+            "type": "longrope",
+        },
+    }
+    config = read(tmp_path, "PhiMoEForCausalLM", absent=("rope_parameters",), rope_theta=10000.0, **keys)
+    routing = config.layers[0].routing
+    assert routing is not None
+    assert (routing.scoring, routing.tolerance) == ("sparsemixer", 0.02)
+    assert [rope_frequencies(rope_of(config), 16, positions)[1] for positions in (64, 65)] == [1.24, 1.25]
 
 
 def test_internlm3_has_names_of_its_own_for_biases(tmp_path: Path) -> None:
@@ -261,6 +284,7 @@ NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
             {**NEMOTRON_H, "hybrid_override_pattern": "*E", "moe_latent_size": 8, "mlp_bias": True},
             ["`mlp_bias`: true is not supported together with `moe_latent_size`"],
         ),
+        ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, ["`num_experts_per_tok`", "3"]),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, ["`residual_multiplier`", "0"]),
         ("GraniteSWAForCausalLM", {"layer_rope_theta": [1e4]}, ["`layer_rope_theta`", "for 2 layers"]),
         ("GraniteSWAForCausalLM", {"layer_rope_theta": [0, -1]}, ["`layer_rope_theta.1`", "-1"]),

@@ -55,20 +55,33 @@ def route(
     total = logits.sum(dim=0)
     if bias is not None:
         total = total + bias
-    scores = total.softmax(dim=-1) if routing.scoring == "softmax" else total.sigmoid()
+    is_sigmoid = routing.scoring == "sigmoid"
+    scores = total.sigmoid() if is_sigmoid else total.softmax(dim=-1)
     # The softmax keeps the order, but may make small logits equal.
-    choice = total if routing.scoring == "softmax" else scores
+    choice = scores if is_sigmoid else total
     if correction is not None:
         choice = scores + correction
     choice = choice.masked_fill(choice.isnan(), -torch.inf)
     if routing.groups_per_token < routing.num_groups:
         choice = choice.masked_fill(~_in_best_groups(choice, routing), -torch.inf)
     experts = choice.argsort(dim=-1, descending=True, stable=True)[:, : routing.experts_per_token]
-    weights = scores.gather(1, experts)
+    is_mixed = routing.scoring == "sparsemixer"
+    weights = _mix_sparsely(total, experts, routing.tolerance) if is_mixed else scores.gather(1, experts)
     if routing.renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
     weights = weights * routing.scale
     return Routes(experts.int(), weights if factors is None else weights * factors[experts])
+
+
+def _mix_sparsely(logits: Tensor, experts: Tensor, tolerance: float) -> Tensor:
+    """Weigh the chosen experts one after another as `Routing.scoring` says: [T, E], [T, k] → [T, k]."""
+    weights, left = [], logits
+    for expert in torch.split(experts, 1, dim=1):
+        best = logits.gather(1, expert)
+        is_far = best - logits > tolerance * torch.maximum(logits.abs(), best)
+        weights.append(1.0 / (left - best).exp().masked_fill(is_far, 0.0).sum(dim=-1, keepdim=True))
+        left = left.scatter(1, expert, -torch.inf)
+    return torch.cat(weights, dim=1)
 
 
 def route_row_by_row(logits: Tensor, routing: Routing, **terms: Tensor | None) -> Routes:

@@ -26,7 +26,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tup
     if rope.rope_type == "longrope":
         is_long = max_positions > rope.original_max_position_embeddings
         factors = torch.tensor(rope.long_factors if is_long else rope.short_factors, dtype=torch.float32, device="cpu")
-        return 1.0 / (factors * rope.theta**exponents), rope.attention_factor
+        attention_factor = rope.long_attention_factor if is_long else rope.attention_factor
+        return 1.0 / (factors * rope.theta**exponents), attention_factor
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
         return inv_freq / rope.factor, 1.0

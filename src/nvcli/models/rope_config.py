@@ -42,6 +42,8 @@ class RopeConfig:
     attention_factor: float = 1.0
     """The factor on cosines and sines of yarn and longrope; derived by transformers' rule if the file does not give
     it."""
+    long_attention_factor: float = 1.0
+    """For longrope, that factor in runs of longer sequences."""
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of a head's dimensions that are rotated, which is even."""
@@ -165,11 +167,13 @@ def _longrope_settings(rope: JsonFile, rotary_dim: int, max_positions: int) -> d
     original = rope.positive("original_max_position_embeddings", least=2)
     factor = rope.positive_number("factor", max_positions / original)
     derived = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    attention_factor = rope.positive_number("attention_factor", derived)
     return {
         "factor": factor,
         "short_factors": _factors(rope, "short_factor", rotary_dim // 2),
         "long_factors": _factors(rope, "long_factor", rotary_dim // 2),
-        "attention_factor": rope.positive_number("attention_factor", derived),
+        "attention_factor": rope.positive_number("short_mscale", attention_factor),
+        "long_attention_factor": rope.positive_number("long_mscale", attention_factor),
     }
 
 

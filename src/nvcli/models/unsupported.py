@@ -82,8 +82,6 @@ _LACKING = {
     "MptForCausalLM": _ALIBI,
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
     "PaliGemmaForConditionalGeneration": "its prompts attend both ways, which nvcli does not compute",
-    "PhimoeForCausalLM": "its router (SparseMixer) is not computed by nvcli",
-    "PhiMoEForCausalLM": "its router (SparseMixer) is not computed by nvcli",
     "SmolVLMForConditionalGeneration": _TILES,
     "Step3p5ForCausalLM": _CLAMPS,
     "Step3p7ForConditionalGeneration": _CLAMPS,

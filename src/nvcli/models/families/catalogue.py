@@ -31,7 +31,7 @@ from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRA
 from nvcli.models.families.nemotron_h import NEMOTRON_H
 from nvcli.models.families.olmo import OLMO2, OLMO3, OLMOE
 from nvcli.models.families.opt import OPT
-from nvcli.models.families.phi3 import PHI, PHI3
+from nvcli.models.families.phi3 import PHI, PHI3, PHI_MOE
 from nvcli.models.families.plain_mlps import APERTUS, ARCEE, NEMOTRON, STARCODER2
 from nvcli.models.families.qwen import (
     LIGHTON_OCR,
@@ -76,6 +76,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA4,
     GEMMA4_UNIFIED,
     PHI3,
+    PHI_MOE,
     OLMO2,
     OLMO3,
     OLMOE,

@@ -53,12 +53,13 @@ def _route_kernel(
     GROUP_TILE: tl.constexpr,
     MEMBER_TILE: tl.constexpr,
     SIGMOID: tl.constexpr,
+    TOLERANCE: tl.constexpr,
     RENORMALISE: tl.constexpr,
     SCALE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (token). GROUP_TILE and MEMBER_TILE are the next powers of two of the number of groups and of a group's
-    size."""
+    size. TOLERANCE is None unless experts are weighed by SparseMixer."""
     await_kernel_before(DEPENDENT)
     token = tl.program_id(0)
     group = tl.arange(0, GROUP_TILE)[:, None]
@@ -75,6 +76,9 @@ def _route_kernel(
     if SIGMOID:
         scores = tl.sigmoid(logits)
         choice = scores
+    elif TOLERANCE is not None:
+        scores = logits
+        choice = logits
     else:
         largest = tl.max(tl.max(tl.where(exists, logits, float("-inf")), 1), 0)
         scores = tl.where(exists, tl.exp(logits - largest), 0.0)
@@ -102,6 +106,11 @@ def _route_kernel(
     place = tl.full([GROUP_TILE, MEMBER_TILE], -1, tl.int32)
     for number in tl.static_range(EXPERTS_PER_TOKEN):
         best = tl.max(tl.max(ranked, 1), 0)
+        if TOLERANCE is not None:
+            own = tl.sum(tl.sum(tl.where(ranked == best, logits, 0.0), 1), 0)
+            is_far = own - logits > TOLERANCE * tl.maximum(tl.abs(logits), own)
+            near = tl.where(is_far | (place >= 0) | (exists == 0), 0.0, tl.exp(logits - own))
+            scores = tl.where(ranked == best, 1.0 / tl.sum(tl.sum(near, 1), 0), scores)
         place = tl.where(ranked == best, number, place)
         ranked = tl.where(ranked == best, -9223372036854775808, ranked)
     is_chosen = place >= 0
@@ -144,6 +153,7 @@ def route(
         GROUP_TILE=next_power_of_2(routing.num_groups),
         MEMBER_TILE=next_power_of_2(num_experts // routing.num_groups),
         SIGMOID=routing.scoring == "sigmoid",
+        TOLERANCE=routing.tolerance if routing.scoring == "sparsemixer" else None,
         RENORMALISE=routing.renormalise,
         SCALE=routing.scale,
         num_warps=1,
