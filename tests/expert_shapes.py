@@ -269,6 +269,15 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _YARN,
         },
     ),
+    "a.x-k1": (
+        "AXK1",
+        {**_LATENT_EXPERTS, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "k-exaone": (
+        "ExaoneMoe",
+        {**_EXPERTS, "num_experts": 8, "sliding_window": 20, "sliding_window_pattern": 2, "num_hidden_layers": 3},
+    ),
+    "flexolmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 8}),
     "glm 4.7 flash": ("Glm4MoeLite", _LATENT_EXPERTS),
     "mistral 4": (
         "Mistral4",

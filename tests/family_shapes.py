@@ -331,6 +331,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi 2": ("Phi", {"hidden_size": 64, "hidden_act": "gelu_new", "rope_parameters": HALF}),
     "minicpm 3": ("MiniCPM3", {**LATENTS, "v_head_dim": None, "scale_emb": 3.0, "dim_model_base": 24}),
+    "youtu-llm": ("Youtu", {**LATENTS, "tie_word_embeddings": True}),
     "exaone 4": ("Exaone4", {"sliding_window": 20, **FOUR_LAYERS}),
     "qwen 3-next": ("Qwen3Next", HYBRID_EXPERTS),
     "qwen 3.5": ("Qwen3_5Text", HYBRID),

@@ -4,6 +4,7 @@ token, in stages, and cut over ranks, with parts of every expert and with whole 
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from rank_weights import load_model
 from torch import Tensor
 
 from batches import RequestState, make_batch
-from checkpoints import is_too_old, reference_logits_of, reference_model, write_tiny_model
+from checkpoints import edit_weights, is_too_old, reference_logits_of, reference_model, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import LONGEST_SHORT_RUN, SHAPES
 from model_driver import ModelDriver
@@ -130,6 +131,21 @@ def test_logits(name: str, checkpoint_of: Checkpoints) -> None:
         assert "left on disk" in driver.notes[0]
     if "shared keys" not in name:  # its layers cannot be parted
         assert_close(logits_in_stages(path, PROMPT), expected, name=name)
+
+
+def test_a_x_k1_of_the_hub_corrects_no_scores(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    """Its files have no numbers for it, and a norm of dense layers that nothing reads."""
+    path = shutil.copytree(checkpoint_of("a.x-k1"), tmp_path / "model")
+
+    def as_published(weights: dict[str, Tensor]) -> None:
+        for name in [name for name in weights if name.endswith("e_score_correction_bias")]:
+            del weights[name]
+        weights["model.layers.0.post_mlp_layernorm.weight"] = torch.ones(32)
+
+    edit_weights(path, as_published)
+    expected = reference_logits_of(path, [PROMPT])[0]
+    assert not torch.allclose(expected, published_logits(checkpoint_of("a.x-k1"))[0], atol=0.1)
+    assert_close(logits_in_steps(ModelDriver(path, max_positions=LENGTH), PROMPT, LENGTH), expected)
 
 
 def logits_in_stages(path: Path, ids: list[int]) -> Tensor:

@@ -68,6 +68,7 @@ class Decoder(nn.Module):
                     list(islice(specs_of_layers, len(layers[number].mixers))),
                     owners[number] - numbers.start + first_cache_layer,
                     has_input=inputs is not None,
+                    is_summed=number > 0 and layers[number - 1].norms.after_mlp is not None,
                 )
                 for number in numbers
             }

@@ -33,29 +33,29 @@ class DecoderLayer(nn.Module):
         cache_layer: int,
         *,
         has_input: bool,
+        is_summed: bool = False,
     ) -> None:
         """Build the layer. `specs`: those of its mixers; `has_input`: whether it has an input besides the residual
-        stream."""
+        stream; `is_summed`: whether the layer before it ends with a norm, whose result is complete."""
         super().__init__()
         own = build.of_own_rows()
         self.group = own.group
         self.is_parallel = config.is_parallel
 
-        def before(name: str | None, previous: str | None) -> InputNorm | None:
-            """Build the norm of a block's input; `previous` names the norm after the previous block."""
-            return None if name is None else InputNorm(own, f"{path}.{name}", norm, is_summed=previous is not None)
+        def before(name: str | None, *, is_summed: bool) -> InputNorm | None:
+            return None if name is None else InputNorm(own, f"{path}.{name}", norm, is_summed=is_summed)
 
         def after(name: str | None, *, is_summed: bool = False) -> ResultNorm | None:
             return None if name is None else ResultNorm(own, f"{path}.{name}", norm, is_summed=is_summed)
 
         norms = config.norms
-        self.before_attention = before(norms.before_attention, norms.after_mlp)
+        self.before_attention = before(norms.before_attention, is_summed=is_summed)
         self.mixer: TokenMixer = config.mixer.build(own, path, norm, specs[0], cache_layer)
         self.beside: TokenMixer | None = None
         if config.beside is not None:
             self.beside = config.beside.build(own, path, norm, specs[1], cache_layer)
         self.after_attention = after(norms.after_attention)
-        self.before_mlp = before(norms.before_mlp, norms.after_attention)
+        self.before_mlp = before(norms.before_mlp, is_summed=norms.after_attention is not None)
 
         def feed_forward(block: FeedForward) -> FeedForward:
             return RowsOfRanks(build.group, block) if build.has_own_rows else block
@@ -67,9 +67,9 @@ class DecoderLayer(nn.Module):
         if config.shortcut is not None:
             self.shortcut = feed_forward(config.shortcut.build_at(build, f"{path}.{SHORTCUT}", norm))
         self.batch_invariant = build.batch_invariant
-        is_summed = self.mlp is not None and self.mlp.is_summed
-        self.after_mlp = after(norms.after_mlp, is_summed=is_summed)
-        self.gives_stream = self.after_mlp is None or is_summed
+        gives_sum = self.mlp is not None and self.mlp.is_summed
+        self.after_mlp = after(norms.after_mlp, is_summed=gives_sum)
+        self.gives_stream = self.after_mlp is None or gives_sum
         if not self.is_parallel:  # norms quantise for the projections after them, where nothing else reads the result
             readers = (
                 (self.before_attention, self.mixer, self.beside),

@@ -1,7 +1,8 @@
-"""Whether a checkpoint stores the weights of its routers in float32, in which they are then kept. Torch-free.
+"""Notices what a checkpoint stores of its routers. Torch-free.
 
 transformers computes the routers of some families in float32 (`ExpertsConfig.has_wide_router`), but most of their
-checkpoints store them in the type of the other weights, in which they take half the memory and time.
+checkpoints store them in the type of the other weights, in which they take half the memory and time. And some leave out
+the corrections of the scores (`ExpertsConfig.may_lack_correction`).
 """
 
 from __future__ import annotations
@@ -14,35 +15,46 @@ from pathlib import Path
 from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_index, weight_files
 from nvcli.models.config import ModelConfig
-from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.layer_config import LayerConfig
+from nvcli.models.mixers.experts import CORRECTION, ExpertsConfig
 from nvcli.models.safetensors_header import read_header
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.tensor_spec import EXPERTS
 
 
 def with_stored_routers(model: ModelConfig, path: Path) -> ModelConfig:
-    """Return the model with its routers kept as the checkpoint folder `path` stores them. Files that are missing or
-    broken change nothing here: loading them says what is wrong."""
-    routers = {
-        f"model.layers.{number}.{name}.gate.weight"
+    """Return the model with its routers as the checkpoint folder `path` stores them. Files that are missing or broken
+    change nothing here: loading them says what is wrong."""
+    blocks = {
+        f"model.layers.{number}.{name}.gate": block
         for number, layer in enumerate(model.layers)
         for name, block in layer.named_blocks
-        if isinstance(block, ExpertsConfig) and block.has_wide_router
+        if isinstance(block, ExpertsConfig)
     }
-    if routers:
-        with suppress(LoadError):
-            found = _first_router(model, routers, path)
-            return replace(model, stores_wide_routers=found is not None and found.dtype == "F32")
+    routers = {f"{gate}.weight" for gate, block in blocks.items() if block.has_wide_router}
+    corrections = {f"{gate}.{CORRECTION}" for gate, block in blocks.items() if block.may_lack_correction}
+    with suppress(LoadError):
+        if routers:
+            found = _first_of(model, routers, path)
+            model = replace(model, stores_wide_routers=found is not None and found.dtype == "F32")
+        if corrections and _first_of(model, corrections, path) is None:
+            kinds = tuple(_without_correction(layer) for layer in model.decoder.layer_kinds)
+            model = replace(model, decoder=replace(model.decoder, layer_kinds=kinds))
     return model
 
 
-def _first_router(model: ModelConfig, routers: set[str], path: Path) -> TensorInfo | None:
-    """Return one of the routers' weights; None: no file has one. Only the header of its file is read, if there is an
-    index. Raises LoadError."""
+def _without_correction(layer: LayerConfig) -> LayerConfig:
+    mlp = layer.mlp
+    return replace(layer, mlp=replace(mlp, has_correction=False)) if isinstance(mlp, ExpertsConfig) else layer
+
+
+def _first_of(model: ModelConfig, wanted: set[str], path: Path) -> TensorInfo | None:
+    """Return one of the tensors; None: no file has one. Only the header of its file is read, if there is an index.
+    Raises LoadError."""
 
     def find(names: Iterable[str]) -> str | None:
         some = (name for name in names if f".{EXPERTS}." not in name)  # of which there are thousands
-        return next((name for name in some if model.decoder.layout.decoder_name(name) in routers), None)
+        return next((name for name in some if model.decoder.layout.decoder_name(name) in wanted), None)
 
     index = read_index(path)
     if index:

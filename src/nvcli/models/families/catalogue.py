@@ -5,10 +5,10 @@ from __future__ import annotations
 from nvcli.models.families.afmoe import AFMOE, LAGUNA
 from nvcli.models.families.bamba import BAMBA
 from nvcli.models.families.cohere2 import COHERE, COHERE2, COHERE2_MOE
-from nvcli.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from nvcli.models.families.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
-from nvcli.models.families.exaone import EXAONE4, EXAONE4_5
+from nvcli.models.families.exaone import EXAONE4, EXAONE4_5, EXAONE_MOE
 from nvcli.models.families.falcon import FALCON
 from nvcli.models.families.falcon_h1 import FALCON_H1
 from nvcli.models.families.family import Family
@@ -29,7 +29,7 @@ from nvcli.models.families.minicpm import MINICPM3
 from nvcli.models.families.minimax import MINIMAX_M2
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
 from nvcli.models.families.nemotron_h import NEMOTRON_H
-from nvcli.models.families.olmo import OLMO2, OLMO3, OLMOE
+from nvcli.models.families.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
 from nvcli.models.families.opt import OPT
 from nvcli.models.families.phi3 import PHI, PHI3, PHI_MOE
 from nvcli.models.families.plain_mlps import APERTUS, ARCEE, NEMOTRON, STARCODER2
@@ -80,6 +80,7 @@ FAMILIES: tuple[Family, ...] = (
     OLMO2,
     OLMO3,
     OLMOE,
+    FLEX_OLMO,
     GLM,
     GLM4,
     GLM4_MOE,
@@ -103,6 +104,8 @@ FAMILIES: tuple[Family, ...] = (
     MINICPM3,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    AXK1,
+    YOUTU,
     LONGCAT_FLASH,
     COHERE,
     COHERE2,
@@ -116,6 +119,7 @@ FAMILIES: tuple[Family, ...] = (
     HUNYUAN_V3,
     EXAONE4,
     EXAONE4_5,
+    EXAONE_MOE,
     DOTS1,
     SOLAR_OPEN,
     ARCEE,

@@ -1,19 +1,26 @@
 """DeepSeek-V2 (https://arxiv.org/abs/2405.04434) and DeepSeek-V3 (https://arxiv.org/abs/2412.19437), whose shape R1 and
-Kimi-K2 have too: latent attention, and a mixture of experts after dense layers."""
+Kimi-K2 have too: latent attention, and a mixture of experts after dense layers. A.X-K1
+(https://arxiv.org/abs/2601.09200) norms what its experts give; Youtu-LLM is dense."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from nvcli.kernels.expert_settings import Routing
 from nvcli.models.families.deepseek_experts import (
     first_layers_dense,
     layout_without_predictions,
+    read_experts,
     read_with_predictions,
     shared_experts,
 )
 from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import read_latent_attention
 from nvcli.models.families.model_file import ModelFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.latent_attention import LatentAttentionConfig
+
+_AFTER_EXPERTS = "post_mlp_layernorm"
 
 
 def read_deepseek_v2(config: ModelFile) -> DecoderConfig:
@@ -35,8 +42,31 @@ def _routing(config: ModelFile) -> Routing:
 
 def read_deepseek_v3(config: ModelFile) -> DecoderConfig:
     """Read DeepSeek-V3."""
-    attention = read_latent_attention(config, is_interleaved=config.get("rope_interleave", bool, True))
-    return read_with_predictions(config, attention)
+    return read_with_predictions(config, _attention(config))
+
+
+def read_axk1(config: ModelFile) -> DecoderConfig:
+    """Read A.X-K1. Its files have the norm after the experts in dense layers too, where nothing reads it, and no
+    corrections of the router's scores."""
+    config.only("moe_layer_freq", 1)
+    experts = replace(read_experts(config), may_lack_correction=True)
+    dense = LayerConfig(mixer=_attention(config), mlp=config.mlp())
+    sparse = replace(dense, mlp=experts, norms=LayerNorms(after_mlp=_AFTER_EXPERTS))
+    is_sparse, layout = config.sparse_layers(), layout_without_predictions(config)
+    unread = (f"model.layers.{number}.{_AFTER_EXPERTS}." for number, has in enumerate(is_sparse) if not has)
+    return config.decoder(
+        (sparse if has_experts else dense for has_experts in is_sparse),
+        layout=replace(layout, left=(*layout.left, *unread)),
+    )
+
+
+def read_youtu(config: ModelFile) -> DecoderConfig:
+    """Read Youtu-LLM."""
+    return config.decoder(LayerConfig(mixer=_attention(config), mlp=config.mlp()))
+
+
+def _attention(config: ModelFile) -> LatentAttentionConfig:
+    return read_latent_attention(config, is_interleaved=config.get("rope_interleave", bool, True))
 
 
 DEEPSEEK_V2 = Family(
@@ -60,4 +90,21 @@ DEEPSEEK_V3 = Family(
         "topk_group": 4,
         "routed_scaling_factor": 2.5,
     },
+)
+AXK1 = Family(
+    name="A.X-K1",
+    architectures=("AXK1ForCausalLM",),
+    features="as DeepSeek-V3, with a norm after the experts",
+    examples=("skt/A.X-K1",),
+    read=read_axk1,
+    defaults={"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+)
+YOUTU = Family(
+    name="Youtu-LLM",
+    architectures=("YoutuForCausalLM",),
+    features="latent attention",
+    examples=("tencent/Youtu-LLM-2B",),
+    read=read_youtu,
+    ties_embeddings=True,
+    defaults={"q_lora_rank": 1536, "kv_lora_rank": 512},
 )

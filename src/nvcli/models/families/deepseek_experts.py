@@ -16,14 +16,23 @@ from nvcli.models.mtp_config import MTPConfig, names_of_layer
 
 SHARED_EXPERT = (".shared_experts.", ".shared_expert.")
 """The names of shared experts in files and in the decoder."""
+CORRECTION_BESIDE_GATE = (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias")
+"""The name of corrections in files that have them beside the router, and in the decoder."""
 _MOST_LEFT = 8
 """The most layers for multi-token prediction that are left on disk."""
 
 
-def read_experts(config: ModelFile, *, renormalises: bool = True) -> ExpertsConfig:
-    """Read the experts. `renormalises` is the default of `norm_topk_prob`."""
+def read_experts(
+    config: ModelFile,
+    *,
+    renormalises: bool = True,
+    keys: tuple[str, ...] = ("n_routed_experts", "num_local_experts"),
+    shared_key: str = "n_shared_experts",
+) -> ExpertsConfig:
+    """Read the experts. `renormalises` is the default of `norm_topk_prob`; the numbers of experts and of shared ones
+    are under one of `keys` and under `shared_key`."""
     routing = config.routing(
-        keys=("n_routed_experts", "num_local_experts"),
+        keys=keys,
         scoring="sigmoid",
         renormalise=config.get("norm_topk_prob", bool, renormalises),
         scale=config.positive_number("routed_scaling_factor", 1.0),
@@ -32,7 +41,7 @@ def read_experts(config: ModelFile, *, renormalises: bool = True) -> ExpertsConf
         config.routing_with_groups(routing),
         has_correction=True,
         has_wide_router=True,
-        shared=shared_experts(config, "n_shared_experts"),
+        shared=shared_experts(config, shared_key),
     )
 
 

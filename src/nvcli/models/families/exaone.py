@@ -1,29 +1,51 @@
 """EXAONE 4 (https://arxiv.org/abs/2507.11407): norms after the blocks, normed queries and keys, and full attention
-without rotary positions in the layers between those with windows."""
+without rotary positions in the layers between those with windows. K-EXAONE has norms before the blocks, and experts in
+all layers but the first."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nvcli.core.validation import show
+from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.deepseek_experts import CORRECTION_BESIDE_GATE, SHARED_EXPERT, read_experts
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.families.olmo import NORMS_AFTER
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mtp_config import PREFIX
 from nvcli.models.vision.qwen import read_exaone4_5_vision
 
 _LOCAL, _GLOBAL = "L", "G"
 
 
 def read(config: ModelFile) -> DecoderConfig:
+    """Read EXAONE 4."""
+    mlp = config.mlp()
+    return config.decoder(LayerConfig(mixer=mixer, mlp=mlp, norms=NORMS_AFTER) for mixer in _mixers(config))
+
+
+def read_moe(config: ModelFile) -> DecoderConfig:
+    """Read K-EXAONE; its head for multi-token prediction stays on disk."""
+    experts = read_experts(config, keys=("num_experts",), shared_key="num_shared_experts")
+    dense, layout = config.mlp(), CheckpointLayout(renamed=(CORRECTION_BESIDE_GATE, SHARED_EXPERT), left=(PREFIX,))
+    layers = (
+        LayerConfig(mixer=mixer, mlp=experts if is_sparse else dense)
+        for mixer, is_sparse in zip(_mixers(config), config.sparse_layers(), strict=True)
+    )
+    return config.decoder(layers, layout=layout)
+
+
+def _mixers(config: ModelFile) -> Sequence[AttentionConfig]:
     """Read windows. Layers of full attention do not rotate, except in models without windows."""
     window = config.window(4096)
     attention = config.attention(qk_norm="head")
-    local = LayerConfig(mixer=replace(attention, window=config.bounded(window)), mlp=config.mlp(), norms=NORMS_AFTER)
+    local = replace(attention, window=config.bounded(window))
     if window is None:
-        return config.decoder(local)
-    full = replace(local, mixer=replace(attention, rope=None))
-    return config.decoder(local if kind == SLIDING else full for kind in _kinds(config))
+        return [local] * config.num_layers()
+    return [local if kind == SLIDING else replace(attention, rope=None) for kind in _kinds(config)]
 
 
 def _kinds(config: ModelFile) -> list[str]:
@@ -51,4 +73,12 @@ EXAONE4_5 = Family(
     examples=("LGAI-EXAONE/EXAONE-4.5-33B",),
     read=read,
     read_vision=read_exaone4_5_vision,
+)
+EXAONE_MOE = Family(
+    name="K-EXAONE",
+    architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
+    features="attention as in EXAONE 4; a mixture of experts after a dense layer, and an expert that all tokens share",
+    examples=("LGAI-EXAONE/K-EXAONE-236B-A23B",),
+    read=read_moe,
+    defaults={"num_shared_experts": 1, "routed_scaling_factor": 2.5},
 )

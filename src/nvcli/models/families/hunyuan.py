@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
-from nvcli.models.families.deepseek_experts import SHARED_EXPERT, shared_experts
+from nvcli.models.families.deepseek_experts import CORRECTION_BESIDE_GATE, SHARED_EXPERT, shared_experts
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
@@ -21,7 +21,7 @@ _V1_NAMES = (
 _V3_NAMES = (
     (".mlp.router.gate.", ".mlp.gate."),
     (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
-    (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+    CORRECTION_BESIDE_GATE,
     (".mlp.shared_mlp.", ".mlp.shared_expert."),
     SHARED_EXPERT,
 )

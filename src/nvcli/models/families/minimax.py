@@ -4,14 +4,13 @@ experts chosen by sigmoid scores with a correction."""
 from __future__ import annotations
 
 from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.deepseek_experts import CORRECTION_BESIDE_GATE
 from nvcli.models.families.family import Family
 from nvcli.models.families.mistral import MIXTRAL_NAMES
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 
-_LAYOUT = CheckpointLayout(
-    renamed=(*MIXTRAL_NAMES, (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"))
-)
+_LAYOUT = CheckpointLayout(renamed=(*MIXTRAL_NAMES, CORRECTION_BESIDE_GATE))
 
 
 def read(config: ModelFile) -> DecoderConfig:

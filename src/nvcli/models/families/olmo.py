@@ -64,12 +64,21 @@ def read_olmoe(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers."""
     if config.values.get("clip_qkv") is not None:
         raise config.error("clip_qkv", f"{show(config.values['clip_qkv'])} is not supported, only null")
+    return config.decoder(_layer_with_experts(config, LayerNorms()))
+
+
+def read_flex_olmo(config: ModelFile) -> DecoderConfig:
+    """Read FlexOlmo (https://arxiv.org/abs/2507.07024): OLMo 2 with the experts of OLMoE."""
+    return config.decoder(_layer_with_experts(config, NORMS_AFTER, default_theta=500_000.0))
+
+
+def _layer_with_experts(config: ModelFile, norms: LayerNorms, default_theta: float = 10_000.0) -> LayerConfig:
     routing = config.routing(renormalise=config.get("norm_topk_prob", bool, False))
-    layer = LayerConfig(
-        mixer=config.attention(qk_norm="row", bias=config.bias()),
+    return LayerConfig(
+        mixer=config.attention(default_theta=default_theta, qk_norm="row", bias=config.bias()),
         mlp=config.experts(routing, size_key="intermediate_size"),
+        norms=norms,
     )
-    return config.decoder(layer)
 
 
 OLMOE = Family(
@@ -78,4 +87,11 @@ OLMOE = Family(
     features="a mixture of experts; norms over all heads together",
     examples=("allenai/OLMoE-1B-7B-0924-Instruct", "allenai/OLMoE-1B-7B-0125-Instruct"),
     read=read_olmoe,
+)
+FLEX_OLMO = Family(
+    name="FlexOlmo",
+    architectures=("FlexOlmoForCausalLM",),
+    features="as OLMo 2, with a mixture of experts",
+    examples=("allenai/FlexOlmo-7x7B-1T",),
+    read=read_flex_olmo,
 )

@@ -14,6 +14,8 @@ from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.mixers.plain_mlp import PlainMLPConfig
 from nvcli.models.tensor_spec import EXPERTS, Sharding, TensorSpec, matrix, vector, with_bias
 
+CORRECTION = "e_score_correction_bias"
+"""The name of the numbers that are added to a router's scores when experts are chosen."""
 TO_LATENTS, FROM_LATENTS = "fc1_latent_proj", "fc2_latent_proj"
 """The projections of what experts read and of their results, where they compute in another space."""
 
@@ -34,6 +36,8 @@ class ExpertsConfig(FeedForward):
     """Whether the router's and the experts' projections have biases."""
     has_correction: bool = False
     """Whether numbers from the checkpoint are added to the scores when experts are chosen; see `route`."""
+    may_lack_correction: bool = False
+    """Whether a checkpoint may leave these numbers out, which then are 0 (`stored_routers.py`)."""
     has_factors: bool = False
     """Whether each expert's weight for a token is multiplied by a number from the checkpoint; see `route`."""
     has_wide_router: bool = False
@@ -134,7 +138,7 @@ class ExpertsConfig(FeedForward):
         yield matrix(f"{path}.gate", (num_experts, hidden), Sharding.REPLICATED, router_dtype, "MLP")
         vectors = {
             "bias": self.bias,
-            "e_score_correction_bias": self.has_correction,
+            CORRECTION: self.has_correction,
             "per_expert_scale": self.has_factors,
         }
         for name in (name for name, is_there in vectors.items() if is_there):
