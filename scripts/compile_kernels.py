@@ -64,6 +64,19 @@ _PHI_MOE = {
     "lm_head_bias": True,
     "num_local_experts": 16,
 }
+_OLMO_HYBRID = {
+    "architectures": ["OlmoHybridForCausalLM"],
+    "hidden_size": 3840,
+    "layer_types": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 96,
+    "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30,
+    "linear_value_head_dim": 192,
+    "num_attention_heads": 30,
+    "num_key_value_heads": 30,
+    "rope_theta": None,
+}
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "0.6B": ("qwen3-0.6b", {}),
     "0.6B in float32": ("qwen3-0.6b", {"dtype": "float32"}),
@@ -87,6 +100,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Gemma 4 E4B": ("gemma-4-e4b", {}),
     "Qwen3.5-35B-A3B with its head": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="mtp")}),
     "Nemotron-3-Nano": ("nemotron-3-nano-30b-a3b", {}),
+    "Olmo Hybrid": ("olmo-3-7b", {"hf_overrides": _OLMO_HYBRID}),
     "Qwen3-VL-8B": ("qwen3-vl-8b", {"images": "always"}),
     "Granite-4.0-H-Small with drafts": ("granite-4.0-h-small", {"speculation": SpeculationConfig(method="lookup")}),
 }

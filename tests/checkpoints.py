@@ -223,6 +223,8 @@ def write_tiny_model(
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     if family == "QianfanOCR":  # save_pretrained takes the names of the text part's layers for those of the tower
         edit_weights(path, _rename_text_layers)
+    if family == "OlmoHybrid":  # save_pretrained cuts the convolutions into three equal parts
+        edit_weights(path, _cut_convolutions)
     if dtype == "float32" and family not in WITH_VISION:
         _last_written[:] = [path, _changed_at(path), model]
     return path
@@ -231,6 +233,16 @@ def write_tiny_model(
 def _rename_text_layers(weights: dict[str, Tensor]) -> None:
     for name in [name for name in weights if name.startswith("language_model.model.encoder.")]:
         weights[name.replace(".encoder.", ".")] = weights.pop(name)
+
+
+def _cut_convolutions(weights: dict[str, Tensor]) -> None:
+    import torch
+
+    for name in [name for name in weights if name.endswith("q_conv1d.weight")]:
+        names = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        sizes = [len(weights[one.replace("conv1d", "proj")]) for one in names]
+        parts = torch.cat([weights[one] for one in names]).split(sizes)
+        weights.update(zip(names, map(torch.clone, parts), strict=True))
 
 
 def write_tiny_config(path: Path, family: str = "Qwen3", **overrides: Any) -> Path:

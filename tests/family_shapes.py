@@ -159,6 +159,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo 2": ("Olmo2", {"num_hidden_layers": 3}),
     "olmo 3": ("Olmo3", {"sliding_window": 20, **FOUR_LAYERS}),
+    "olmo hybrid": (
+        "OlmoHybrid",
+        {
+            **HYBRID,
+            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+            "layer_types": [LINEAR, FULL, FULL, LINEAR, FULL],
+            "head_dim": 8,
+        },
+    ),
     "glm": ("Glm", {"rope_parameters": HALF}),
     "glm 4": ("Glm4", {"rope_parameters": HALF}),
     "granite": (

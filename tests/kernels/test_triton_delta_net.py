@@ -50,7 +50,7 @@ STEPS = {
 NUM_BLOCKS = 21
 HEADS = [
     RecurrentHeads(2, 16, 4, 32),
-    RecurrentHeads(1, 24, 3, 20),
+    RecurrentHeads(1, 24, 3, 20, beta_scale=2.0),
     RecurrentHeads(2, 24, 4, 20, rule="scan"),
 ]
 if HAS_GPU:

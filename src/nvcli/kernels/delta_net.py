@@ -30,7 +30,8 @@ def delta_rule(
     """Compute the rule for a step's tokens, and store the states after them; see `compute_rows`."""
     q, k, v = split_heads(qkv, heads)
     q, k = (of_value_heads(unit_length(x), heads) for x in (q, k))
-    inputs = RecurrentInputs(q * heads.key_dim**-0.5, k, v, gates.decay(), gates.beta.float().sigmoid())
+    beta = gates.beta.float().sigmoid() * heads.beta_scale
+    inputs = RecurrentInputs(q * heads.key_dim**-0.5, k, v, gates.decay(), beta)
     return compute_rows(qkv, inputs, pool, rows, heads, kept, delta_step, delta_chunks)
 
 

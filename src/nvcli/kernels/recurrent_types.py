@@ -30,6 +30,9 @@ class RecurrentHeads:
     num_value_heads: int
     value_dim: int
     rule: Rule = "delta"
+    beta_scale: float = 1.0
+    """A factor of β in the delta rule. Above 1, a token may turn round what its key reads from the state (negative
+    eigenvalues, https://arxiv.org/abs/2411.12537)."""
 
     @property
     def num_channels(self) -> int:
@@ -41,7 +44,7 @@ class DeltaGates(NamedTuple):
     """The tensors that the gates of the delta rule are computed from."""
 
     beta: Tensor
-    """[T, Hv]; β is its sigmoid."""
+    """[T, Hv]; β is its sigmoid, times `RecurrentHeads.beta_scale`."""
     step: Tensor
     """[T, Hv], see `decay`."""
     log_rate: Tensor

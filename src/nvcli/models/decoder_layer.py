@@ -49,6 +49,8 @@ class DecoderLayer(nn.Module):
             return None if name is None else ResultNorm(own, f"{path}.{name}", norm, is_summed=is_summed)
 
         norms = config.norms
+        self.adds_sum = norms.before_attention is None and not is_summed
+        """Whether no norm adds up what the layer before gives."""
         self.before_attention = before(norms.before_attention, is_summed=is_summed)
         self.mixer: TokenMixer = config.mixer.build(own, path, norm, specs[0], cache_layer)
         self.beside: TokenMixer | None = None
@@ -97,6 +99,9 @@ class DecoderLayer(nn.Module):
         stream. `stream` [T, H] is filled with the stream before the layer; None: nobody asks for it. `passed` [T, H] is
         the result of the previous layer's shortcut, and like those returned this rank's part of a sum; None: it has
         none."""
+        if self.adds_sum and delta is not None:
+            residual = self.group.add_sum(delta, residual)
+            delta = None
         x = _input(self.before_attention, delta, residual)
         if stream is not None:
             if self.group.size > 1:

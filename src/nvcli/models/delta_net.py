@@ -47,15 +47,23 @@ class GatedDeltaNet(TokenMixer):
         super().__init__(spec, cache_layer)
         size = build.group.size
         self.heads = RecurrentHeads(
-            config.num_key_heads // size, config.key_dim, config.num_value_heads // size, config.value_dim
+            config.num_key_heads // size,
+            config.key_dim,
+            config.num_value_heads // size,
+            config.value_dim,
+            beta_scale=config.beta_scale,
         )
-        pieces = _pieces_by_head(build, path, config) if config.is_fused_by_head else _pieces(build, path, config)
+        pieces = _pieces_by_head(build, path, config) if config.stored == "by head" else _pieces(build, path, config)
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", pieces)
-        self.conv = ConvWeights(build, [f"{path}.conv1d"] * 3, _parts(config, build.group.rank, size))
+        convolutions = [f"{path}.{name}" for name in config.convolutions]
+        if config.stored == "apart":
+            self.conv = ConvWeights(build, convolutions)
+        else:
+            self.conv = ConvWeights(build, convolutions * 3, _parts(config, build.group.rank, size))
         # One number for each of this rank's value heads: [Hv].
         self.log_rate = TensorShard(build, f"{path}.A_log")
         self.step_bias = TensorShard(build, f"{path}.dt_bias")
-        self.norm = Norm(build, f"{path}.norm", replace(norm, weight_offset=0.0))
+        self.norm = Norm(build, f"{path}.norm", replace(norm, weight_offset=0.0, eps=config.norm_eps or norm.eps))
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
@@ -94,11 +102,13 @@ def _parts(config: DeltaNetConfig, rank: int, size: int) -> tuple[slice, slice, 
 
 
 def _pieces(build: BuildContext, path: str, config: DeltaNetConfig) -> list[LinearPiece]:
-    """Cut projections that the checkpoint stores separately."""
-    qkv = linear_piece(build, f"{path}.in_proj_qkv")
+    """Cut projections that the checkpoint stores separately, but for queries, keys and values."""
+    names = ("q", "k", "v") if config.stored == "apart" else ("qkv",)
+    pieces = [linear_piece(build, f"{path}.in_proj_{name}") for name in (*names, "z", "b", "a")]
+    if config.stored == "apart":
+        return pieces
     parts = _parts(config, build.group.rank, build.group.size)
-    names = ("in_proj_z", "in_proj_b", "in_proj_a")
-    return [*(replace(qkv, rows=part) for part in parts), *(linear_piece(build, f"{path}.{name}") for name in names)]
+    return [*(replace(pieces[0], rows=part) for part in parts), *pieces[1:]]
 
 
 def _pieces_by_head(build: BuildContext, path: str, config: DeltaNetConfig) -> list[LinearPiece]:

@@ -3,11 +3,15 @@ together. OLMo has norms only after the blocks; OLMoE has small experts in every
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nvcli.core.validation import show
+from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
-from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
+from nvcli.models.families.model_file import FULL, LINEAR, SLIDING, ModelFile
+from nvcli.models.families.qwen_hybrid import read_delta_net
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
-from nvcli.models.rope_config import read_rope
+from nvcli.models.rope_config import read_rope, rope_section
 
 NORMS_AFTER = LayerNorms(
     before_attention=None,
@@ -88,10 +92,50 @@ OLMOE = Family(
     examples=("allenai/OLMoE-1B-7B-0924-Instruct", "allenai/OLMoE-1B-7B-0125-Instruct"),
     read=read_olmoe,
 )
+_HYBRID_LAYOUT = CheckpointLayout(
+    renamed=(
+        (".attention_layer_norm.", ".input_layernorm."),
+        (".feedforward_layer_norm.", ".post_attention_layernorm."),
+        (".linear_attn.q_proj.", ".linear_attn.in_proj_q."),
+        (".linear_attn.k_proj.", ".linear_attn.in_proj_k."),
+        (".linear_attn.v_proj.", ".linear_attn.in_proj_v."),
+        (".linear_attn.g_proj.", ".linear_attn.in_proj_z."),
+        (".linear_attn.b_proj.", ".linear_attn.in_proj_b."),
+        (".linear_attn.a_proj.", ".linear_attn.in_proj_a."),
+        (".linear_attn.o_proj.", ".linear_attn.out_proj."),
+        (".linear_attn.o_norm.", ".linear_attn.norm."),
+    )
+)
+
+
+def read_olmo_hybrid(config: ModelFile) -> DecoderConfig:
+    """Read gated delta nets, with norms before the blocks, between layers of full attention, with norms after them.
+    These rotate only if the file gives a theta."""
+    attention = config.attention(qk_norm="row", bias=config.bias())
+    if not rope_section(config).has("rope_theta"):
+        attention = replace(attention, rope=None)
+    scale = 2.0 if config.get("linear_allow_neg_eigval", bool, True) else 1.0
+    linear = LayerConfig(
+        mixer=read_delta_net(config, stored="apart", beta_scale=scale, norm_eps=1e-5), mlp=config.mlp()
+    )
+    full = replace(linear, mixer=attention, norms=NORMS_AFTER)
+    kinds = config.layer_types(supported=(FULL, LINEAR))
+    if kinds is None:
+        kinds = [LINEAR if (number + 1) % 4 else FULL for number in range(config.num_layers())]
+    return config.decoder((full if kind == FULL else linear for kind in kinds), layout=_HYBRID_LAYOUT)
+
+
 FLEX_OLMO = Family(
     name="FlexOlmo",
     architectures=("FlexOlmoForCausalLM",),
     features="as OLMo 2, with a mixture of experts",
     examples=("allenai/FlexOlmo-7x7B-1T",),
     read=read_flex_olmo,
+)
+OLMO_HYBRID = Family(
+    name="Olmo Hybrid",
+    architectures=("OlmoHybridForCausalLM",),
+    features="gated delta nets between layers of attention without rotary positions",
+    examples=("allenai/Olmo-Hybrid-7B",),
+    read=read_olmo_hybrid,
 )

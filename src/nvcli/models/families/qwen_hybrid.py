@@ -5,6 +5,7 @@ unless a run drafts tokens by it."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
@@ -13,7 +14,7 @@ from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
 from nvcli.models.families.qwen import read_mlps
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig, OutputGate
-from nvcli.models.mixers.delta_net import DeltaNetConfig
+from nvcli.models.mixers.delta_net import DeltaNetConfig, StoredProjections
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
@@ -26,7 +27,7 @@ _LAYOUT = CheckpointLayout(left=(PREFIX,))
 def read_qwen3_next(config: ModelFile) -> DecoderConfig:
     """Read Qwen3-Next: a mixture of experts, with the delta nets' projections fused head by head."""
     shared = config.mlp(size_key="shared_expert_intermediate_size")
-    return _read(config, read_mlps(config, shared=shared, gates_shared=True), is_fused_by_head=True)
+    return _read(config, read_mlps(config, shared=shared, gates_shared=True), stored="by head")
 
 
 def read_qwen3_5(config: ModelFile) -> DecoderConfig:
@@ -42,7 +43,7 @@ def read_qwen3_5_moe(config: ModelFile) -> DecoderConfig:
 
 
 def _read(
-    config: ModelFile, mlps: Iterable[MLPConfig | ExpertsConfig], *, is_fused_by_head: bool = False
+    config: ModelFile, mlps: Iterable[MLPConfig | ExpertsConfig], *, stored: StoredProjections = "qkv"
 ) -> DecoderConfig:
     attention = config.attention(
         default_partial=0.25,
@@ -51,7 +52,7 @@ def _read(
         bias=config.bias(),
     )
     kinds: dict[str, AttentionConfig | DeltaNetConfig] = {FULL: attention}
-    kinds[LINEAR] = _delta_net(config, is_fused_by_head=is_fused_by_head)
+    kinds[LINEAR] = read_delta_net(config, stored=stored)
     layers = [LayerConfig(mixer=kinds[kind], mlp=mlp) for kind, mlp in zip(_layer_types(config), mlps, strict=True)]
     norm = config.rms_norm(weight_offset=1.0)
     return config.decoder(layers, norm=norm, layout=_LAYOUT, mtp=_head(config, layers, norm))
@@ -65,7 +66,8 @@ def _head(config: ModelFile, layers: Sequence[LayerConfig], norm: NormConfig) ->
     return MTPConfig(layer=next(layer for layer in reversed(layers) if not layer.mixer.kv_spec().is_state), norm=norm)
 
 
-def _delta_net(config: ModelFile, *, is_fused_by_head: bool) -> DeltaNetConfig:
+def read_delta_net(config: ModelFile, **settings: Any) -> DeltaNetConfig:
+    """Read the heads and the convolution. `settings` are the other fields of `DeltaNetConfig`."""
     num_key_heads, num_value_heads = config.positive("linear_num_key_heads"), config.positive("linear_num_value_heads")
     if num_value_heads % num_key_heads:
         raise config.error("linear_num_value_heads", f"{num_key_heads} key heads do not divide {num_value_heads}")
@@ -75,7 +77,7 @@ def _delta_net(config: ModelFile, *, is_fused_by_head: bool) -> DeltaNetConfig:
         num_value_heads=num_value_heads,
         value_dim=config.positive("linear_value_head_dim", most=256),
         conv_taps=config.conv_taps("linear_conv_kernel_dim"),
-        is_fused_by_head=is_fused_by_head,
+        **settings,
     )
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
 from nvcli.models.tensor_spec import Sharding, TensorSpec, matrix, vector
+
+StoredProjections = Literal["by head", "qkv", "apart"]
+"""How files hold the projections of queries, keys and values: fused key head by key head, as the others are; fused one
+above the other; or each by itself, with a convolution of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +30,11 @@ class DeltaNetConfig(RecurrentMixer):
     value_dim: int
     conv_taps: int
     """The number of tokens that the convolution reads: the token itself, and those right before it."""
-    is_fused_by_head: bool
-    """Whether files hold the projections fused key head by key head, or each of them whole."""
+    stored: StoredProjections = "qkv"
+    beta_scale: float = 1.0
+    """See `RecurrentHeads`."""
+    norm_eps: float | None = None
+    """The epsilon of the norm of the heads' results; None: that of the decoder's norms."""
 
     @property
     def key_size(self) -> int:
@@ -42,6 +49,11 @@ class DeltaNetConfig(RecurrentMixer):
     def num_channels(self) -> int:
         """The number of channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
+
+    @property
+    def convolutions(self) -> tuple[str, ...]:
+        """The names of the convolution's parts: one, or those of queries, keys and values."""
+        return ("q_conv1d", "k_conv1d", "v_conv1d") if self.stored == "apart" else ("conv1d",)
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec:
         return StateSpec(
@@ -68,15 +80,18 @@ class DeltaNetConfig(RecurrentMixer):
         heads has no weight offset, unlike the decoder's norms. The input projection fuses the small projections for the
         decay with the others, and is never quantised."""
         hidden, dtype, num_heads = context.hidden_size, context.dtype, self.num_value_heads
-        if self.is_fused_by_head:
+        channels = {"qkv": self.num_channels}
+        if self.stored == "apart":
+            channels = {"q": self.key_size, "k": self.key_size, "v": self.value_size}
+        if self.stored == "by head":
             rows = {"in_proj_qkvz": self.num_channels + self.value_size, "in_proj_ba": 2 * num_heads}
         else:
-            rows = {"in_proj_qkv": self.num_channels, "in_proj_z": self.value_size}
-            rows |= {"in_proj_b": num_heads, "in_proj_a": num_heads}
+            rows = {f"in_proj_{name}": count for name, count in channels.items()}
+            rows |= {"in_proj_z": self.value_size, "in_proj_b": num_heads, "in_proj_a": num_heads}
         for name, count in rows.items():
             yield matrix(f"{path}.{name}", (count, hidden), Sharding.ROWS, dtype, "attention")
-        shape = self.num_channels, 1, self.conv_taps
-        yield matrix(f"{path}.conv1d", shape, Sharding.ROWS, dtype, "attention")
+        for name, count in zip(self.convolutions, channels.values(), strict=True):
+            yield matrix(f"{path}.{name}", (count, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
         for name in ("A_log", "dt_bias"):
             yield vector(f"{path}.{name}", num_heads, Sharding.ROWS, "attention")
         yield context.norm_weight(f"{path}.norm", self.value_dim, "attention", weight_offset=0.0)

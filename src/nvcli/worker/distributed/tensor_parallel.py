@@ -118,6 +118,13 @@ class TensorParallelGroup:
         assert isinstance(normed, Tensor)
         return normed
 
+    def add_sum(self, part: Tensor, residual: Tensor) -> Tensor:
+        """Return the residual stream plus the sum of the ranks' parts, up to date on every rank: [T, H], or a lone
+        rank's parts [P, T, H], and [T, H] → [T, H]. `residual` is overwritten."""
+        # It comes first: the next sum's part may be written where the last sum is still read.
+        total = sum_in_order(part) if part.dim() == 3 else self.sum(part)
+        return self.whole_residual(residual).add_(total)
+
     def residual_rows(self, residual: Tensor, rows: Tensor) -> Tensor:
         """Select rows of the residual stream, up to date on every rank: [T, H], [N] int64 → [N, H].
 

@@ -120,7 +120,7 @@ def _solve_kernel(
         overlap = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         k_scale = tl.rsqrt(tl.sum(tl.where(n[:, None] == n[None, :], overlap, 0.0), 1) + NORM_EPS)
         similarity = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        beta, decay = read_gates(gates, token, head, is_token, beta_stride, step_stride, "delta")
+        beta, decay = read_gates(gates, token, head, is_token, beta_stride, step_stride, "delta", HEADS.beta_scale)
         decay = tl.where(is_token, decay, 0.0)
         total = tl.cumsum(decay, 0)
         whole = tl.sum(decay, 0)
@@ -152,6 +152,7 @@ def compute_chunks(
     scales = torch.empty(4, heads.num_value_heads, num_tokens, dtype=torch.float32, device=qkv.device)
     is_half = qkv.element_size() == 2
     precision = "tf32" if is_half else "tf32x3"
+    inverse_precision = "float16" if is_half and heads.beta_scale <= 1.0 else precision
     _solve_kernel[num_chunk_programs(num_tokens, rows), heads.num_value_heads](
         qkv,
         gates,
@@ -172,7 +173,7 @@ def compute_chunks(
         KEY_TILE=chunk_key_tile(heads),
         CHUNK=CHUNK,
         PRECISION=precision,
-        INVERSE_PRECISION="float16" if is_half else precision,
+        INVERSE_PRECISION=inverse_precision,
         num_warps=_SOLVE_WARPS,
         num_stages=1,
         maxnreg=_SOLVE_REGISTERS if is_half else None,

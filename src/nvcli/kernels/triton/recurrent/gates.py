@@ -9,9 +9,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def read_gates(gates, token, head, is_token, beta_stride, step_stride, RULE: tl.constexpr):
+def read_gates(
+    gates, token, head, is_token, beta_stride, step_stride, RULE: tl.constexpr, BETA_SCALE: tl.constexpr = 1.0
+):
     """Return the factors of what tokens write, and the logarithms of their decays: -exp(log_rate) × Δ. The step size Δ
-    is softplus(step + step_bias); the factor is sigmoid(beta) in the delta rule, and Δ in the selective scan."""
+    is softplus(step + step_bias); the factor is sigmoid(beta) × BETA_SCALE in the delta rule, and Δ in the selective
+    scan."""
     step = tl.load(gates.step + token * step_stride + head, mask=is_token, other=0.0).to(tl.float32)
     log_rate = tl.load(gates.log_rate + head).to(tl.float32)
     x = step + tl.load(gates.step_bias + head).to(tl.float32)
@@ -21,6 +24,8 @@ def read_gates(gates, token, head, is_token, beta_stride, step_stride, RULE: tl.
     softplus = tl.where(x > 20.0, x, softplus)
     if RULE == "delta":
         factor = tl.sigmoid(tl.load(gates.beta + token * beta_stride + head, mask=is_token, other=0.0).to(tl.float32))
+        if BETA_SCALE != 1.0:
+            factor *= BETA_SCALE
     else:
         factor = softplus
     return factor, -tl.exp(log_rate) * softplus

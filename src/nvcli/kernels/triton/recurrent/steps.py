@@ -44,7 +44,7 @@ def _add_token(state, token, head, i, j, qkv_ptr, gates, beta_stride, step_strid
     q = tl.load(qkv_ptr + key_head * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
     k = tl.load(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
     v = tl.load(qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j, mask=in_value, other=0.0).to(tl.float32)
-    factor, decay = read_gates(gates, token.to(tl.int64), head, True, beta_stride, step_stride, RULE)
+    factor, decay = read_gates(gates, token.to(tl.int64), head, True, beta_stride, step_stride, RULE, HEADS.beta_scale)
     state *= tl.exp(decay)
     if RULE == "delta":
         q *= tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS) * KEY_DIM**-0.5
