@@ -120,6 +120,11 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "InternVLVision",
         {**_VISION, "num_hidden_layers": 2, "image_size": 32, "patch_size": 4, "use_qk_norm": True},
     ),
+    "Llama4": (
+        "Llama4Text",
+        "Llama4Vision",
+        {**_VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+    ),
     "LightOnOcr": ("Qwen3", "PixtralVision", _PIXTRAL),
 }
 """Families of models that read images too: the classes of their text part and of their vision part, and a tiny one."""
@@ -220,7 +225,9 @@ def write_tiny_model(
             elif name.endswith(("std_bias", "std_scale")):
                 buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
         model.get_input_embeddings().weight.mul_(3.0 if embedding_scale is None else embedding_scale)
-    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
+    if dtype != "float32":
+        model.to(getattr(torch, dtype))
+    model.save_pretrained(path, max_shard_size=max_shard_size)
     if family == "QianfanOCR":  # save_pretrained takes the names of the text part's layers for those of the tower
         edit_weights(path, _rename_text_layers)
     if family == "OlmoHybrid":  # save_pretrained cuts the convolutions into three equal parts

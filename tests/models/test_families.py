@@ -14,7 +14,9 @@ from checkpoints import tiny_model_config
 from expert_shapes import EXPERT_SHAPES, LATENTS
 from model_facts import attention_of, rope_of, windows_of
 from nvcli.cli.main import app
+from nvcli.core.config import RunConfig
 from nvcli.errors import ConfigError, LoadError
+from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.families.catalogue import FAMILIES
 from nvcli.models.geometry import model_tensors
@@ -151,6 +153,29 @@ def test_phi_3_5_moe_of_the_hub(tmp_path: Path) -> None:
     assert routing is not None
     assert (routing.scoring, routing.tolerance) == ("sparsemixer", 0.02)
     assert [rope_frequencies(rope_of(config), 16, positions)[1] for positions in (64, 65)] == [1.24, 1.25]
+
+
+def test_llama_4_of_the_hub_is_computed_up_to_a_chunk(tmp_path: Path) -> None:
+    keys = {
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 64,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 1024,
+        "attention_chunk_size": 256,
+        "attn_temperature_tuning": 4,
+        "no_rope_layers": [],
+        "moe_layers": [1, 3],
+    }
+    config = read(tmp_path, "Llama4ForConditionalGeneration", **keys)
+    assert config.max_position_embeddings == 256
+    assert [layer.routing is None for layer in config.layers] == [True, False, True, False]
+    last = attention_of(config, 3)
+    assert (last.rope, last.qk_norm, last.query_scaling is None) == (None, None, False)
+    run = RunConfig(model="m", device="cpu", max_model_len=512)
+    with pytest.raises(ConfigError, match="512, and nvcli computes m for at most 256 tokens, a chunk"):
+        resolve_engine_config(run, tmp_path, config)
+    with pytest.raises(LoadError, match="`moe_layers`"):
+        read(tmp_path, "Llama4ForCausalLM", **{**keys, "moe_layers": [4]})
 
 
 def test_internlm3_has_names_of_its_own_for_biases(tmp_path: Path) -> None:

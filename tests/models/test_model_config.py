@@ -193,7 +193,7 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, ["factor`", "0"]),
         ({"rope_parameters": {**LLAMA3, "factor": NAN}}, ["`rope_parameters.factor`", "NaN"]),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": 0}}, ["`rope_parameters.low_freq_factor`", "0"]),
-        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, ["`rope_parameters.high_freq_factor`", "1"]),
+        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 0.5}}, ["`rope_parameters.high_freq_factor`", "0.5"]),
         ({"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": NAN}}, ["attention_factor`", "NaN"]),
         ({"rope_parameters": {**YARN, "rope_theta": 1e4, "factor": float("Infinity")}}, ["factor`", "Infinity"]),
         ({"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": NAN}}, ["beta_fast`", "NaN is not a finite"]),

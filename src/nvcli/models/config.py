@@ -309,6 +309,7 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
         vision = family.read_vision(config, text)
         layout = replace(layout, tower=vision.names)
     vocab_size, eos_ids = text.positive("vocab_size"), _eos_token_ids(generation, config, text)
+    longest = text.positive("max_position_embeddings", least=2)  # a prompt and its answer
     model = ModelConfig(
         architecture=architecture,
         decoder=replace(decoder, layout=layout),
@@ -316,7 +317,7 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
         vocab_size=vocab_size,
         hidden_size=text.positive("hidden_size"),
         tie_word_embeddings=_ties_embeddings(config, text, family),
-        max_position_embeddings=text.positive("max_position_embeddings", least=2),  # a prompt and its answer
+        max_position_embeddings=min(longest, decoder.max_positions or longest),
         dtype=_dtype(config, text),
         eos_token_ids=eos_ids,
         generation_defaults=_generation_defaults(generation, vocab_size, eos_ids),

@@ -54,6 +54,7 @@ class MixtureOfExperts(FeedForward):
             self.to_latents = ColumnParallelLinear(build, f"{path}.{TO_LATENTS}", (TO_LATENTS,))
             self.from_latents = ColumnParallelLinear(build, f"{path}.{FROM_LATENTS}", (FROM_LATENTS,))
         self.experts_per_token = config.routing.experts_per_token
+        self.weighs_inputs = config.weighs_inputs
         self.first_identity = config.num_stored
         # One of the ranks adds the input to the sum.
         self.adds_input = config.num_identities > 0 and build.group.rank == 0
@@ -64,7 +65,10 @@ class MixtureOfExperts(FeedForward):
         assert isinstance(x, Tensor), "experts quantise what they read by themselves"
         parts = torch.empty(self.num_parts, *x.shape, dtype=x.dtype, device=x.device)
         routes = self.gate(x)
-        if self.to_latents is None or self.from_latents is None:
+        if self.weighs_inputs:
+            read = (x * routes.weights).to(x.dtype)
+            self.experts(read, Routes(routes.experts, torch.ones_like(routes.weights)), parts[:1])
+        elif self.to_latents is None or self.from_latents is None:
             self.experts(x, routes, parts[: self.experts_per_token])
         else:
             latents = self.to_latents(x, adapters)

@@ -145,6 +145,8 @@ class DecoderConfig:
     weight_factors: tuple[tuple[str, float], ...] = ()
     """Factors of weights, which are multiplied by them when they are loaded: the last two parts of a projection's name
     in the decoder, and its factor."""
+    max_positions: int | None = None
+    """The longest sequence that is computed as the model would; None: as long as config.json says."""
     layout: CheckpointLayout = PLAIN_LAYOUT
     mtp: DraftHeadConfig | None = None
     """The head for multi-token prediction that checkpoints of the family bring; None: they bring none."""

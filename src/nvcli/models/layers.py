@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
@@ -42,6 +43,7 @@ from nvcli.models.parallel import (
 )
 from nvcli.models.qkv import QKVPreparation, query_scale_table
 from nvcli.models.rope import RotaryTable
+from nvcli.models.weights import DerivedModule
 
 
 class Norm(TensorShards):
@@ -53,6 +55,19 @@ class Norm(TensorShards):
         super().__init__(build, {name: f"{path}.{name}" for name in ("weight", "bias")})
         self.eps = config.eps
         self.is_centered = config.kind == "layer"
+
+
+class UnitNorm(DerivedModule):
+    """The weight of a norm without one: ones."""
+
+    weight: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(size, dtype=torch.float32), persistent=False)
+
+    def derive(self, device: torch.device) -> None:
+        self.weight = torch.ones(self.weight.shape, dtype=self.weight.dtype, device=device)
 
 
 class InputNorm(Norm):
@@ -253,8 +268,10 @@ class Attention(TokenMixer):
         if gate is not None and gate.is_of_heads:
             self.head_gates = ColumnParallelLinear(build, f"{path}.{GATE}", (GATE,))
         norms_heads = config.qk_norm == "head"
-        self.q_norm = Norm(build, f"{path}.q_norm", norm) if norms_heads else None
-        self.k_norm = Norm(build, f"{path}.k_norm", norm) if norms_heads and not config.shares_kv else None
+        self.q_norm = _head_norm(build, f"{path}.q_norm", config, norm) if norms_heads else None
+        self.k_norm: Norm | UnitNorm | None = None
+        if norms_heads and not config.shares_kv:
+            self.k_norm = _head_norm(build, f"{path}.k_norm", config, norm)
         self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
         self.prepare = QKVPreparation(build, path, config, norm) if QKVPreparation.is_needed(config) else None
         self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
@@ -338,3 +355,7 @@ def _queries_and_gates(piece: LinearPiece, head_dim: int) -> tuple[list[LinearPi
 
     heads = range(piece.rows.start, piece.rows.stop, 2 * head_dim)
     return [part(first, in_order=False) for first in heads], [part(first + head_dim, in_order=True) for first in heads]
+
+
+def _head_norm(build: BuildContext, path: str, config: AttentionConfig, norm: NormConfig) -> Norm | UnitNorm:
+    return Norm(build, path, norm) if config.weighs_norms else UnitNorm(config.head_dim)

@@ -158,8 +158,8 @@ def _check_even(rope: JsonFile, rotary_dim: int) -> None:
 
 def _llama3_settings(rope: JsonFile) -> dict[str, Any]:
     low, high = rope.positive_number("low_freq_factor"), rope.positive_number("high_freq_factor")
-    if low >= high:
-        raise rope.error("high_freq_factor", f"{high:g} is not above `low_freq_factor`, which is {low:g}")
+    if low > high:
+        raise rope.error("high_freq_factor", f"{high:g} is below `low_freq_factor`, which is {low:g}")
     return {"factor": rope.positive_number("factor"), "low_freq_factor": low, "high_freq_factor": high}
 
 

@@ -52,7 +52,6 @@ _INERT = frozenset(
 _MOST_UNREAD = 2
 """A family that reads all but at most this many keys may fit; the message names those keys."""
 _CLAMPS = "its gates are clamped by limits of each layer, which nvcli does not compute"
-_CHUNKS = "its layers attend within chunks of the text, which nvcli does not compute"
 _TILES = "its prompts mark the tiles of each image, which nvcli does not write"
 _VECTORS = "learned vectors stand among those of its images, which nvcli does not compute"
 _NO_TOWER = "its vision tower is not computed by nvcli"
@@ -72,8 +71,6 @@ _LACKING = {
     "Kimi_K25ForConditionalGeneration": _NO_TOWER,
     "KimiLinearForCausalLM": "its linear attention (KDA) is not computed by nvcli",
     "Lfm2VlForConditionalGeneration": _TILES,
-    "Llama4ForCausalLM": _CHUNKS,
-    "Llama4ForConditionalGeneration": _CHUNKS,
     "LlavaForConditionalGeneration": f"{_NO_TOWER}; that of Mistral 3 is",
     "LlavaNextForConditionalGeneration": _VECTORS,
     "LlavaOnevisionForConditionalGeneration": _VECTORS,

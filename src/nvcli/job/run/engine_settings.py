@@ -247,6 +247,11 @@ def _max_num_batched_tokens(
 def _max_model_len(run: RunConfig, model: ModelConfig) -> int:
     """Return the longest request's tokens. Raises ConfigError if the model was made for fewer."""
     max_model_len = run.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings == model.decoder.max_positions:
+        raise ConfigError(
+            f"`max_model_len` is {max_model_len}, and nvcli computes {run.model} for at most "
+            f"{model.max_position_embeddings} tokens, a chunk of its attention; lower it or leave it out"
+        )
     if max_model_len > model.max_position_embeddings:
         way_out = "lower it or leave it out"
         if model.decoder.learned_positions is None:

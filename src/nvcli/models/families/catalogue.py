@@ -23,6 +23,7 @@ from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
+from nvcli.models.families.llama4 import LLAMA4
 from nvcli.models.families.longcat import LONGCAT_FLASH
 from nvcli.models.families.mamba2 import MAMBA2
 from nvcli.models.families.minicpm import MINICPM3
@@ -50,6 +51,7 @@ from nvcli.models.families.stablelm import STABLELM
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
+    LLAMA4,
     INTERNLM3,
     SMOLLM3,
     QWEN2,

@@ -58,7 +58,7 @@ def read_smollm3(config: ModelFile) -> DecoderConfig:
     attention = config.attention(default_theta=2_000_000.0, bias=config.bias())
     mlp = config.mlp(bias=config.get("mlp_bias", bool, False))
     window = config.window() if config.get("use_sliding_window", bool, False) else None
-    rotates = _rotating_layers(config)
+    rotates = rotating_layers(config)
     types = config.layer_types() or [FULL if has_rope else SLIDING for has_rope in rotates]
     layers = (
         LayerConfig(
@@ -74,11 +74,11 @@ def read_smollm3(config: ModelFile) -> DecoderConfig:
     return config.decoder(layers)
 
 
-def _rotating_layers(config: ModelFile) -> list[bool]:
+def rotating_layers(config: ModelFile) -> list[bool]:
     """Read `no_rope_layers`, which, despite its name, marks the layers that rotate with 1."""
     count = config.num_layers()
     found = config.values.get("no_rope_layers")
-    if found is None:
+    if not found:
         interval = config.positive("no_rope_layer_interval", _NOPE_INTERVAL)
         return [(number + 1) % interval != 0 for number in range(count)]
     if not isinstance(found, list) or len(found) < count or any(one not in (0, 1) for one in found):

@@ -23,10 +23,12 @@ weights of its own (by the decoder's kind of norm), or all heads of a token toge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScaling:
-    """The scaling of queries by their position p: they are multiplied by 1 + beta × log(1 + floor(p / length))."""
+    """The scaling of queries by their position p: they are multiplied by
+    1 + beta × log(1 + floor((p + offset) / length))."""
 
     beta: float
     length: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class AttentionConfig(Mixer):
     has_sinks: bool = False
     """Whether each head has a learned score that belongs to no key in every softmax."""
     qk_norm: QKNorm | None = None
+    weighs_norms: bool = True
+    """Whether the norms of heads have weights."""
     norms_last: bool = False
     """Whether the heads are normed after the rotation."""
     norms_values: bool = False
@@ -170,7 +174,7 @@ class AttentionConfig(Mixer):
         yield from with_bias(o_proj, bias=self.o_bias)
         if self.has_sinks:  # in float32, as kernels take them
             yield vector(f"{path}.sinks", self.num_heads, Sharding.ROWS, "attention")
-        if self.qk_norm == "head":
+        if self.qk_norm == "head" and self.weighs_norms:
             for name in ("q_norm",) if self.shares_kv else ("q_norm", "k_norm"):
                 yield replace(context.norm_weight(f"{path}.{name}", self.head_dim, "attention"), row_order=order)
         elif self.qk_norm == "own":

@@ -40,6 +40,8 @@ class ExpertsConfig(FeedForward):
     """Whether a checkpoint may leave these numbers out, which then are 0 (`stored_routers.py`)."""
     has_factors: bool = False
     """Whether each expert's weight for a token is multiplied by a number from the checkpoint; see `route`."""
+    weighs_inputs: bool = False
+    """Whether a token's weight multiplies what its expert reads, in place of the result; it has one expert then."""
     has_wide_router: bool = False
     """Whether the router's weight is kept in float32 where a checkpoint stores it so (`stored_routers.py`)."""
     num_identities: int = 0
@@ -88,7 +90,7 @@ class ExpertsConfig(FeedForward):
     def num_kernels(self, ranks: Ranks) -> int:
         """Return the number of kernels. Several ranks add up the experts' results in one of its own."""
         shared = 0 if self.shared is None else self.shared.num_kernels(ranks) - 1 + self.gates_shared
-        return 7 + shared + (ranks.size > 1)
+        return 7 + shared + (ranks.size > 1) + self.weighs_inputs
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.shared is not None:
@@ -116,7 +118,7 @@ class ExpertsConfig(FeedForward):
         """Count the elements. Each of a token's experts has an output of its own, and all of them may be whole on one
         rank."""
         experts = self.routing.experts_per_token
-        results = self.num_parts + self.has_norms  # and what the experts read
+        results = self.num_parts + self.has_norms + self.weighs_inputs  # and what the experts read
         inner = experts * self.intermediate_size // ranks.parts_of_expert
         if self.latent_size is not None:
             inner += (2 + experts) * self.latent_size
