@@ -119,6 +119,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "internvl": ("InternVL", {"head_dim": 8}),
     "paddleocr-vl": ("PaddleOCRVL", {"rope_parameters": {**DEFAULT, "mrope_section": [4, 2, 2]}}),
     "lighton-ocr": ("LightOnOcr", {}),
+    "idefics 3": ("Idefics3", {"head_dim": 8}),
     "gemma 4, keys as values": (
         "Gemma4Text",
         {

@@ -18,9 +18,10 @@ from nvcli.job.images.pixel_memory import PixelMemory, Pixels
 from nvcli.job.images.row_images import RowImages
 from nvcli.models.config import load_model_config
 from nvcli.models.vision.image_processor import ImageProcessor, read_processor
+from nvcli.models.vision.vision_config import VisionConfig
 from requests_factory import make_request
 from vision_model import IMAGE_ID
-from vision_reference import allowed_size, breaks_rows, load_reference, make_image, model_inputs
+from vision_reference import allowed_size, breaks_rows, load_reference, make_image, model_inputs, parts_tiles
 
 MAX_TOKENS = 12
 END_ID = 1
@@ -38,13 +39,14 @@ PROMPTS: list[Prompt] = [
 ]
 
 
-def put_pixels(memory: PixelMemory, pixels: np.ndarray, key: bytes) -> Pixels:
-    """Write pixels, [height, width, 3] bytes, as an image process does."""
+def put_pixels(memory: PixelMemory, pixels: np.ndarray, key: bytes, tile: int = 0) -> Pixels:
+    """Write pixels, [height, width, 3] bytes, as an image process does, of tiles below each other with that side."""
     offset = memory.reserve(2 * pixels.nbytes)
     file = PixelFile(memory.path)
     file.write(pixels.tobytes(), offset)
     file.close()
-    return Pixels(memory, offset, pixels.shape[0], pixels.shape[1], key)
+    height, width, _ = pixels.shape
+    return Pixels(memory, offset, tile or height, width, key, tile, (1, height // tile - 1) if tile else (0, 0))
 
 
 class ImageRequests:
@@ -68,8 +70,9 @@ class ImageRequests:
             rows, columns, seed = part
             rows, columns = allowed_size(self.vision, rows, columns)
             data = make_image(rows, columns, seed)
-            pixels.append(put_pixels(self._memory, data, b"%d %d %d" % (rows, columns, seed)))
-            written += _tokens(1, rows) if breaks_rows(self.vision) else [IMAGE_ID]
+            tile = data.shape[1] if parts_tiles(self.vision) else 0
+            pixels.append(put_pixels(self._memory, data, b"%d %d %d" % (rows, columns, seed), tile))
+            written += _tokens(self.vision, rows, columns, is_written=True)
         self._kept += pixels
         ids, images = self._images.expand(written, pixels)
         request = make_request(number, ids, max_tokens, stop_ids=[END_ID], **settings)
@@ -96,16 +99,23 @@ def reference_answers(model: Path, processor: ImageProcessor, guesses: Sequence[
                 continue
             rows, columns = allowed_size(vision, *part[:2])
             images.append(make_image(rows, columns, part[2]))
-            ids += _tokens(columns, rows) if breaks_rows(vision) else [IMAGE_ID] * (rows * columns)
+            ids += _tokens(vision, rows, columns)
         with torch.inference_mode():
             logits = reference(**model_inputs(vision, ids + guess, images, processor)).logits[0]
         answers.append(greedy_answer(logits, len(ids), MAX_TOKENS, END_ID))
     return answers
 
 
-def _tokens(columns: int, rows: int) -> list[int]:
-    """The tokens of an image whose rows have a token behind them, and the last one another."""
-    return ([IMAGE_ID] * columns + [IMAGE_ID - 1]) * (rows - 1) + [IMAGE_ID] * columns + [IMAGE_ID + 1]
+def _tokens(vision: VisionConfig, rows: int, columns: int, *, is_written: bool = False) -> list[int]:
+    """The tokens of an image, or as they are written. Where something is between rows, they have a token behind them,
+    and the last one another; where something is between tiles, each has a token or two before it."""
+    if breaks_rows(vision):
+        row = [IMAGE_ID] * (1 if is_written else columns)
+        return [*[*row, IMAGE_ID - 1] * (rows - 1), *row, IMAGE_ID + 1]
+    if not parts_tiles(vision):
+        return [IMAGE_ID] * (1 if is_written else rows * columns)
+    tile = [IMAGE_ID] * (1 if is_written else columns**2)
+    return [token for number in range(rows // columns) for token in (IMAGE_ID - 1, *[7] * (number % 2), *tile)]
 
 
 def image_settings(path: Path) -> dict[str, Any]:

@@ -57,6 +57,15 @@ _INTERNVL = Marks(
     "<IMG_CONTEXT>",
     {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 32, "width": 32}, "max_patches": 2},
 )
+_IDEFICS = Marks(
+    ("<fake_token_around_image>", "<image>", "<global-img>"),
+    "<image>",
+    {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "max_image_size": {"longest_edge": 34},
+        "size": {"longest_edge": 68},
+    },
+)
 MARKS = {
     "gemma 3 with vision": Marks(
         ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
@@ -82,6 +91,7 @@ MARKS = {
     "qianfan-ocr": _INTERNVL._replace(written="<image>"),
     **dict.fromkeys(("glm 4.6v-flash", "glm 4.6v", "glm-ocr"), _GLM),
     "paddleocr-vl": _QWEN._replace(processor={"image_processor_type": "PaddleOCRVLImageProcessor", **AREA}),
+    "idefics 3": _IDEFICS,
     "lighton-ocr": _QWEN._replace(processor=_PIXTRAL),
 }
 """By the names of `SHAPES`; all others are Qwen's."""

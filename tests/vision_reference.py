@@ -17,6 +17,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.gemma4_unified import modeling_gemma4_unified
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -61,6 +62,11 @@ def breaks_rows(vision: VisionConfig) -> bool:
     return vision.text is not None and vision.text.between != ""
 
 
+def parts_tiles(vision: VisionConfig) -> bool:
+    """Tell whether there is text between the tokens of an image's tiles."""
+    return vision.text is not None and vision.text.parts_tiles
+
+
 def make_image(rows: int, columns: int, seed: int) -> np.ndarray:
     """Return the pixels of an image of so many tokens."""
     rng = np.random.default_rng(seed)
@@ -81,6 +87,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
             "do_normalize": True,
         },
         "pixtral": {"patch_size": {"height": vision.patch_size, "width": vision.patch_size}},
+        "idefics3": {"do_image_splitting": False, "max_image_size": {"longest_edge": 4 * SIDE}},
     }.get(vision.processor, {})
     kinds = {
         "qwen2_vl": Qwen2VLImageProcessorPil,
@@ -90,6 +97,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "glm46v": Glm46VImageProcessorPil,
         "got_ocr2": GotOcr2ImageProcessorPil,
         "paddleocr_vl": PaddleOCRVLImageProcessorPil,
+        "idefics3": Idefics3ImageProcessorPil,
     }
     tile = vision.tile_tokens * vision.token_pixels
     if tile:

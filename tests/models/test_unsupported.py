@@ -49,7 +49,7 @@ NONE = "its config.json fits no supported family"
         ("OtherForCausalLM", {**LLAMA, "gate": True}, "LlamaForCausalLM (Llama 2, 3) but for `gate`. If"),
         ("MiniCPMForCausalLM", {**LLAMA, "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4}, NONE),
         ("OtherForConditionalGeneration", {**LLAMA, "vision_config": {"depth": 2}}, NONE),
-        ("SmolVLMForConditionalGeneration", LLAMA, "its prompts mark the tiles of each image"),
+        ("HunYuanVLForConditionalGeneration", LLAMA, "learned vectors stand among those of its images"),
         ("BloomForCausalLM", {"n_embed": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, "(ALiBi)"),
         ("OtherLMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, NONE),
         ("DeepseekV32ForCausalLM", {**LLAMA, **MLA, "index_topk": 64}, "a sparse choice of keys (DSA)"),

@@ -17,7 +17,7 @@ from nvcli.core.config_types import (
     ModelDtype,
 )
 from nvcli.core.lora_config import AdapterSizes
-from nvcli.core.prompt_image import MOST_IMAGE_BYTES
+from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, MOST_IMAGE_BYTES
 
 MAX_DRAFT_STEP_TOKENS = 1024
 """Maximum tokens of a step whose decode rows have drafts. Beyond that the GPU takes so long that drafts gain
@@ -131,6 +131,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Merged adapters that are served in no other way."""
     max_image_tokens: int = 0
     """The most tokens that an image of a prompt has; 0: prompts have no images, and the model needs no tower."""
+    max_prompt_images: int = MAX_PROMPT_IMAGES
+    """The most images of a prompt, where tiles between which there is text are images of their own."""
     keeps_images_whole: bool = False
     """Whether no chunk of a prompt may end inside an image, because its tokens attend to all of it."""
     embedding_size: int = 0
@@ -263,7 +265,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def image_message_bytes(self) -> int:
         """Maximum bytes of the images in a step's message."""
-        return self.max_num_seqs * MOST_IMAGE_BYTES if self.max_image_tokens else 0
+        return self.max_num_seqs * self.max_prompt_images * MOST_IMAGE_BYTES if self.max_image_tokens else 0
 
     @property
     def max_request_tokens(self) -> int:

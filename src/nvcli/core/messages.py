@@ -117,7 +117,7 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     adapter_place: int = NO_ADAPTER
     """The place on the device of the request's LoRA adapter, from 1; NO_ADAPTER: it has none."""
     images: list[PromptImage] = []
-    """The images of its prompt, in order; at most `MAX_PROMPT_IMAGES`."""
+    """The images of its prompt, in order; at most `EngineConfig.max_prompt_images`."""
 
 
 class PromptQuery(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

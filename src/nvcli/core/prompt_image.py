@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 MAX_PROMPT_IMAGES = 64
-"""The most images of a prompt."""
-MOST_IMAGE_BYTES = MAX_PROMPT_IMAGES * 113
-"""The most bytes of a prompt's images in a message."""
+"""The most images of a prompt, with all their tiles."""
+MOST_IMAGE_BYTES = 113
+"""The most bytes of an image in a message, or of a tile that is an image of its own."""
 
 
 class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

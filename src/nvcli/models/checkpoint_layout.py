@@ -27,6 +27,7 @@ _FUSED_QKV = ("qkv_proj", "qvk_proj")
 _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
 )

@@ -65,7 +65,6 @@ _LACKING = {
     "BloomForCausalLM": _ALIBI,
     "Cohere2VisionForConditionalGeneration": _TILES,
     "HunYuanVLForConditionalGeneration": _VECTORS,
-    "Idefics3ForConditionalGeneration": _TILES,
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
     "KimiK25ForConditionalGeneration": _NO_TOWER,
     "Kimi_K25ForConditionalGeneration": _NO_TOWER,
@@ -79,7 +78,6 @@ _LACKING = {
     "MptForCausalLM": _ALIBI,
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
     "PaliGemmaForConditionalGeneration": "its prompts attend both ways, which nvcli does not compute",
-    "SmolVLMForConditionalGeneration": _TILES,
     "Step3p5ForCausalLM": _CLAMPS,
     "Step3p7ForConditionalGeneration": _CLAMPS,
 }

@@ -7,7 +7,7 @@ import io
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm46v import image_processing_pil_glm46v
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.paddleocr_vl import image_processing_pil_paddleocr_vl
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -26,8 +27,8 @@ from nvcli.core.system.pixel_file import PixelFile
 from nvcli.job.images import pdf_page
 from nvcli.job.images.image_process import Prepared, Question, answer
 from nvcli.job.images.pixel_memory import PixelMemory
-from nvcli.models.vision.image_processor import ImageProcessor
-from nvcli.models.vision.image_size import AreaRule, CountRule, EdgeRule, SizeRule, TileRule, most_pixels
+from nvcli.models.vision.image_processor import ImageProcessor, Resampling
+from nvcli.models.vision.image_size import AreaRule, CountRule, EdgeRule, SizeRule, SplitRule, TileRule, most_pixels
 
 SIDE = 28
 RULE = AreaRule(side=SIDE, min_pixels=56 * 56, max_pixels=40 * SIDE**2)
@@ -42,8 +43,9 @@ def prepare(image: bytes | Path, processor: ImageProcessor = PROCESSOR) -> Prepa
 
 
 def pixels_of(found: Prepared) -> np.ndarray:
-    """The pixels that were written."""
-    pixels = np.empty((found.height, found.width, 3), dtype=np.uint8)
+    """The pixels that were written: tiles as wide as the image, and the image below them."""
+    rows, columns = found.grid
+    pixels = np.empty((rows * columns * found.tile + found.height, found.width, 3), dtype=np.uint8)
     FILE.read(pixels.data.cast("B"), 4096)
     return pixels
 
@@ -72,7 +74,7 @@ def test_pixels_are_those_of_transformers(height: int, width: int, kind: str) ->
     check_pixels(encoded(noise(height, width), kind))
 
 
-@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize(("height", "width"), [*SIZES, (300, 1)])
 @pytest.mark.parametrize(
     ("rule", "resampling", "theirs"),
     [
@@ -82,6 +84,18 @@ def test_pixels_are_those_of_transformers(height: int, width: int, kind: str) ->
             "bicubic",
             GotOcr2ImageProcessorPil(
                 size={"height": 56, "width": 56}, crop_to_patches=True, min_patches=2, max_patches=7
+            ),
+        ),
+        (
+            SplitRule(side=6, tile=56, longest=200),
+            "lanczos",
+            Idefics3ImageProcessorPil(size={"longest_edge": 200}, max_image_size={"longest_edge": 56}),
+        ),
+        (
+            SplitRule(side=14, tile=56, longest=200, is_cut=False),
+            "lanczos",
+            Idefics3ImageProcessorPil(
+                size={"longest_edge": 200}, max_image_size={"longest_edge": 56}, do_image_splitting=False
             ),
         ),
         (
@@ -95,10 +109,10 @@ def test_pixels_are_those_of_transformers(height: int, width: int, kind: str) ->
             Gemma4ImageProcessorPil(patch_size=14, pooling_kernel_size=1, max_soft_tokens=70),
         ),
     ],
-    ids=["gemma 3", "tiles", "pixtral", "gemma 4"],
+    ids=["gemma 3", "tiles", "idefics 3", "idefics 3 without tiles", "pixtral", "gemma 4"],
 )
 def test_other_rules_are_those_of_transformers(
-    height: int, width: int, rule: SizeRule, resampling: Literal["bilinear", "bicubic"], theirs: Any
+    height: int, width: int, rule: SizeRule, resampling: Resampling, theirs: Any
 ) -> None:
     data = encoded(noise(height, width), "PNG")
     found = prepare(data, replace(PROCESSOR, rule=rule, resampling=resampling))
@@ -109,9 +123,12 @@ def test_other_rules_are_those_of_transformers(
         rows, columns = found.height // rule.side, found.width // rule.side
         expected = expected[0, : rows * columns].reshape(rows, columns, rule.side, rule.side, 3).swapaxes(1, 2)
     else:
-        expected = expected.transpose(0, 2, 3, 1)
+        expected = expected.reshape(-1, *expected.shape[-3:]).transpose(0, 2, 3, 1)
+    if isinstance(rule, SplitRule):
+        kept = rule.tile // rule.side * rule.side
+        expected = expected[:, :kept, :kept]
     np.testing.assert_array_equal(pixels, expected.reshape(pixels.shape))
-    assert found.height * found.width <= most_pixels(rule)
+    assert pixels.size <= 3 * most_pixels(rule)
 
 
 @pytest.mark.parametrize(("height", "width"), [*SIZES, (9, 9), (3, 500)])

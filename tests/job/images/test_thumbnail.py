@@ -14,7 +14,7 @@ from nvcli.job.images.thumbnail import thumbnail
 
 
 @pytest.mark.parametrize(("tile", "size"), [(0, (32, 96)), (200, (96, 96))])
-def test_a_thumbnail_shows_the_image_or_its_last_tile(tile: int, size: tuple[int, int]) -> None:
+def test_a_thumbnail_shows_the_image_without_its_tiles(tile: int, size: tuple[int, int]) -> None:
     memory = PixelMemory()
     written = np.zeros((600, 200, 3), dtype=np.uint8)
     written[400:, :, 1] = 200
@@ -22,7 +22,7 @@ def test_a_thumbnail_shows_the_image_or_its_last_tile(tile: int, size: tuple[int
         file.seek(4096)
         file.write(written.tobytes())
     memory.reserve(8192)
-    url = thumbnail(Pixels(memory, 4096, 600, 200, b"", tile))
+    url = thumbnail(Pixels(memory, 4096, tile or 600, 200, b"", tile, (2, 1) if tile else (0, 0)))
     head, _, data = url.partition(",")
     picture = Image.open(io.BytesIO(base64.b64decode(data)))
     assert (head, picture.format, picture.size) == ("data:image/jpeg;base64", "JPEG", size)

@@ -33,6 +33,7 @@ FAMILIES = [
     "glm-ocr",
     "paddleocr-vl",
     "internvl",
+    "idefics 3",
 ]
 Checkpoint = tuple[Path, ImageRequests, list[list[int]]]
 

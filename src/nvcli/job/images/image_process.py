@@ -54,15 +54,20 @@ class PageCount(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, array_like=True):
-    """A prepared image, or why it cannot be read."""
+    """A prepared image, or why it cannot be read.
+
+    Its pixels are written as [height, width, 3] bytes, first those of its tiles row by row, if it has any.
+    """
 
     height: int = 0
     width: int = 0
-    """Its pixels are written as [height, width, 3] bytes."""
+    """The size of the whole image."""
     key: bytes = b""
     """A digest of the pixels and their shape."""
     tile: int = 0
     """`Fit.tile`"""
+    grid: tuple[int, int] = (0, 0)
+    """`Fit.grid`"""
     num_pages: int = 0
     """The answer to a `PageCount`."""
     problem: str = ""
@@ -114,8 +119,9 @@ def _prepare(question: Question, file: PixelFile) -> Prepared:
     except OSError as error:
         problem = f"there is no memory for its pixels ({len(pixels):,} bytes): {error}"
         return Prepared(problem=problem, has_no_memory=True)
-    key = blake2b(pixels, digest_size=16, person=b"%d %d" % (fit.height, fit.width)).digest()
-    return Prepared(height=fit.height, width=fit.width, key=key, tile=fit.tile)
+    shape = b"%d %d %d" % (fit.height, fit.width, fit.grid[1])
+    key = blake2b(pixels, digest_size=16, person=shape).digest()
+    return Prepared(height=fit.height, width=fit.width, key=key, tile=fit.tile, grid=fit.grid)
 
 
 def _decoded(question: Question) -> tuple[Image, Fit]:
@@ -143,7 +149,7 @@ def _drawn(question: Question, page: PdfPage) -> tuple[Image, Fit]:
     Unreadable."""
     with opened_page(question.image, page) as opened:
         fit = _fit(question.processor, *opened.size)
-        return opened.draw(*(fit.canvas if fit.tile else (fit.height, fit.width))), fit
+        return opened.draw(*fit.canvas), fit
 
 
 def _fit(processor: ImageProcessor, height: int, width: int) -> Fit:
@@ -154,17 +160,18 @@ def _fit(processor: ImageProcessor, height: int, width: int) -> Fit:
 
 
 def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
-    """Yield the parts of what the model reads, one below the other."""
+    """Yield the tiles of what the model reads, and then the whole image."""
     from PIL.Image import Resampling as Filter
 
-    resample = Filter[resampling.upper()]
-    height, width = fit.canvas if fit.tile else (fit.height, fit.width)
-    whole = image.resize((width, height), resample=resample)
-    if not fit.tile:
-        yield whole
-        return
-    for top in range(0, height, fit.tile):
-        for left in range(0, width, fit.tile):
-            yield whole.crop((left, top, left + fit.tile, top + fit.tile))
-    if height * width > fit.tile**2:
-        yield image.resize((fit.tile, fit.tile), resample=resample)
+    resample, margin = Filter[resampling.upper()], fit.margin
+    if fit.first is not None:
+        image = image.resize(fit.first[::-1], resample=resample)
+    if fit.tile:
+        height, width = fit.canvas
+        canvas = image.resize((width, height), resample=resample)
+        for top in range(0, height, fit.tile + margin):
+            for left in range(0, width, fit.tile + margin):
+                yield canvas.crop((left, top, left + fit.tile, top + fit.tile))
+        image = image if fit.first is None else canvas
+    whole = image.resize((fit.width + margin, fit.height + margin), resample=resample)
+    yield whole.crop((0, 0, fit.width, fit.height)) if margin else whole

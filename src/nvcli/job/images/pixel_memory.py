@@ -18,14 +18,31 @@ _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 
 
 class Pixels:
-    """The pixels of one image: [height, width, 3] bytes. Its memory is free once nobody holds it."""
+    """The pixels of one image: [height, width, 3] bytes, after those of its tiles row by row, if it has any. Its
+    memory is free once nobody holds it."""
 
-    __slots__ = ("__weakref__", "_memory", "height", "key", "num_bytes", "offset", "tile", "width")
+    __slots__ = ("__weakref__", "_memory", "grid", "height", "key", "num_bytes", "offset", "tile", "width")
 
-    def __init__(self, memory: PixelMemory, offset: int, height: int, width: int, key: bytes, tile: int = 0) -> None:
-        """`tile` is the side of the tiles that lie below each other in it; 0: it is one picture."""
+    def __init__(
+        self,
+        memory: PixelMemory,
+        offset: int,
+        height: int,
+        width: int,
+        key: bytes,
+        tile: int = 0,
+        grid: tuple[int, int] = (0, 0),
+    ) -> None:
+        """`tile` is the side of the tiles, and `grid` their rows and columns."""
         self._memory, self.offset, self.height, self.width, self.key = memory, offset, height, width, key
-        self.num_bytes, self.tile = height * width * 3, tile
+        self.tile, self.grid = tile, grid
+        self.num_bytes = sum(3 * tall * wide for tall, wide in self.pictures)
+
+    @property
+    def pictures(self) -> list[tuple[int, int]]:
+        """The height and width of each tile, and of the whole image after them."""
+        rows, columns = self.grid
+        return [(self.tile, self.tile)] * (rows * columns) + [(self.height, self.width)]
 
     @property
     def file(self) -> str:

@@ -11,11 +11,13 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from hashlib import shake_128
+from hashlib import blake2b, shake_128
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
+
+import msgspec
 
 from nvcli.core.messages import pack
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, PromptImage
@@ -49,8 +51,11 @@ class PromptImages:
     """The images of a prompt."""
 
     images: list[PromptImage]
+    """Images, or their tiles and wholes where there is text between these."""
     pixels: tuple[Pixels, ...]
     """Their pixels, which stay in memory as long as this object."""
+    num_tokens: tuple[int, ...]
+    """The tokens of each, with those of its tiles."""
     token_id: int
 
     @property
@@ -143,23 +148,24 @@ class RowImages:
         if len(parts) - 1 != len(pixels):
             return _other_count(len(parts) - 1, len(pixels))
         side = self._processor.rule.side
-        spelled = [self._text.spelled(each.height // side) for each in pixels]
+        spelled = [self._text.spelled(each.height // side, each.grid) for each in pixels]
         return "".join(chain.from_iterable(zip(parts, [*spelled, ""], strict=True)))
 
     def expand(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[list[int], PromptImages]:
         """Return a written prompt with all tokens of its images, and where they are. Raises RowError if it has not
-        one token for each image, or for each row of its tokens."""
+        one token for each image, or for each of its tiles, or for each row of its tokens."""
         places = [place for place, token in enumerate(ids) if token == self._token_id]
         gap = int(self._text is not None and self._text.between != "")
-        side = self._processor.rule.side
-        sizes = [(each.height // side, each.width // side) for each in pixels]
-        if len(places) != sum(rows if gap else 1 for rows, _ in sizes):
+        of_images = [list(self._pictures(each)) for each in pixels]
+        pictures = list(chain(*of_images))
+        if len(places) != sum(each.rows if gap else 1 for each in pictures):
             raise _other_count(len(places), len(pixels))
+        num_tokens = tuple(sum(each.rows * each.columns for each in image) for image in of_images)
         expanded: list[int] = []
         images: list[PromptImage] = []
         start, runs = 0, iter(places)
-        for each, (rows, columns) in zip(pixels, sizes, strict=True):
-            for number in range(rows if gap else 1):
+        for picture in pictures:
+            for number in range(picture.rows if gap else 1):
                 place = next(runs)
                 if number and place != start + gap:
                     raise RowError(
@@ -168,20 +174,29 @@ class RowImages:
                     )
                 expanded += ids[start:place]
                 if not number:
-                    images.append(
-                        PromptImage(
-                            first=len(expanded),
-                            rows=rows,
-                            columns=columns,
-                            gap=gap,
-                            key=each.key,
-                            file=each.file,
-                            offset=each.offset,
-                        )
-                    )
-                expanded += [self._token_id] * (columns if gap else rows * columns)
+                    images.append(msgspec.structs.replace(picture, first=len(expanded), gap=gap))
+                expanded += [self._token_id] * (picture.columns if gap else picture.rows * picture.columns)
                 start = place + 1
-        return [*expanded, *ids[start:]], PromptImages(images, tuple(pixels), self._token_id)
+        return [*expanded, *ids[start:]], PromptImages(images, tuple(pixels), num_tokens, self._token_id)
+
+    def bare_prompt(self, pixels: Sequence[Pixels]) -> list[int]:
+        """Return what `expand` takes for a prompt of these images alone, with nothing between rows."""
+        return [self._token_id] * sum(1 for each in pixels for _ in self._pictures(each))
+
+    def _pictures(self, pixels: Pixels) -> Iterator[PromptImage]:
+        """Yield what the model reads of an image as images of their own, anywhere in a prompt: its tiles and the whole
+        image where there is text between them, or all of it."""
+        side, offset = self._processor.rule.side, pixels.offset
+        parts = pixels.pictures
+        if self._text is None or not self._text.parts_tiles:
+            parts = [(sum(height for height, _ in parts), pixels.width)]
+        for number, (height, width) in enumerate(parts):
+            key = pixels.key
+            if len(parts) > 1:
+                key = blake2b(b"%d" % number, key=key, digest_size=16).digest()
+            rows, columns = height // side, width // side
+            yield PromptImage(first=0, rows=rows, columns=columns, key=key, file=pixels.file, offset=offset)
+            offset += 3 * height * width
 
     def _read_one(self, part: dict[str, Any]) -> Pixels | RowError:
         """Prepare an image. Raises CapacityError and WorkerError, and InputChanged for a page of a changed input."""
@@ -211,7 +226,9 @@ class RowImages:
             return RowError("invalid_image", prepared.problem)
         if prepared.problem:
             return refused(source, prepared.problem if page is None else f"page {page.number}: {prepared.problem}")
-        pixels = Pixels(self._memory, offset, prepared.height, prepared.width, prepared.key, prepared.tile)
+        pixels = Pixels(
+            self._memory, offset, prepared.height, prepared.width, prepared.key, prepared.tile, prepared.grid
+        )
         self._known[known] = pixels
         return pixels
 

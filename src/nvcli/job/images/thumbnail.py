@@ -13,12 +13,11 @@ _QUALITY = 70
 
 
 def thumbnail(pixels: Pixels) -> str:
-    """Return the `data:` URL of a small JPEG picture of an image; of one in tiles, of the last tile, which is the whole
-    image."""
+    """Return the `data:` URL of a small JPEG picture of an image, which follows its tiles."""
     from PIL import Image
 
-    data, height = pixels.read(), pixels.tile or pixels.height
-    picture = Image.frombytes("RGB", (pixels.width, height), data[-height * pixels.width * 3 :])
+    data = pixels.read()[-3 * pixels.height * pixels.width :]
+    picture = Image.frombytes("RGB", (pixels.width, pixels.height), data)
     picture.thumbnail((_SIDE, _SIDE))
     out = io.BytesIO()
     picture.save(out, "JPEG", quality=_QUALITY)

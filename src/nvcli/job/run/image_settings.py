@@ -7,12 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.core.config import RunConfig
+from nvcli.core.prompt_image import MAX_PROMPT_IMAGES
 from nvcli.errors import ConfigError, RowError
 from nvcli.job.file_formats import is_pdf
 from nvcli.job.images.row_images import limited
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
 from nvcli.models.vision.image_processor import PROCESSOR_FILES, ImageProcessor, has_processor, read_processor
+from nvcli.models.vision.image_size import most_pictures
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
 from nvcli.worker.distributed.stage import Stage
 
@@ -83,6 +85,14 @@ def most_image_tokens(run: RunConfig, model_path: Path, model: ModelConfig, max_
         return 0
     assert model.vision is not None
     return min(image_processor(run, model_path, model.vision).rule.max_tokens, max_model_len)
+
+
+def most_prompt_images(run: RunConfig, model_path: Path, model: ModelConfig) -> int:
+    """Return the most images of a prompt, if tiles between which there is text count as images of their own."""
+    vision = model.vision if model.has_tower else None
+    if vision is None or vision.text is None or not vision.text.parts_tiles:
+        return MAX_PROMPT_IMAGES
+    return MAX_PROMPT_IMAGES * most_pictures(image_processor(run, model_path, vision).rule)
 
 
 def keeps_images_whole(model: ModelConfig, max_image_tokens: int, max_num_batched_tokens: int) -> bool:

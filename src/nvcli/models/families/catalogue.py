@@ -20,6 +20,7 @@ from nvcli.models.families.gpt_neox import GPT_NEOX
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA
 from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
+from nvcli.models.families.idefics3 import IDEFICS3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
@@ -93,6 +94,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM_OCR,
     INTERNVL,
     QIANFAN_OCR,
+    IDEFICS3,
     GRANITE,
     GRANITE_SWA,
     GRANITE4,

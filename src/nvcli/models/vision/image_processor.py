@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
-from nvcli.models.vision.image_size import AreaRule, CountRule, EdgeRule, SizeRule, TileRule
+from nvcli.models.vision.image_size import AreaRule, CountRule, EdgeRule, SizeRule, SplitRule, TileRule
 from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -24,8 +24,8 @@ _NO_MEAN, _NO_STD = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 _HALF = (0.5, 0.5, 0.5)
 
 Channels = tuple[float, float, float]
-Resampling = Literal["bilinear", "bicubic"]
-_RESAMPLING: dict[int, Resampling] = {2: "bilinear", 3: "bicubic"}
+Resampling = Literal["lanczos", "bilinear", "bicubic"]
+_RESAMPLING: dict[int, Resampling] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's numbers of them."""
 
 
@@ -153,6 +153,22 @@ def _tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
 
 
 _MOST_TILES = 64
+_MOST_SIDE = 4096
+
+
+def _split_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    tile, longest = (
+        _object(file, key).positive("longest_edge", default)
+        for key, default in (("max_image_size", 364), ("size", 4 * 364))
+    )
+    if tile // vision.patch_size != vision.tile_tokens * vision.merge_size:
+        wanted = vision.tile_tokens * vision.token_pixels
+        raise file.error("max_image_size", f"is {tile}, and the tower's images are {wanted} × {wanted}")
+    if longest > _MOST_SIDE:
+        raise file.error("size", f"is {longest:,}; supported: up to {_MOST_SIDE:,}")
+    return SplitRule(
+        side=vision.token_pixels, tile=tile, longest=longest, is_cut=file.get("do_image_splitting", bool, True)
+    )
 
 
 def _tile(file: JsonFile, vision: VisionConfig, default: int) -> int:
@@ -178,6 +194,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "glm46v": _Kind(("Glm46V", "Glm4v"), _area_rule(112 * 112, 28 * 28 * 15000, 2, "floor"), 3, _CLIP_MEAN, _CLIP_STD),
     "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),
     "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
+    "idefics3": _Kind(("Idefics3", "SmolVLM"), _split_rule, 1, _HALF, _HALF),
 }
 
 

@@ -1,4 +1,4 @@
-"""The sizes to which image processors bring images: five rules, and what of each says how many tokens an image has.
+"""The sizes to which image processors bring images: six rules, and what of each says how many tokens an image has.
 
 Each is held to transformers' own. Torch-free: the parent, its image processes and the ranks read them.
 """
@@ -6,7 +6,7 @@ Each is held to transformers' own. Torch-free: the parent, its image processes a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 _MOST_ROUNDING = 16
@@ -21,10 +21,23 @@ class Fit:
     height: int
     width: int
     tile: int = 0
-    """Pixels of the side of the tiles that lie below each other in it; 0: the image is resized to this size."""
-    canvas: tuple[int, int] = (0, 0)
-    """The height and width of what is cut into tiles, row by row; if there are several, the whole image follows as one
-    more."""
+    """Pixels of the side of the tiles that the model reads before the whole image, if there are any."""
+    grid: tuple[int, int] = (0, 0)
+    """The rows and columns of tiles."""
+    first: tuple[int, int] | None = None
+    """The height and width to which an image is brought first. The tiles are made of that, and the whole image of
+    them; None: both are made of the image itself."""
+    margin: int = 0
+    """Pixels at the lower and right edges of each tile, and of the whole image, which fill no token and are left
+    out: the tile and the image are made larger by so many."""
+
+    @property
+    def canvas(self) -> tuple[int, int]:
+        """The height and width of what is cut into tiles, row by row; of an image that is not cut those of itself."""
+        if not self.tile:
+            return self.height + self.margin, self.width + self.margin
+        rows, columns = self.grid
+        return rows * (self.tile + self.margin), columns * (self.tile + self.margin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +137,19 @@ class TileRule:
     @property
     def max_tokens(self) -> int:
         """The most tokens of an image."""
-        return (self.most + (self.most > 1)) * (self.tile // self.side) ** 2
+        return self.most_pictures * (self.tile // self.side) ** 2
+
+    @property
+    def most_pictures(self) -> int:
+        """The most tiles of an image, and the whole image."""
+        return self.most + (self.most > 1)
 
     def fit(self, height: int, width: int) -> Fit:
         """Return the size of an image of this height and width."""
         tile, (rows, columns) = self.tile, self._arrangement(height, width)
-        count = rows * columns
-        return Fit(height=(count + (count > 1)) * tile, width=tile, tile=tile, canvas=(rows * tile, columns * tile))
+        if rows * columns == 1:
+            return Fit(height=tile, width=tile)
+        return Fit(height=tile, width=tile, tile=tile, grid=(rows, columns))
 
     def _arrangement(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles. Among arrangements of one shape, the larger one is taken while the
@@ -146,7 +165,62 @@ class TileRule:
         return best[1], best[0]
 
 
-SizeRule = AreaRule | EdgeRule | CountRule | TileRule
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRule:
+    """Images are brought to one length, and cut into equal squares as they are then (Idefics 3)."""
+
+    side: int
+    """Pixels of the side of a token's square."""
+    tile: int
+    """Pixels of the side of a tile, in which those that fill no token are left out."""
+    longest: int
+    """The length to which the longer side is brought, however short it was."""
+    is_cut: bool = True
+    """Whether images are cut, or brought to one square."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of an image."""
+        return self.most_pictures * (self.tile // self.side) ** 2
+
+    @property
+    def most_pictures(self) -> int:
+        """The most tiles of an image, and the whole image."""
+        most = -(-self.longest // self.tile) if self.is_cut else 1
+        return most**2 + (most > 1)
+
+    def fit(self, height: int, width: int) -> Fit:
+        """Return the size of an image of this height and width."""
+        ratio, longest = width / height, self.longest
+        if width >= height:
+            first = max(1, _even(int(longest / ratio))), longest
+        else:
+            first = longest, max(1, _even(int(longest * ratio)))
+        rows, columns = self._arrangement(*first) if self.is_cut else (1, 1)
+        kept = self.tile // self.side * self.side
+        fit = Fit(height=kept, width=kept, first=first, margin=self.tile - kept)
+        return fit if rows * columns == 1 else replace(fit, tile=kept, grid=(rows, columns))
+
+    def _arrangement(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tiles: one side is rounded up to whole tiles, and the other after it."""
+        tile, ratio = self.tile, width / height
+        if width >= height:
+            columns = -(-width // tile)
+            return -(-int(columns * tile / ratio) // tile), columns
+        rows = -(-height // tile)
+        return rows, -(-int(rows * tile * ratio) // tile)
+
+
+def _even(length: int) -> int:
+    return length + length % 2
+
+
+SizeRule = AreaRule | EdgeRule | CountRule | TileRule | SplitRule
+
+
+def most_pictures(rule: SizeRule) -> int:
+    """Return the most tiles of an image, and the whole image."""
+    return rule.most_pictures if isinstance(rule, TileRule | SplitRule) else 1
 
 
 def most_pixels(rule: SizeRule) -> int:

@@ -29,6 +29,19 @@ class SquareMerger(nn.Module):
         return out
 
 
+class LinearMerger(nn.Module):
+    """A projection of the patches' vectors side by side (Idefics 3): [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.count = config.merge_size**2
+        self.projection = Linear(build, f"{path}.projection")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.projection(side_by_side(x, self.count))
+        return out
+
+
 class PooledMerger(nn.Module):
     """The mean of the patches, normed and projected (Gemma 3): [P, H] → [N, O]."""
 
@@ -100,5 +113,11 @@ def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Modu
     kind = config.merger.kind
     if kind == "squares":
         return SquareMerger(build, path, config, norms_squares=config.merger.norms_squares)
-    kinds = {"pool": PooledMerger, "project": ProjectingMerger, "patches": PatchMerger, "gated": GatedMerger}
+    kinds = {
+        "linear": LinearMerger,
+        "pool": PooledMerger,
+        "project": ProjectingMerger,
+        "patches": PatchMerger,
+        "gated": GatedMerger,
+    }
     return kinds[kind](build, path, config)

@@ -1,8 +1,10 @@
-"""The towers of Gemma 3 (SigLIP, https://arxiv.org/abs/2303.15343) and of PaddleOCR-VL
-(https://arxiv.org/abs/2510.14528), as config.json spells them. Torch-free.
+"""The towers of Gemma 3 (SigLIP, https://arxiv.org/abs/2303.15343), of Idefics 3 and SmolVLM
+(https://arxiv.org/abs/2504.05299), and of PaddleOCR-VL (https://arxiv.org/abs/2510.14528), as config.json spells them.
+Torch-free.
 
 Gemma 3's images are squares of one size, and the mean of a square of patches becomes a token. The decoder's tokens of
-an image attend to all of them. PaddleOCR-VL's images are of any size, with rotary positions.
+an image attend to all of them. Idefics 3 cuts images into squares, which are marked in the prompt. PaddleOCR-VL's
+images are of any size, with rotary positions.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import read_axes, read_sizes, rope_theta, square, vision_section
+from nvcli.models.vision.vision_file import read_axes, read_sizes, rope_theta, side_of, square, vision_section
 
 _RENAMED = (
     ("embeddings.patch_embedding.", "patch_embed.proj."),
@@ -40,6 +42,10 @@ _GEMMA = TowerNames(
     ),
     left=_LEFT,
 )
+_IDEFICS = TowerNames(
+    prefixes=(("vision_model.", f"{TOWER}."), ("connector.modality_projection.proj.", f"{TOWER}.merger.projection.")),
+    renamed=_RENAMED,
+)
 _PADDLE = TowerNames(
     prefixes=(
         ("visual.vision_model.", f"{TOWER}."),
@@ -56,6 +62,24 @@ _TEXT = ImageText(  # `full_image_sequence` of transformers' processor
     before="\n\n<start_of_image>",
     after="<end_of_image>\n\n",
 )
+_TILES = ImageText(  # `get_image_prompt_string` of transformers' processor
+    written="<image>",
+    token="<image>",
+    tile="<fake_token_around_image><row_{row}_col_{column}>",
+    row_end="\n",
+    whole="\n<fake_token_around_image><global-img>",
+    alone="<fake_token_around_image><global-img>",
+    after="<fake_token_around_image>",
+)
+_IDEFICS_DEFAULTS = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 32,
+}
+"""Keys that files leave out."""
 
 
 def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
@@ -80,6 +104,27 @@ def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         attends_both_ways="all",
         image_token_id=config.get(token_key, int, 262_144),
         text=_TEXT,
+        **sizes,
+    )
+
+
+def read_idefics3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Idefics 3 and SmolVLM."""
+    vision = vision_section(config).with_defaults(_IDEFICS_DEFAULTS)
+    sizes, merge = _sizes(vision, text), config.positive("scale_factor", 2)
+    side = side_of(vision, "image_size", 224) // sizes["patch_size"]
+    if not side or side % merge:
+        raise config.error("scale_factor", f"{merge} × {merge} patches do not divide {side} × {side}")
+    return VisionConfig(
+        names=_IDEFICS,
+        processor="idefics3",
+        merge_size=merge,
+        merger=MergerConfig(kind="linear", size=0, has_bias=False),
+        eps=vision.positive_number("layer_norm_eps", 1e-6),
+        tile_tokens=side // merge,
+        num_positions=side**2,
+        image_token_id=config.get("image_token_id", int, 128_257),
+        text=_TILES,
         **sizes,
     )
 

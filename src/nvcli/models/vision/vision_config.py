@@ -20,7 +20,7 @@ CHANNELS = 3
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 """The last parts of the names of a projection's bounds."""
 
-ProcessorKind = Literal["qwen2_vl", "gemma3", "gemma4", "pixtral", "glm46v", "got_ocr2", "paddleocr_vl"]
+ProcessorKind = Literal["qwen2_vl", "gemma3", "gemma4", "pixtral", "glm46v", "got_ocr2", "paddleocr_vl", "idefics3"]
 """The image processors of transformers, by the first part of their names."""
 
 
@@ -39,23 +39,47 @@ class ImageText:
     between: str = ""
     """The token between two rows of the image's tokens; `after` is then a token, too. Empty: rows follow each
     other."""
+    tile: str = ""
+    """The text before the tokens of each tile, with its `{row}` and `{column}`, or its `{number}`, from 1. Empty: the
+    tokens of tiles follow each other, as if they lay below each other in one image."""
+    row_end: str = ""
+    """The text after a row of tiles."""
+    whole: str = ""
+    """The text before the tokens of the whole image that follows tiles."""
+    alone: str = ""
+    """The text before the tokens of an image without tiles."""
 
-    def spelled(self, rows: int) -> str:
-        """Return the text of an image of `rows` rows of tokens, with one `token` for all of a run of its tokens: for
-        each row where something is between them, or for the image."""
-        return self.before + f"{self.token}{self.between}" * (rows - 1 if self.between else 0) + self.token + self.after
+    @property
+    def parts_tiles(self) -> bool:
+        """Whether there is text between the tokens of an image's tiles."""
+        return self.tile != ""
+
+    def spelled(self, rows: int, grid: tuple[int, int] = (0, 0)) -> str:
+        """Return the text of an image of `rows` rows of tokens, after a grid of tiles, with one `token` for all of a
+        run of its tokens: for each row where something is between them, for each tile and the whole image where
+        something is, or for the image."""
+        tiles = ""
+        if self.parts_tiles:
+            for row in range(grid[0]):
+                for column in range(grid[1]):
+                    number = row * grid[1] + column + 1
+                    tiles += self.tile.format(row=row + 1, column=column + 1, number=number) + self.token
+                tiles += self.row_end
+        tiles += self.whole if tiles else self.alone
+        whole = f"{self.token}{self.between}" * (rows - 1 if self.between else 0) + self.token
+        return self.before + tiles + whole + self.after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergerConfig:
     """The way from the square of patches that make up a token to its embedding."""
 
-    kind: Literal["squares", "pool", "project", "patches", "gated"]
-    """squares: their vectors side by side go through an MLP; pool: their mean is normed and projected; project:
-    likewise, with a norm that has no weights; patches: they are normed and merged before an MLP; gated: they are merged
-    and normed before a gated MLP."""
+    kind: Literal["squares", "linear", "pool", "project", "patches", "gated"]
+    """squares: their vectors side by side go through an MLP; linear: they are projected; pool: their mean is normed and
+    projected; project: likewise, with a norm that has no weights; patches: they are normed and merged before an MLP;
+    gated: they are merged and normed before a gated MLP."""
     size: int
-    """The size between the two projections of its MLP; pool, project: 0."""
+    """The size between the two projections of its MLP; linear, pool, project: 0."""
     norms_squares: bool = False
     """Whether the norm of `squares` is over all patches of a token together."""
     has_bias: bool = True
@@ -253,6 +277,9 @@ class VisionConfig:
             yield _tensor(dtype, f"{path}.projection.weight", out, hidden)
             for name in ("shift", "scale") if merger.is_standardised else ():
                 yield _tensor(dtype, f"{path}.{name}.weight", hidden)
+            return
+        if merger.kind == "linear":
+            yield from _linear(dtype, f"{path}.projection", out, merged, has_bias=bias)
             return
         if merger.kind == "gated":
             yield _tensor(dtype, f"{path}.downsample.weight", out, hidden, side, side)

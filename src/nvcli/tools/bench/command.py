@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +215,9 @@ def _draw_requests(
 
 def _make_images(path: Path, model: ModelConfig, per_prompt: int, size: tuple[int, int], seed: int) -> MadeUpImages:
     assert model.vision is not None  # as `images` is `always`
-    token_id = model.vision.image_token_id
-    reader = RowImages(read_processor(path, model.vision), token_id, ImageFolders.of((), ()))
+    token_id, text = model.vision.image_token_id, model.vision.text
+    text = None if text is None else replace(text, between="")  # made-up prompts have nothing between rows
+    reader = RowImages(read_processor(path, model.vision), token_id, ImageFolders.of((), ()), text)
     return MadeUpImages(reader, token_id=token_id, per_prompt=per_prompt, size=size, seed=seed)
 
 

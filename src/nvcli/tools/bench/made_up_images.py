@@ -11,7 +11,7 @@ import time
 from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import msgspec
@@ -21,7 +21,7 @@ from nvcli.core.messages import unpack
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job.images.pixel_memory import Pixels
-from nvcli.job.images.row_images import PromptImages, RowImages
+from nvcli.job.images.row_images import RowImages
 from nvcli.job.rows.conversation import IMAGE
 
 _ROUNDS = 4
@@ -62,7 +62,7 @@ class MadeUpImages:
             seconds = time.perf_counter() - begin
             del held
             self._chosen = [self._pixels[number % count] for number in range(per_prompt)]
-            ids, self._images = reader.expand([token_id] * per_prompt, self._chosen)
+            ids, self._images = reader.expand(reader.bare_prompt(self._chosen), self._chosen)
         self._ids = ids
         self.figures = BenchImages(
             per_prompt=per_prompt,
@@ -88,7 +88,7 @@ class MadeUpImages:
         ]
         other = 0 if self._token_id else 1  # in place of an image's token that was drawn by chance
         ids = [*self._ids, *(other if token == self._token_id else token for token in unpack(request.prompt_ids))]
-        packed = PromptImages(images, self._images.pixels, self._token_id).packed(ids)
+        packed = replace(self._images, images=images).packed(ids)
         return msgspec.structs.replace(request, prompt_ids=packed, images=images, image_token_id=self._token_id)
 
 

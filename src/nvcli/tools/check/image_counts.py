@@ -14,7 +14,7 @@ _SIZES = 8
 
 
 class ImageSize(msgspec.Struct, frozen=True, kw_only=True):
-    """A size in pixels, as the model reads images, and the number of images that have it."""
+    """A size in pixels, as the model reads images, and the number of images and tiles that have it."""
 
     width: int
     height: int
@@ -45,8 +45,8 @@ class ImageCounts:
     def add(self, images: PromptImages) -> None:
         """Add the images of a row."""
         self._rows += 1
-        self._tokens.update(image.rows * image.columns for image in images.images)
-        self._sizes.update((pixels.width, pixels.height) for pixels in images.pixels)
+        self._tokens.update(images.num_tokens)
+        self._sizes.update((width, height) for pixels in images.pixels for height, width in pixels.pictures)
 
     def report(self) -> ImageReport | None:
         """Summarise the images; None if there are none."""
