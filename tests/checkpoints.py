@@ -126,6 +126,7 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
     ),
     "LightOnOcr": ("Qwen3", "PixtralVision", _PIXTRAL),
+    "Lfm2Vl": ("Lfm2", "Siglip2Vision", {**_VISION, "num_hidden_layers": 2, "num_patches": 25, "patch_size": 4}),
     "Idefics3": ("Llama", "Idefics3Vision", {**_VISION, "num_hidden_layers": 2, "image_size": 34, "patch_size": 4}),
 }
 """Families of models that read images too: the classes of their text part and of their vision part, and a tiny one."""

@@ -250,6 +250,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm2-vl": (
+        "Lfm2Vl",
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", FULL, "conv", FULL],
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.5,
+            "conv_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "lfm2 moe": (
         "Lfm2Moe",
         {

@@ -70,7 +70,7 @@ class ImageRequests:
             rows, columns, seed = part
             rows, columns = allowed_size(self.vision, rows, columns)
             data = make_image(rows, columns, seed)
-            tile = data.shape[1] if parts_tiles(self.vision) else 0
+            tile = data.shape[1] if parts_tiles(self.vision) and self.vision.tile_tokens else 0
             pixels.append(put_pixels(self._memory, data, b"%d %d %d" % (rows, columns, seed), tile))
             written += _tokens(self.vision, rows, columns, is_written=True)
         self._kept += pixels
@@ -112,7 +112,7 @@ def _tokens(vision: VisionConfig, rows: int, columns: int, *, is_written: bool =
     if breaks_rows(vision):
         row = [IMAGE_ID] * (1 if is_written else columns)
         return [*[*row, IMAGE_ID - 1] * (rows - 1), *row, IMAGE_ID + 1]
-    if not parts_tiles(vision):
+    if not parts_tiles(vision) or not vision.tile_tokens:
         return [IMAGE_ID] * (1 if is_written else rows * columns)
     tile = [IMAGE_ID] * (1 if is_written else columns**2)
     return [token for number in range(rows // columns) for token in (IMAGE_ID - 1, *[7] * (number % 2), *tile)]

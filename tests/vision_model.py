@@ -92,6 +92,19 @@ MARKS = {
     **dict.fromkeys(("glm 4.6v-flash", "glm 4.6v", "glm-ocr"), _GLM),
     "paddleocr-vl": _QWEN._replace(processor={"image_processor_type": "PaddleOCRVLImageProcessor", **AREA}),
     "idefics 3": _IDEFICS,
+    "lfm2-vl": Marks(
+        ("<|image_start|>", "<image>", "<|image_end|>"),
+        "<image>",
+        {
+            "image_processor_type": "Lfm2VlImageProcessorFast",
+            "do_resize": False,
+            "encoder_patch_size": SIDE // 2,
+            "min_image_tokens": 4,
+            "max_image_tokens": 60,
+            "max_tiles": 6,
+            "tile_size": 3 * SIDE,
+        },
+    ),
     "lighton-ocr": _QWEN._replace(processor=_PIXTRAL),
 }
 """By the names of `SHAPES`; all others are Qwen's."""

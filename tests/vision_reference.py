@@ -75,6 +75,8 @@ def make_image(rows: int, columns: int, seed: int) -> np.ndarray:
 
 def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: ImageProcessor) -> dict[str, Tensor]:
     """Return what transformers' processor makes of images that have their size already."""
+    if vision.processor == "lfm2_vl":
+        return _patches_of_any_number(vision, images, processor)
     area = {"patch_size": vision.patch_size, "merge_size": vision.merge_size}
     own: dict[str, Any] = {
         "qwen2_vl": area,
@@ -107,6 +109,27 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
     )
     found = prepare(images=list(images), return_tensors="pt", input_data_format="channels_last")
     return {key: found[key] for key in _PIXEL_KEYS if key in found}
+
+
+def _patches_of_any_number(
+    vision: VisionConfig, images: Sequence[np.ndarray], processor: ImageProcessor
+) -> dict[str, Tensor]:
+    """Return what LFM2-VL's processor makes of images, which needs torchvision: their patches, filled up to those of
+    the largest."""
+    side, patches, shapes = vision.patch_size, [], []
+    for image in images:
+        values = (torch.from_numpy(image) * processor.factor - torch.tensor(processor.mean)) / torch.tensor(
+            processor.std
+        )
+        rows, columns = image.shape[0] // side, image.shape[1] // side
+        patches.append(values.view(rows, side, columns, side, 3).transpose(1, 2).reshape(rows * columns, -1))
+        shapes.append([rows, columns])
+    counts = torch.tensor([len(each) for each in patches])
+    return {
+        "pixel_values": torch.nn.utils.rnn.pad_sequence(patches, batch_first=True),
+        "pixel_attention_mask": (torch.arange(int(counts.max())) < counts[:, None]).int(),
+        "spatial_shapes": torch.tensor(shapes),
+    }
 
 
 def model_inputs(

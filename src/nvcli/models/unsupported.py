@@ -69,7 +69,6 @@ _LACKING = {
     "KimiK25ForConditionalGeneration": _NO_TOWER,
     "Kimi_K25ForConditionalGeneration": _NO_TOWER,
     "KimiLinearForCausalLM": "its linear attention (KDA) is not computed by nvcli",
-    "Lfm2VlForConditionalGeneration": _TILES,
     "LlavaForConditionalGeneration": f"{_NO_TOWER}; that of Mistral 3 is",
     "LlavaNextForConditionalGeneration": _VECTORS,
     "LlavaOnevisionForConditionalGeneration": _VECTORS,

@@ -1,13 +1,17 @@
-"""Images whose tiles are marked become the tokens to which transformers' processor expands them, at any size."""
+"""Images whose tiles are marked become the pixels and tokens that transformers' processors make of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from PIL import Image
 
@@ -21,7 +25,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.vision.image_processor import read_processor
 from vision_model import write_vision_model
 
-SIZES = [(1, 1), (1, 4000), (4000, 1), (33, 35), (40, 100), (200, 60), (68, 68), (300, 290), (2, 3), (97, 31)]
+SIZES = [(1, 1), (1, 150), (4000, 30), (33, 35), (40, 100), (200, 60), (68, 68), (300, 290), (2, 3), (97, 31)]
 
 
 def idefics3(folder: Path, tokenizer: Any) -> Any:
@@ -31,8 +35,60 @@ def idefics3(folder: Path, tokenizer: Any) -> Any:
     return transformers.Idefics3Processor(images, tokenizer, image_seq_len=16)
 
 
-@pytest.mark.parametrize(("name", "make"), [("idefics 3", idefics3)])
-def test_tokens_are_those_of_transformers(name: str, make: Callable[[Path, Any], Any], tmp_path: Path) -> None:
+class Lfm2:
+    """LFM2-VL's processor, whose only image processor needs torchvision, with Pillow in place of that."""
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+                patch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
+            sys.modules["torchvision.transforms.v2"].functional = None  # type: ignore[attr-defined]
+            name = "transformers.models.lfm2_vl.image_processing_with_pillow"
+            path = Path(transformers.__file__).parent / "models/lfm2_vl/image_processing_lfm2_vl.py"
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            patch.setitem(sys.modules, name, module)
+            spec.loader.exec_module(module)
+        images = object.__new__(module.Lfm2VlImageProcessor)
+        settings = transformers.ImageProcessingMixin.get_image_processor_dict(folder)[0]
+        self._settings = {
+            key: settings.get(key, getattr(images, key))
+            for key in (
+                *("downsample_factor", "min_tiles", "max_tiles", "use_thumbnail", "min_image_tokens"),
+                *("max_image_tokens", "encoder_patch_size", "tile_size", "max_pixels_tolerance", "resample"),
+            )
+        }
+        self._images = images
+        self._text = object.__new__(transformers.Lfm2VlProcessor)
+        self._text.image_token, self._text.image_thumbnail_token = "<image>", "<|img_thumbnail|>"
+        self._text.image_start_token, self._text.image_end_token = "<|image_start|>", "<|image_end|>"
+        self._text.image_processor = images
+        for key, value in self._settings.items():
+            setattr(images, key, value)
+
+    def _process_images(self, photos: Sequence[Sequence[Image.Image]], **_: Any) -> tuple[dict[str, Any], list[str]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transformers.image_processing_backends.TorchvisionBackend, "resize", _resized)
+            pixels, texts = [], []
+            for photo in photos[0]:
+                values = torch.from_numpy(np.asarray(photo).copy()).permute(2, 0, 1)[None]
+                ((found,), (rows,), (columns,), (size,)) = self._images.resize_and_split(values, **self._settings)
+                pixels += found
+                info = {"image_rows": [rows], "image_cols": [columns], "image_sizes": [size]}
+                texts.append(self._text.replace_image_token(info, 0, use_image_special_tokens=True))
+        return {"pixel_values": pixels}, texts
+
+
+def _resized(self: Any, images: torch.Tensor, size: Any, resample: int, **_: Any) -> torch.Tensor:
+    photo = Image.fromarray(images[0].permute(1, 2, 0).numpy())
+    resized = photo.resize((size.width, size.height), resample=Image.Resampling(resample))
+    return torch.from_numpy(np.asarray(resized).copy()).permute(2, 0, 1)[None]
+
+
+@pytest.mark.parametrize(("name", "make"), [("idefics 3", idefics3), ("lfm2-vl", Lfm2)])
+def test_prompts_are_those_of_transformers(name: str, make: Callable[[Path, Any], Any], tmp_path: Path) -> None:
     path = write_vision_model(tmp_path / "model", name)
     vision = load_model_config(path).vision
     assert vision is not None
@@ -43,19 +99,31 @@ def test_tokens_are_those_of_transformers(name: str, make: Callable[[Path, Any],
     images = RowImages(processor, token, ImageFolders.of((), ()), vision.text)
     memory = PixelMemory()
     file = PixelFile(memory.path)
+    rng = np.random.default_rng(0)
     for sizes in [[size] for size in SIZES] + [SIZES[:3]]:
-        photos = [Image.fromarray(np.full((*size, 3), 90, dtype=np.uint8)) for size in sizes]
-        found = [answer(Question(encoded(photo, "PNG"), processor, "", 0), file) for photo in photos]
-        pixels = [Pixels(memory, 0, each.height, each.width, each.key, each.tile, each.grid) for each in found]
+        photos = [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+        pixels = list(prepared(photos, processor, memory, file))
         written = images.write("a" + f"{vision.text.written}b\n" * len(sizes), pixels)
+        assert isinstance(written, str)
         ids, placed = images.expand(tokenizer(written, add_special_tokens=False)["input_ids"], pixels)
-        _, texts = theirs._process_images([photos], return_row_col_info=True)
+        their_pixels, texts = theirs._process_images([photos], return_row_col_info=True)
         expected = "a" + "".join(f"{text}b\n" for text in texts)
         assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"], sizes
-        assert places(placed.images) == [place for place, each in enumerate(ids) if each == token]
+        found = [place for image in placed.images for place in range(image.first, image.end)]
+        assert found == [place for place, each in enumerate(ids) if each == token]
         assert len({image.key for image in placed.images}) == len(placed.images)
+        if name == "lfm2-vl":  # `test_image_process.py` has others
+            for image, theirs_own in zip(placed.images, their_pixels["pixel_values"], strict=True):
+                own = np.empty((*theirs_own.shape[1:], 3), dtype=np.uint8)
+                assert own.shape[:2] == (8 * image.rows, 8 * image.columns)
+                file.read(own.data.cast("B"), image.offset)
+                np.testing.assert_array_equal(own, theirs_own.permute(1, 2, 0).numpy())
     images.close()
 
 
-def places(images: Sequence[Any]) -> list[int]:
-    return [place for image in images for place in range(image.first, image.end)]
+def prepared(photos: Sequence[Image.Image], processor: Any, memory: PixelMemory, file: PixelFile) -> Iterator[Pixels]:
+    for photo in photos:
+        offset = memory.reserve(1 << 24)
+        found = answer(Question(encoded(photo, "PNG"), processor, "", offset), file)
+        assert found.problem == ""
+        yield Pixels(memory, offset, found.height, found.width, found.key, found.tile, found.grid)

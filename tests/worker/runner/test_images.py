@@ -34,6 +34,7 @@ FAMILIES = [
     "paddleocr-vl",
     "internvl",
     "idefics 3",
+    "lfm2-vl",
 ]
 Checkpoint = tuple[Path, ImageRequests, list[list[int]]]
 

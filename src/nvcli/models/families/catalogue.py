@@ -22,7 +22,7 @@ from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA
 from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
 from nvcli.models.families.idefics3 import IDEFICS3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
-from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM3
+from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.llama4 import LLAMA4
 from nvcli.models.families.longcat import LONGCAT_FLASH
@@ -102,6 +102,7 @@ FAMILIES: tuple[Family, ...] = (
     FALCON_H1,
     MAMBA2,
     LFM2,
+    LFM2_VL,
     LFM2_MOE,
     LFM3,
     GPT_OSS,

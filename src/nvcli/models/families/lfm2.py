@@ -10,11 +10,12 @@ from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import first_layers_dense
 from nvcli.models.families.family import Family
-from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile, read_by_type
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import AttentionConfig, OutputGate
 from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
 from nvcli.models.mixers.short_conv import ShortConvConfig
+from nvcli.models.vision.siglip import read_lfm2_vision
 
 _CONV = "conv"
 _LAYOUT = CheckpointLayout(
@@ -132,6 +133,15 @@ LFM2 = Family(
     features="gated short convolutions between layers of attention",
     examples=("LiquidAI/LFM2-1.2B",),
     read=read_lfm2,
+    ties_embeddings=True,
+)
+LFM2_VL = Family(
+    name="LFM2-VL",
+    architectures=("Lfm2VlForConditionalGeneration",),
+    features="LFM2 with a vision tower (SigLIP 2), which sees large images as marked tiles",
+    examples=("LiquidAI/LFM2-VL-1.6B",),
+    read=lambda config: read_by_type(config, {"lfm2": read_lfm2, "lfm2_moe": read_lfm2_moe}, "lfm2"),
+    read_vision=read_lfm2_vision,
     ties_embeddings=True,
 )
 LFM2_MOE = Family(

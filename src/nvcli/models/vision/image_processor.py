@@ -2,7 +2,7 @@
 
 Read from preprocessor_config.json, or from processor_config.json as newer versions of transformers write it.
 Torch-free: the parent, its image processes and the ranks read it. Each kind is one of transformers' image processors
-on Pillow, whose pixels it is held to.
+on Pillow, whose pixels it is held to; of LFM2-VL's, which needs torchvision, Pillow takes the steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
-from nvcli.models.vision.image_size import AreaRule, CountRule, EdgeRule, SizeRule, SplitRule, TileRule
+from nvcli.models.vision.image_size import AreaRule, CountRule, EdgeRule, LargeRule, SizeRule, SplitRule, TileRule
 from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -58,6 +58,8 @@ class _Kind:
     mean: Channels
     std: Channels
     normalises: bool = True
+    resizes_always: bool = False
+    """Whether it does so whatever `do_resize` says."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
     name = file.get("image_processor_type", str, kind.classes[0])
     if name not in kind.classes:
         raise file.error("image_processor_type", f"{show(name)} is not supported; supported: {', '.join(kind.classes)}")
-    for key in ("do_resize", "do_rescale"):
+    for key in ("do_resize", "do_rescale")[kind.resizes_always :]:
         file.only(key, True)
     normalises = kind.normalises if file.values.get("do_normalize") is None else file.get("do_normalize", bool)
     number = file.get("resample", int, kind.resample)
@@ -171,6 +173,30 @@ def _split_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     )
 
 
+def _large_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    side, patch = vision.token_pixels, vision.patch_size
+    for key, wanted, default in (("encoder_patch_size", patch, 16), ("downsample_factor", vision.merge_size, 2)):
+        if (found := file.get(key, int, default)) != wanted:
+            raise file.error(key, f"is {found}, and {wanted} in config.json")
+    least, most = file.positive("min_image_tokens", 64), file.positive("max_image_tokens", 256)
+    whole = AreaRule(side=side, min_pixels=least * side**2, max_pixels=most * side**2, enlarges="side")
+    fewest, largest = file.positive("min_tiles", 2), file.positive("max_tiles", 10)
+    if not file.get("do_image_splitting", bool, True) or largest == 1:
+        return whole
+    if not fewest <= largest <= _MOST_TILES:
+        raise file.error("max_tiles", f"{largest:,} is not supported; supported: from {fewest} to {_MOST_TILES}")
+    file.only("use_thumbnail", True)
+    tile = file.positive("tile_size", 512)
+    if tile % side:
+        raise file.error("tile_size", f"{tile} is not a multiple of {side}, the pixels of a token")
+    return LargeRule(
+        whole=whole,
+        tiles=TileRule(side=side, tile=tile, least=fewest, most=largest),
+        patch=patch,
+        most_uncut=whole.max_pixels * file.positive_number("max_pixels_tolerance", 2.0),
+    )
+
+
 def _tile(file: JsonFile, vision: VisionConfig, default: int) -> int:
     """Read the side of a square to which images are brought; it is the tower's."""
     size, wanted = _object(file, "size"), vision.tile_tokens * vision.token_pixels
@@ -195,6 +221,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),
     "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "idefics3": _Kind(("Idefics3", "SmolVLM"), _split_rule, 1, _HALF, _HALF),
+    "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }
 
 

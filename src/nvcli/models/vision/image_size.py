@@ -1,4 +1,4 @@
-"""The sizes to which image processors bring images: six rules, and what of each says how many tokens an image has.
+"""The sizes to which image processors bring images: seven rules, and what of each says how many tokens an image has.
 
 Each is held to transformers' own. Torch-free: the parent, its image processes and the ranks read them.
 """
@@ -48,9 +48,9 @@ class AreaRule:
     """Pixels of the side of a token's square."""
     min_pixels: int
     max_pixels: int
-    enlarges: Literal["", "floor", "round"] = ""
+    enlarges: Literal["", "floor", "round", "side"] = ""
     """How the sides of an image that is smaller than a token are rounded when it is enlarged, before anything else;
-    empty: it is not enlarged."""
+    side: only its shorter side is enlarged; empty: it is not enlarged."""
 
     @property
     def max_tokens(self) -> int:
@@ -70,7 +70,8 @@ class AreaRule:
                 height, width = round(height * side / width), side
         if max(height, width) > _MOST_RATIO * min(height, width):
             raise ValueError(f"its longer side is more than {_MOST_RATIO} times as long as the other")
-        rows, columns = round(height / side) * side, round(width / side) * side
+        least = side if self.enlarges == "side" else 0
+        rows, columns = (max(least, round(length / side) * side) for length in (height, width))
         if rows * columns > self.max_pixels:
             scale = math.sqrt(height * width / self.max_pixels)
             rows, columns = (max(side, math.floor(length / scale / side) * side) for length in (height, width))
@@ -211,18 +212,56 @@ class SplitRule:
         return rows, -(-int(rows * tile * ratio) // tile)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargeRule:
+    """Large images are cut into tiles, and all become as large as an area allows (LFM2-VL)."""
+
+    whole: AreaRule
+    tiles: TileRule
+    patch: int
+    """Pixels of the side of a patch, and the least of a side where areas are compared."""
+    most_uncut: float
+    """The area in pixels, in whole tokens, of the largest image that is not cut."""
+
+    @property
+    def side(self) -> int:
+        """Pixels of the side of a token's square."""
+        return self.whole.side
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of an image."""
+        return self.tiles.most * (self.tiles.tile // self.side) ** 2 + self.whole.max_tokens
+
+    @property
+    def most_pictures(self) -> int:
+        """The most tiles of an image, and the whole image."""
+        return self.tiles.most + 1
+
+    def fit(self, height: int, width: int) -> Fit:
+        """Return the size of an image of this height and width. Raises ValueError for one that is too long."""
+        fit = self.whole.fit(height, width)
+        rows, columns = (max(self.patch, round(length / self.side) * self.side) for length in (height, width))
+        if rows * columns <= self.most_uncut:
+            return fit
+        tiles = self.tiles.fit(height, width)
+        return replace(fit, tile=tiles.tile, grid=tiles.grid)
+
+
 def _even(length: int) -> int:
     return length + length % 2
 
 
-SizeRule = AreaRule | EdgeRule | CountRule | TileRule | SplitRule
+SizeRule = AreaRule | EdgeRule | CountRule | TileRule | SplitRule | LargeRule
 
 
 def most_pictures(rule: SizeRule) -> int:
     """Return the most tiles of an image, and the whole image."""
-    return rule.most_pictures if isinstance(rule, TileRule | SplitRule) else 1
+    return rule.most_pictures if isinstance(rule, TileRule | SplitRule | LargeRule) else 1
 
 
 def most_pixels(rule: SizeRule) -> int:
     """Return the most pixels of an image, or more: no side is shorter than a token's square, however long the other."""
+    if isinstance(rule, LargeRule):
+        return rule.tiles.most * rule.tiles.tile**2 + most_pixels(rule.whole)
     return _MOST_ROUNDING * rule.max_pixels if isinstance(rule, AreaRule) else rule.max_tokens * rule.side**2

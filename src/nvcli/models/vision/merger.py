@@ -17,10 +17,10 @@ class SquareMerger(nn.Module):
     """An MLP of the patches' vectors side by side: [P, H] → [N, O]."""
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig, *, norms_squares: bool) -> None:
-        """`norms_squares`: the norm is over all patches of a token together."""
+        """`norms_squares`: the norm, if there is one, is over all patches of a token together."""
         super().__init__()
         self.count, self.norms_squares = config.merge_size**2, norms_squares
-        self.norm = Norm(build, f"{path}.norm", config.merger.eps)
+        self.norm = Norm(build, f"{path}.norm", config.merger.eps) if config.merger.has_norm else nn.Identity()
         self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")
 
     def forward(self, x: Tensor) -> Tensor:

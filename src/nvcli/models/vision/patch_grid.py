@@ -8,6 +8,7 @@ merge_size² tokens of one image.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,8 +35,8 @@ class PatchGrid:
     windows: Runs
     images: Runs
     taps: Ints | None
-    """[P, 4], the learned positions from which each patch's own is interpolated, or [P, 2], those of its column and
-    row; None: there are none."""
+    """[P, 4] or more, the learned positions from which each patch's own is interpolated, or [P, 2], those of its column
+    and row; None: there are none."""
     tap_weights: Floats | None
     """Their weights, of the same shape."""
     middles: Floats
@@ -74,10 +75,16 @@ def patch_grid(vision: VisionConfig, grids: Sequence[tuple[int, int]]) -> PatchG
             for part, start in zip(parts, starts, strict=False)
             for first, count, size in part.images
         ),
-        taps=np.concatenate(taps) if taps else None,
-        tap_weights=np.concatenate(weights) if weights else None,
+        taps=_widened(taps) if taps else None,
+        tap_weights=_widened(weights) if weights else None,
         middles=np.concatenate([part.middles for part in parts]),
     )
+
+
+def _widened(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate rows, which are filled up with zeros to those of the longest."""
+    width = max(part.shape[1] for part in parts)
+    return np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts])
 
 
 def _runs(segments: Iterable[tuple[int, int, int]]) -> Runs:
@@ -150,12 +157,16 @@ def _interpolation(places: Ints, rows: int, columns: int, vision: VisionConfig) 
             at = place * np.float32(side - 1) / np.float32(max(size - 1, 1))
         else:
             at = (place + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
-        floor = np.floor(at)
-        taps = np.clip(floor.astype(np.int64)[:, None] + np.arange(2), 0, side - 1)
-        weights = np.clip(1 - np.abs((at - floor)[:, None] - np.arange(2, dtype=np.float32)), 0, None)
-        axes.append((taps, weights.astype(np.float32)))
+        reach = max(1.0, side / size) if vision.interpolation == "antialiased" else 1.0
+        floor, around = np.floor(at), np.arange(1 - math.ceil(reach), 1 + math.ceil(reach))
+        taps = floor.astype(np.int64)[:, None] + around
+        weights = np.clip(1 - np.abs((at - floor)[:, None] - around.astype(np.float32)) / np.float32(reach), 0, None)
+        if reach > 1:  # over the table's entries alone
+            weights *= (taps >= 0) & (taps < side)
+            weights /= weights.sum(1, keepdims=True)
+        axes.append((np.clip(taps, 0, side - 1), weights.astype(np.float32)))
     (row_taps, row_weights), (column_taps, column_weights) = axes
     return (
-        (row_taps[:, :, None] * side + column_taps[:, None, :]).reshape(-1, 4),
-        (row_weights[:, :, None] * column_weights[:, None, :]).reshape(-1, 4),
+        (row_taps[:, :, None] * side + column_taps[:, None, :]).reshape(len(places), -1),
+        (row_weights[:, :, None] * column_weights[:, None, :]).reshape(len(places), -1),
     )

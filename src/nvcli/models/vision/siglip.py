@@ -1,10 +1,10 @@
 """The towers of Gemma 3 (SigLIP, https://arxiv.org/abs/2303.15343), of Idefics 3 and SmolVLM
-(https://arxiv.org/abs/2504.05299), and of PaddleOCR-VL (https://arxiv.org/abs/2510.14528), as config.json spells them.
-Torch-free.
+(https://arxiv.org/abs/2504.05299), of LFM2-VL (SigLIP 2, https://arxiv.org/abs/2502.14786), and of PaddleOCR-VL
+(https://arxiv.org/abs/2510.14528), as config.json spells them. Torch-free.
 
 Gemma 3's images are squares of one size, and the mean of a square of patches becomes a token. The decoder's tokens of
-an image attend to all of them. Idefics 3 cuts images into squares, which are marked in the prompt. PaddleOCR-VL's
-images are of any size, with rotary positions.
+an image attend to all of them. Idefics 3 cuts images into squares, which are marked in the prompt; LFM2-VL does so
+with large ones, and others are of any size. PaddleOCR-VL's images are of any size, with rotary positions.
 """
 
 from __future__ import annotations
@@ -46,6 +46,15 @@ _IDEFICS = TowerNames(
     prefixes=(("vision_model.", f"{TOWER}."), ("connector.modality_projection.proj.", f"{TOWER}.merger.projection.")),
     renamed=_RENAMED,
 )
+_LFM2 = TowerNames(
+    prefixes=(
+        ("vision_tower.vision_model.", f"{TOWER}."),
+        ("vision_tower.", f"{TOWER}."),
+        ("multi_modal_projector.", f"{TOWER}.merger."),
+    ),
+    renamed=(*_RENAMED, ("layer_norm.", "norm."), ("linear_1.", "linear_fc1."), ("linear_2.", "linear_fc2.")),
+    left=_LEFT,
+)
 _PADDLE = TowerNames(
     prefixes=(
         ("visual.vision_model.", f"{TOWER}."),
@@ -70,6 +79,14 @@ _TILES = ImageText(  # `get_image_prompt_string` of transformers' processor
     whole="\n<fake_token_around_image><global-img>",
     alone="<fake_token_around_image><global-img>",
     after="<fake_token_around_image>",
+)
+_LARGE_IN_TILES = ImageText(
+    written="<image>",
+    token="<image>",
+    before="<|image_start|>",
+    tile="<|img_row_{row}_col_{column}|>",
+    whole="<|img_thumbnail|>",
+    after="<|image_end|>",
 )
 _IDEFICS_DEFAULTS = {
     "hidden_size": 1152,
@@ -125,6 +142,36 @@ def read_idefics3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         num_positions=side**2,
         image_token_id=config.get("image_token_id", int, 128_257),
         text=_TILES,
+        **sizes,
+    )
+
+
+def read_lfm2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of LFM2-VL."""
+    config.only("projector_hidden_act", "gelu")
+    config.only("vision_feature_layer", -1)
+    vision = vision_section(config)
+    sizes = _sizes(vision, text)
+    positions = vision.positive("num_patches", 256)
+    square(vision, "num_patches", positions)
+    return VisionConfig(
+        names=_LFM2,
+        processor="lfm2_vl",
+        merge_size=config.positive("downsample_factor", 2),
+        merger=MergerConfig(
+            kind="squares",
+            size=config.positive("projector_hidden_size", 2560),
+            has_norm=config.get("projector_use_layernorm", bool, True),
+            norms_squares=True,
+            has_bias=config.get("projector_bias", bool, True),
+            eps=1e-5,
+        ),
+        eps=vision.positive_number("layer_norm_eps", 1e-6),
+        has_last_channels=True,
+        num_positions=positions,
+        interpolation="antialiased",
+        image_token_id=config.get("image_token_id", int, 396),
+        text=_LARGE_IN_TILES,
         **sizes,
     )
 

@@ -20,7 +20,9 @@ CHANNELS = 3
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 """The last parts of the names of a projection's bounds."""
 
-ProcessorKind = Literal["qwen2_vl", "gemma3", "gemma4", "pixtral", "glm46v", "got_ocr2", "paddleocr_vl", "idefics3"]
+ProcessorKind = Literal[
+    "qwen2_vl", "gemma3", "gemma4", "pixtral", "glm46v", "got_ocr2", "paddleocr_vl", "idefics3", "lfm2_vl"
+]
 """The image processors of transformers, by the first part of their names."""
 
 
@@ -80,8 +82,10 @@ class MergerConfig:
     gated: they are merged and normed before a gated MLP."""
     size: int
     """The size between the two projections of its MLP; linear, pool, project: 0."""
+    has_norm: bool = True
+    """Whether `squares` has a norm."""
     norms_squares: bool = False
-    """Whether the norm of `squares` is over all patches of a token together."""
+    """Whether that norm is over all patches of a token together."""
     has_bias: bool = True
     """Whether its projections have biases."""
     norm: Literal["rms", "layer", "rms from 1"] = "layer"
@@ -163,10 +167,10 @@ class VisionConfig:
     num_positions: int = 0
     """Entries of the table of learned positions, a square that is interpolated to the image's grid, or a table for each
     axis; 0: there is none."""
-    interpolation: Literal["corners", "borders", "bicubic", "axes", "turns"] = "corners"
+    interpolation: Literal["corners", "borders", "antialiased", "bicubic", "axes", "turns"] = "corners"
     """corners: bilinear, with the corners of the grid on those of the table; borders: bilinear, with their borders on
-    each other; bicubic: likewise; axes: none, the entries of a column and a row are added; turns: likewise, columns and
-    rows taking turns in one table."""
+    each other; antialiased: likewise, over more entries where the grid is smaller; bicubic: likewise; axes: none, the
+    entries of a column and a row are added; turns: likewise, columns and rows taking turns in one table."""
     deepstack_layers: tuple[int, ...] = ()
     """The layers whose results are merged, too, and added to the residual stream after the decoder's first layers."""
     axes: tuple[int, ...] = ()
@@ -290,7 +294,8 @@ class VisionConfig:
                 yield from _linear(dtype, f"{path}.{name}", merger.size, out, has_bias=bias)
             yield from _linear(dtype, f"{path}.down_proj", out, merger.size, has_bias=bias)
             return
-        yield from _norm(dtype, f"{path}.norm", merged if norms_squares else hidden, merger.norm)
+        if merger.has_norm:
+            yield from _norm(dtype, f"{path}.norm", merged if norms_squares else hidden, merger.norm)
         if merger.kind == "pool":
             yield _tensor(dtype, f"{path}.projection.weight", hidden, out)
             return
