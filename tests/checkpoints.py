@@ -127,6 +127,14 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "LightOnOcr": ("Qwen3", "PixtralVision", _PIXTRAL),
     "Lfm2Vl": ("Lfm2", "Siglip2Vision", {**_VISION, "num_hidden_layers": 2, "num_patches": 25, "patch_size": 4}),
+    **dict.fromkeys(
+        ("AyaVision", "Cohere2Vision"),
+        (
+            "Cohere2",
+            "SiglipVision",
+            {**_VISION, "num_hidden_layers": 2, "image_size": 32, "patch_size": 4, "vision_use_head": False},
+        ),
+    ),
     "Idefics3": ("Llama", "Idefics3Vision", {**_VISION, "num_hidden_layers": 2, "image_size": 34, "patch_size": 4}),
 }
 """Families of models that read images too: the classes of their text part and of their vision part, and a tiny one."""
@@ -135,6 +143,8 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
 _WHOLE: dict[str, dict[str, Any]] = {
     "Gemma3": {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 16},
     "Mistral3": {"image_token_index": IMAGE_TOKEN},
+    "AyaVision": {"image_token_index": IMAGE_TOKEN},
+    "Cohere2Vision": {"image_token_id": IMAGE_TOKEN, "alignment_intermediate_size": 24},
     "Gemma4": {
         "image_token_id": IMAGE_TOKEN,
         "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16},

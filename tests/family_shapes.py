@@ -314,6 +314,26 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "command r+": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": True, "logit_scale": 0.3}),
+    "aya vision": (
+        "AyaVision",
+        {
+            "sliding_window": 20,
+            "hidden_size": 64,
+            "tie_word_embeddings": True,
+            "logit_scale": 0.3,
+            **FOUR_LAYERS,
+        },
+    ),
+    "command a vision": (
+        "Cohere2Vision",
+        {
+            "sliding_window": 20,
+            "hidden_size": 64,
+            "tie_word_embeddings": True,
+            "logit_scale": 0.3,
+            **FOUR_LAYERS,
+        },
+    ),
     "ernie 4.5": ("Ernie4_5", {"use_bias": True}),
     "hunyuan v1": (
         "HunYuanDenseV1",

@@ -36,7 +36,8 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
 
     In `forward`, Gemma 4 12B attends to images both ways in all of its layers; its masks for `generate`, and Google's
     code, do so only in those with a window (https://github.com/huggingface/transformers/issues/46711). Version 5.17
-    interpolates PaddleOCR-VL's positions from corner to corner, and version 5.23 from border to border.
+    interpolates PaddleOCR-VL's positions from corner to corner, and version 5.23 from border to border. The heads of
+    Aya Vision and Command A Vision do not scale logits, as those of Command A and of Aya Vision's first versions do.
     """
     (name,) = json.loads((path / "config.json").read_text())["architectures"]
     if is_too_old(family := name.partition("For")[0]):
@@ -46,6 +47,9 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
         modeling_gemma4_unified.create_masks_for_generate = modeling_gemma4_unified.create_masks_for_vision_model
     if model.config.model_type == "paddleocr_vl":
         model.model.visual.vision_model.embeddings.interpolation_align_corners = False
+    scale = getattr(model.config.get_text_config(), "logit_scale", None)
+    if scale is not None:
+        model.lm_head.register_forward_hook(lambda module, inputs, logits: scale * logits)
     return model
 
 
@@ -100,6 +104,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "got_ocr2": GotOcr2ImageProcessorPil,
         "paddleocr_vl": PaddleOCRVLImageProcessorPil,
         "idefics3": Idefics3ImageProcessorPil,
+        "cohere2_vision": GotOcr2ImageProcessorPil,
     }
     tile = vision.tile_tokens * vision.token_pixels
     if tile:

@@ -56,6 +56,8 @@ FAMILIES = [
     "paddleocr-vl",
     "idefics 3",
     "lfm2-vl",
+    "aya vision",
+    "command a vision",
 ]
 SIZES = [(5, 7), (1, 1), (2, 9), (5, 7), (4, 4)]
 """Rows and columns of tokens: with whole windows of 2 and others, and two of one size."""

@@ -35,23 +35,58 @@ def idefics3(folder: Path, tokenizer: Any) -> Any:
     return transformers.Idefics3Processor(images, tokenizer, image_seq_len=16)
 
 
-class Lfm2:
-    """LFM2-VL's processor, whose only image processor needs torchvision, with Pillow in place of that."""
+def aya(folder: Path, tokenizer: Any) -> Any:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    images = GotOcr2ImageProcessorPil.from_pretrained(folder)
+    images.crop_to_patches = True  # as `AyaVisionProcessor.images_kwargs` has it
+    return transformers.AyaVisionProcessor(images, tokenizer, patch_size=4, downsample_factor=2, img_size=32)
+
+
+def image_processor(family: str, kind: str) -> Any:
+    """Return an image processor of transformers that needs torchvision, which is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+            patch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
+        sys.modules["torchvision.transforms.v2"].functional = None  # type: ignore[attr-defined]
+        name = f"transformers.models.{family}.image_processing_with_pillow"
+        path = Path(transformers.__file__).parent / f"models/{family}/image_processing_{family}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    return object.__new__(getattr(module, kind))
+
+
+class CommandA:
+    """Command A Vision's processor, with Pillow in place of torchvision."""
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self._images = image_processor("cohere2_vision", "Cohere2VisionImageProcessor")
+        self._text = object.__new__(transformers.Cohere2VisionProcessor)
+        self._text.image_token, self._text.img_line_break_token = "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>"
+        self._text.boi_token, self._text.eoi_token = "<|START_OF_IMG|>", "<|END_OF_IMG|>"
+        self._text.patch_size = 4
+
+    def _process_images(self, photos: Sequence[Sequence[Image.Image]], **_: Any) -> tuple[dict[str, Any], list[str]]:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
-                patch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
-            sys.modules["torchvision.transforms.v2"].functional = None  # type: ignore[attr-defined]
-            name = "transformers.models.lfm2_vl.image_processing_with_pillow"
-            path = Path(transformers.__file__).parent / "models/lfm2_vl/image_processing_lfm2_vl.py"
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            patch.setitem(sys.modules, name, module)
-            spec.loader.exec_module(module)
-        images = object.__new__(module.Lfm2VlImageProcessor)
+            patch.setattr(transformers.image_processing_backends.TorchvisionBackend, "resize", _resized)
+            size = transformers.image_utils.SizeDict(height=32, width=32)
+            cut = [
+                self._images.crop_image_to_patches(_tensor(photo), 1, 12, patch_size=size, resample=3)[0]
+                for photo in photos[0]
+            ]
+        texts = [self._text.replace_image_token({"num_patches": [len(each)]}, 0) for each in cut]
+        return {"pixel_values": [part for each in cut for part in each]}, texts
+
+
+class Lfm2:
+    """LFM2-VL's processor, with Pillow in place of torchvision."""
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        images = image_processor("lfm2_vl", "Lfm2VlImageProcessor")
         settings = transformers.ImageProcessingMixin.get_image_processor_dict(folder)[0]
         self._settings = {
             key: settings.get(key, getattr(images, key))
@@ -73,8 +108,8 @@ class Lfm2:
             patch.setattr(transformers.image_processing_backends.TorchvisionBackend, "resize", _resized)
             pixels, texts = [], []
             for photo in photos[0]:
-                values = torch.from_numpy(np.asarray(photo).copy()).permute(2, 0, 1)[None]
-                ((found,), (rows,), (columns,), (size,)) = self._images.resize_and_split(values, **self._settings)
+                found = self._images.resize_and_split(_tensor(photo), **self._settings)
+                ((found,), (rows,), (columns,), (size,)) = found
                 pixels += found
                 info = {"image_rows": [rows], "image_cols": [columns], "image_sizes": [size]}
                 texts.append(self._text.replace_image_token(info, 0, use_image_special_tokens=True))
@@ -83,11 +118,17 @@ class Lfm2:
 
 def _resized(self: Any, images: torch.Tensor, size: Any, resample: int, **_: Any) -> torch.Tensor:
     photo = Image.fromarray(images[0].permute(1, 2, 0).numpy())
-    resized = photo.resize((size.width, size.height), resample=Image.Resampling(resample))
-    return torch.from_numpy(np.asarray(resized).copy()).permute(2, 0, 1)[None]
+    return _tensor(photo.resize((size.width, size.height), resample=Image.Resampling(resample)))
 
 
-@pytest.mark.parametrize(("name", "make"), [("idefics 3", idefics3), ("lfm2-vl", Lfm2)])
+def _tensor(photo: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(photo).copy()).permute(2, 0, 1)[None]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("idefics 3", idefics3), ("lfm2-vl", Lfm2), ("aya vision", aya), ("command a vision", CommandA)],
+)
 def test_prompts_are_those_of_transformers(name: str, make: Callable[[Path, Any], Any], tmp_path: Path) -> None:
     path = write_vision_model(tmp_path / "model", name)
     vision = load_model_config(path).vision
@@ -106,13 +147,14 @@ def test_prompts_are_those_of_transformers(name: str, make: Callable[[Path, Any]
         written = images.write("a" + f"{vision.text.written}b\n" * len(sizes), pixels)
         assert isinstance(written, str)
         ids, placed = images.expand(tokenizer(written, add_special_tokens=False)["input_ids"], pixels)
-        their_pixels, texts = theirs._process_images([photos], return_row_col_info=True)
+        info = {"return_row_col_info": True} if make is idefics3 else {}
+        their_pixels, texts = theirs._process_images([photos] if make is not aya else photos, **info)
         expected = "a" + "".join(f"{text}b\n" for text in texts)
         assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"], sizes
         found = [place for image in placed.images for place in range(image.first, image.end)]
         assert found == [place for place, each in enumerate(ids) if each == token]
         assert len({image.key for image in placed.images}) == len(placed.images)
-        if name == "lfm2-vl":  # `test_image_process.py` has others
+        if make in (Lfm2, CommandA):  # `test_image_process.py` has others
             for image, theirs_own in zip(placed.images, their_pixels["pixel_values"], strict=True):
                 own = np.empty((*theirs_own.shape[1:], 3), dtype=np.uint8)
                 assert own.shape[:2] == (8 * image.rows, 8 * image.columns)

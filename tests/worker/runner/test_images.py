@@ -35,6 +35,8 @@ FAMILIES = [
     "internvl",
     "idefics 3",
     "lfm2-vl",
+    "aya vision",
+    "command a vision",
 ]
 Checkpoint = tuple[Path, ImageRequests, list[list[int]]]
 

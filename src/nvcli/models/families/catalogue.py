@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvcli.models.families.afmoe import AFMOE, LAGUNA
 from nvcli.models.families.bamba import BAMBA
-from nvcli.models.families.cohere2 import COHERE, COHERE2, COHERE2_MOE
+from nvcli.models.families.cohere2 import AYA_VISION, COHERE, COHERE2, COHERE2_MOE, COMMAND_A_VISION
 from nvcli.models.families.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
@@ -115,6 +115,8 @@ FAMILIES: tuple[Family, ...] = (
     LONGCAT_FLASH,
     COHERE,
     COHERE2,
+    AYA_VISION,
+    COMMAND_A_VISION,
     COHERE2_MOE,
     MINIMAX_M2,
     ERNIE,

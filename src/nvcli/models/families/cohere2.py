@@ -1,6 +1,6 @@
 """Cohere's models, with attention and MLP side by side and LayerNorm without a bias: Command R and Aya; Command R7B and
 Command A (Cohere 2, https://arxiv.org/abs/2504.00698), with full attention without rotary positions in every fourth
-layer; Command A+ has experts."""
+layer; Command A+ has experts. Aya Vision and Command A Vision read images."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.vision.siglip import read_aya_vision, read_command_vision
 
 _SCORING: dict[str, Literal["softmax", "sigmoid"]] = {"softmax": "softmax", "sigmoid": "sigmoid"}
 
@@ -124,6 +125,24 @@ COHERE2 = Family(
     features="attention and MLP side by side, windows in three of four layers",
     examples=("CohereLabs/c4ai-command-r7b-12-2024", "CohereLabs/c4ai-command-a-03-2025"),
     read=read,
+    ties_embeddings=True,
+)
+AYA_VISION = Family(
+    name="Aya Vision",
+    architectures=("AyaVisionForConditionalGeneration",),
+    features="Command R7B with a vision tower (SigLIP), which sees images as marked tiles",
+    examples=("CohereLabs/aya-vision-8b",),
+    read=read,
+    read_vision=read_aya_vision,
+    ties_embeddings=True,
+)
+COMMAND_A_VISION = Family(
+    name="Command A Vision",
+    architectures=("Cohere2VisionForConditionalGeneration",),
+    features="Command A with a vision tower (SigLIP), which sees images as marked tiles",
+    examples=("CohereLabs/command-a-vision-07-2025",),
+    read=read,
+    read_vision=read_command_vision,
     ties_embeddings=True,
 )
 COHERE2_MOE = Family(

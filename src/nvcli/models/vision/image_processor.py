@@ -2,7 +2,7 @@
 
 Read from preprocessor_config.json, or from processor_config.json as newer versions of transformers write it.
 Torch-free: the parent, its image processes and the ranks read it. Each kind is one of transformers' image processors
-on Pillow, whose pixels it is held to; of LFM2-VL's, which needs torchvision, Pillow takes the steps.
+on Pillow, whose pixels it is held to; where one needs torchvision (LFM2-VL, Command A Vision), Pillow takes its steps.
 """
 
 from __future__ import annotations
@@ -158,6 +158,13 @@ _MOST_TILES = 64
 _MOST_SIDE = 4096
 
 
+def _scaled_tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    most = file.positive("max_patches", 12) if file.get("crop_to_patches", bool, True) else 1
+    if most > _MOST_TILES:
+        raise file.error("max_patches", f"{most:,} is not supported; supported: up to {_MOST_TILES}")
+    return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 512), most=most, fits="scale")
+
+
 def _split_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     tile, longest = (
         _object(file, key).positive("longest_edge", default)
@@ -220,6 +227,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "glm46v": _Kind(("Glm46V", "Glm4v"), _area_rule(112 * 112, 28 * 28 * 15000, 2, "floor"), 3, _CLIP_MEAN, _CLIP_STD),
     "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),
     "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
+    "cohere2_vision": _Kind(("Cohere2Vision",), _scaled_tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "idefics3": _Kind(("Idefics3", "SmolVLM"), _split_rule, 1, _HALF, _HALF),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }

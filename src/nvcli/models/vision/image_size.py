@@ -124,8 +124,8 @@ class CountRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileRule:
-    """Images are cut into equal squares, in the arrangement whose shape is nearest to the image's
-    (`get_optimal_tiled_canvas` of InternVL); or all are brought to one square."""
+    """Images are cut into equal squares, in the arrangement that fits them best (`get_optimal_tiled_canvas` of InternVL
+    and of Command A Vision); or all are brought to one square."""
 
     side: int
     """Pixels of the side of a token's square."""
@@ -134,6 +134,9 @@ class TileRule:
     least: int = 1
     most: int = 1
     """The fewest and the most tiles, the whole image not counted, which follows if there are several."""
+    fits: Literal["shape", "scale"] = "shape"
+    """shape: the arrangement's shape is nearest to the image's; scale: the image is enlarged least, or if it cannot be,
+    made smaller least."""
 
     @property
     def max_tokens(self) -> int:
@@ -158,6 +161,11 @@ class TileRule:
         sides = range(1, self.most + 1)
         found = [(w, h) for w in sides for h in sides if self.least <= w * h <= self.most]
         found.sort(key=lambda each: each[0] * each[1])
+        if self.fits == "scale":
+            scales = [min(self.tile * columns / width, self.tile * rows / height) for columns, rows in found]
+            larger = [scale for scale in scales if scale >= 1]
+            columns, rows = found[scales.index(min(larger) if larger else max(scales))]
+            return rows, columns
         best, nearest = (1, 1), math.inf
         for columns, rows in found:
             apart = abs(width / height - columns / rows)

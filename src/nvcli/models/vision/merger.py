@@ -19,13 +19,19 @@ class SquareMerger(nn.Module):
     def __init__(self, build: BuildContext, path: str, config: VisionConfig, *, norms_squares: bool) -> None:
         """`norms_squares`: the norm, if there is one, is over all patches of a token together."""
         super().__init__()
-        self.count, self.norms_squares = config.merge_size**2, norms_squares
+        self.count, self.norms_squares, self.is_gated = config.merge_size**2, norms_squares, config.merger.is_gated
         self.norm = Norm(build, f"{path}.norm", config.merger.eps) if config.merger.has_norm else nn.Identity()
         self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(side_by_side(x, self.count)) if self.norms_squares else side_by_side(self.norm(x), self.count)
-        out: Tensor = self.second(F.gelu(self.first(x)))
+        x = self.first(x)
+        if self.is_gated:
+            up, gate = x.chunk(2, dim=-1)
+            x = F.silu(gate) * up
+        else:
+            x = F.gelu(x)
+        out: Tensor = self.second(x)
         return out
 
 

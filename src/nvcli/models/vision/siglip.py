@@ -1,14 +1,17 @@
 """The towers of Gemma 3 (SigLIP, https://arxiv.org/abs/2303.15343), of Idefics 3 and SmolVLM
-(https://arxiv.org/abs/2504.05299), of LFM2-VL (SigLIP 2, https://arxiv.org/abs/2502.14786), and of PaddleOCR-VL
-(https://arxiv.org/abs/2510.14528), as config.json spells them. Torch-free.
+(https://arxiv.org/abs/2504.05299), of LFM2-VL (SigLIP 2, https://arxiv.org/abs/2502.14786), of Aya Vision
+(https://arxiv.org/abs/2505.08751) and Command A Vision, and of PaddleOCR-VL (https://arxiv.org/abs/2510.14528), as
+config.json spells them. Torch-free.
 
 Gemma 3's images are squares of one size, and the mean of a square of patches becomes a token. The decoder's tokens of
-an image attend to all of them. Idefics 3 cuts images into squares, which are marked in the prompt; LFM2-VL does so
-with large ones, and others are of any size. PaddleOCR-VL's images are of any size, with rotary positions.
+an image attend to all of them. Idefics 3, Aya Vision and Command A Vision cut images into squares, which are marked in
+the prompt; LFM2-VL does so with large ones, and others are of any size. PaddleOCR-VL's images are of any size, with
+rotary positions.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from nvcli.models.checkpoint_layout import TowerNames
@@ -46,13 +49,19 @@ _IDEFICS = TowerNames(
     prefixes=(("vision_model.", f"{TOWER}."), ("connector.modality_projection.proj.", f"{TOWER}.merger.projection.")),
     renamed=_RENAMED,
 )
-_LFM2 = TowerNames(
+_SQUARES = TowerNames(
     prefixes=(
         ("vision_tower.vision_model.", f"{TOWER}."),
         ("vision_tower.", f"{TOWER}."),
         ("multi_modal_projector.", f"{TOWER}.merger."),
     ),
-    renamed=(*_RENAMED, ("layer_norm.", "norm."), ("linear_1.", "linear_fc1."), ("linear_2.", "linear_fc2.")),
+    renamed=(
+        *_RENAMED,
+        ("layer_norm.", "norm."),
+        ("layernorm.", "norm."),
+        ("linear_1.", "linear_fc1."),
+        ("linear_2.", "linear_fc2."),
+    ),
     left=_LEFT,
 )
 _PADDLE = TowerNames(
@@ -87,6 +96,22 @@ _LARGE_IN_TILES = ImageText(
     tile="<|img_row_{row}_col_{column}|>",
     whole="<|img_thumbnail|>",
     after="<|image_end|>",
+)
+_AYA_TILES = ImageText(
+    written="<image>",
+    token="<|IMG_PATCH|>",
+    before="<|START_OF_IMG|>",
+    tile="TILE_{number}",
+    whole="TILE_GLOBAL",
+    alone="TILE_GLOBAL",
+    after="<|END_OF_IMG|>",
+)
+_COMMAND_TILES = ImageText(
+    written="<|IMG_PATCH|>",
+    token="<|IMG_PATCH|>",
+    before="<|START_OF_IMG|>",
+    tile_end="<|IMG_LINE_BREAK|>",
+    after="<|IMG_LINE_BREAK|><|END_OF_IMG|>",
 )
 _IDEFICS_DEFAULTS = {
     "hidden_size": 1152,
@@ -155,7 +180,7 @@ def read_lfm2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     positions = vision.positive("num_patches", 256)
     square(vision, "num_patches", positions)
     return VisionConfig(
-        names=_LFM2,
+        names=_SQUARES,
         processor="lfm2_vl",
         merge_size=config.positive("downsample_factor", 2),
         merger=MergerConfig(
@@ -172,6 +197,58 @@ def read_lfm2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         interpolation="antialiased",
         image_token_id=config.get("image_token_id", int, 396),
         text=_LARGE_IN_TILES,
+        **sizes,
+    )
+
+
+def read_aya_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Aya Vision, whose last norm is not computed."""
+    config.only("vision_feature_layer", -1)
+    config.only("vision_feature_select_strategy", "full")
+    vision = _gated(config, text, eps=config.positive_number("adapter_layer_norm_eps", 1e-6))
+    key = "image_token_id" if config.has("image_token_id") else "image_token_index"
+    return replace(
+        vision,
+        names=replace(_SQUARES, left=(*_LEFT, f"{TOWER}.last_norm.")),
+        has_last_norm=False,
+        image_token_id=config.get(key, int, 255_036),
+        text=_AYA_TILES,
+    )
+
+
+def read_command_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Command A Vision."""
+    vision = _gated(config, text, eps=None)
+    return replace(vision, processor="cohere2_vision")
+
+
+def _gated(config: JsonFile, text: JsonFile, *, eps: float | None) -> VisionConfig:
+    """Read a tower with a gated MLP over squares of patches, which are normed before it unless `eps` is None."""
+    vision, merge = vision_section(config), config.positive("downsample_factor", 2)
+    sizes, image = _sizes(vision, text), side_of(vision, "image_size", 512)
+    side = image // sizes["patch_size"]
+    if image % sizes["patch_size"] or side % merge:
+        raise config.error("downsample_factor", f"{merge} × {merge} patches do not divide an image of {image} pixels")
+    inner = config.positive("alignment_intermediate_size", sizes["out_size"] if eps else 36_864)
+    if inner % 2:
+        raise config.error("alignment_intermediate_size", f"{inner} is odd, and half of it is a gate")
+    return VisionConfig(
+        names=_SQUARES,
+        processor="got_ocr2",
+        merge_size=merge,
+        merger=MergerConfig(
+            kind="squares",
+            size=inner,
+            is_gated=True,
+            has_norm=eps is not None,
+            norms_squares=True,
+            eps=eps or 1e-6,
+        ),
+        eps=vision.positive_number("layer_norm_eps", 1e-6),
+        tile_tokens=side // merge,
+        num_positions=side**2,
+        image_token_id=config.get("image_token_id", int, 255_036),
+        text=_COMMAND_TILES,
         **sizes,
     )
 

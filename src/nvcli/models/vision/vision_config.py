@@ -21,7 +21,16 @@ BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 """The last parts of the names of a projection's bounds."""
 
 ProcessorKind = Literal[
-    "qwen2_vl", "gemma3", "gemma4", "pixtral", "glm46v", "got_ocr2", "paddleocr_vl", "idefics3", "lfm2_vl"
+    "qwen2_vl",
+    "gemma3",
+    "gemma4",
+    "pixtral",
+    "glm46v",
+    "got_ocr2",
+    "paddleocr_vl",
+    "idefics3",
+    "lfm2_vl",
+    "cohere2_vision",
 ]
 """The image processors of transformers, by the first part of their names."""
 
@@ -42,8 +51,10 @@ class ImageText:
     """The token between two rows of the image's tokens; `after` is then a token, too. Empty: rows follow each
     other."""
     tile: str = ""
-    """The text before the tokens of each tile, with its `{row}` and `{column}`, or its `{number}`, from 1. Empty: the
-    tokens of tiles follow each other, as if they lay below each other in one image."""
+    """The text before the tokens of each tile, with its `{row}` and `{column}`, or its `{number}`, from 1."""
+    tile_end: str = ""
+    """The text after the tokens of each tile. If this and `tile` are empty, the tokens of tiles follow each other, as
+    if they lay below each other in one image."""
     row_end: str = ""
     """The text after a row of tiles."""
     whole: str = ""
@@ -54,7 +65,7 @@ class ImageText:
     @property
     def parts_tiles(self) -> bool:
         """Whether there is text between the tokens of an image's tiles."""
-        return self.tile != ""
+        return self.tile + self.tile_end != ""
 
     def spelled(self, rows: int, grid: tuple[int, int] = (0, 0)) -> str:
         """Return the text of an image of `rows` rows of tokens, after a grid of tiles, with one `token` for all of a
@@ -65,7 +76,8 @@ class ImageText:
             for row in range(grid[0]):
                 for column in range(grid[1]):
                     number = row * grid[1] + column + 1
-                    tiles += self.tile.format(row=row + 1, column=column + 1, number=number) + self.token
+                    mark = self.tile.format(row=row + 1, column=column + 1, number=number)
+                    tiles += mark + self.token + self.tile_end
                 tiles += self.row_end
         tiles += self.whole if tiles else self.alone
         whole = f"{self.token}{self.between}" * (rows - 1 if self.between else 0) + self.token
@@ -82,6 +94,8 @@ class MergerConfig:
     gated: they are merged and normed before a gated MLP."""
     size: int
     """The size between the two projections of its MLP; linear, pool, project: 0."""
+    is_gated: bool = False
+    """Whether the second half of the first projection of `squares` is a gate (SwiGLU)."""
     has_norm: bool = True
     """Whether `squares` has a norm."""
     norms_squares: bool = False
@@ -303,7 +317,7 @@ class VisionConfig:
             yield _tensor(dtype, f"{path}.merging_layer.weight", hidden, merged)
             merged = hidden
         yield from _linear(dtype, f"{path}.linear_fc1", merger.size, merged, has_bias=bias)
-        yield from _linear(dtype, f"{path}.linear_fc2", out, merger.size, has_bias=bias)
+        yield from _linear(dtype, f"{path}.linear_fc2", out, merger.size // (1 + merger.is_gated), has_bias=bias)
 
 
 def _halves_in_turn(size: int) -> tuple[int, ...]:
