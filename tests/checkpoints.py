@@ -126,6 +126,13 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
     ),
     "LightOnOcr": ("Qwen3", "PixtralVision", _PIXTRAL),
+    "Llava": ("Llama", "CLIPVision", {**_VISION, "num_hidden_layers": 3, "image_size": 32, "patch_size": 8}),
+    "Llava Pixtral": ("Mistral", "PixtralVision", {**_PIXTRAL, "patch_size": 8}),
+    "Llava Siglip": (
+        "Qwen2",
+        "SiglipVision",
+        {**_VISION, "image_size": 34, "patch_size": 8, "vision_use_head": False},
+    ),
     "Lfm2Vl": ("Lfm2", "Siglip2Vision", {**_VISION, "num_hidden_layers": 2, "num_patches": 25, "patch_size": 4}),
     **dict.fromkeys(
         ("AyaVision", "Cohere2Vision"),
@@ -140,9 +147,17 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Families of models that read images too: the classes of their text part and of their vision part, and a tiny one."""
 
 
+_LAST_LAYER = {
+    "image_token_index": IMAGE_TOKEN,
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
 _WHOLE: dict[str, dict[str, Any]] = {
     "Gemma3": {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 16},
     "Mistral3": {"image_token_index": IMAGE_TOKEN},
+    "Llava": {"image_token_index": IMAGE_TOKEN},
+    "Llava Pixtral": {**_LAST_LAYER, "multimodal_projector_bias": False},
+    "Llava Siglip": _LAST_LAYER,
     "AyaVision": {"image_token_index": IMAGE_TOKEN},
     "Cohere2Vision": {"image_token_id": IMAGE_TOKEN, "alignment_intermediate_size": 24},
     "Gemma4": {
@@ -293,11 +308,13 @@ def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> An
     text_name, vision_name, vision_arguments = WITH_VISION[family]
     text = getattr(transformers, f"{text_name}Config")(**arguments)
     vision = getattr(transformers, f"{vision_name}Config")(**vision_arguments)
+    whole = _WHOLE.get(family, {"image_token_id": IMAGE_TOKEN})
+    family = family.partition(" ")[0]
     config = getattr(transformers, f"{family}Config")(
         text_config=text,
         vision_config=vision,
         tie_word_embeddings=arguments["tie_word_embeddings"],
-        **_WHOLE.get(family, {"image_token_id": IMAGE_TOKEN}),
+        **whole,
     )
     return getattr(transformers, f"{family}ForConditionalGeneration")(config)
 

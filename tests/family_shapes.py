@@ -119,6 +119,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "internvl": ("InternVL", {"head_dim": 8}),
     "paddleocr-vl": ("PaddleOCRVL", {"rope_parameters": {**DEFAULT, "mrope_section": [4, 2, 2]}}),
     "lighton-ocr": ("LightOnOcr", {}),
+    "pixtral 12b": ("Llava Pixtral", {"head_dim": 8}),
+    "llava with siglip": ("Llava Siglip", {"head_dim": 8}),
+    "llava 1.5": ("Llava", {"head_dim": 8}),
     "idefics 3": ("Idefics3", {"head_dim": 8}),
     "gemma 4, keys as values": (
         "Gemma4Text",

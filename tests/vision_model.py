@@ -92,6 +92,15 @@ MARKS = {
     **dict.fromkeys(("glm 4.6v-flash", "glm 4.6v", "glm-ocr"), _GLM),
     "paddleocr-vl": _QWEN._replace(processor={"image_processor_type": "PaddleOCRVLImageProcessor", **AREA}),
     "idefics 3": _IDEFICS,
+    "llava 1.5": Marks(
+        ("<unused>", "<image>", "<unused 2>"),
+        "<image>",
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 32},
+            "crop_size": {"height": 32, "width": 32},
+        },
+    ),
     "aya vision": Marks(
         ("<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"),
         "<image>",
@@ -135,7 +144,7 @@ def write_vision_model(folder: Path, name: str = "qwen 2.5-vl", **settings: Any)
     family, overrides = (SHAPES | EXPERT_SHAPES)[name]
     vocabulary = dict.fromkeys(("vocab_size", *(key for key in overrides if key.startswith("vocab_size"))), VOCAB_SIZE)
     write_tiny_model(folder, family, **{**overrides, **settings, **vocabulary})
-    key = "image_token_index" if family in ("Gemma3", "Mistral3", "AyaVision") else "image_token_id"
+    key = "image_token_index" if family in ("Gemma3", "Mistral3", "AyaVision", "Llava") else "image_token_id"
     edit_json(folder / "config.json", **{key: IMAGE_ID})
     return folder
 

@@ -58,7 +58,7 @@ def allowed_size(vision: VisionConfig, rows: int, columns: int) -> tuple[int, in
     tile = vision.tile_tokens
     if not tile:
         return rows, columns
-    return (1 if vision.processor == "gemma3" else 1 + rows * columns % 3) * tile, tile
+    return (1 if vision.processor in ("gemma3", "clip") else 1 + rows * columns % 3) * tile, tile
 
 
 def breaks_rows(vision: VisionConfig) -> bool:
@@ -105,6 +105,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "paddleocr_vl": PaddleOCRVLImageProcessorPil,
         "idefics3": Idefics3ImageProcessorPil,
         "cohere2_vision": GotOcr2ImageProcessorPil,
+        "clip": GotOcr2ImageProcessorPil,
     }
     tile = vision.tile_tokens * vision.token_pixels
     if tile:

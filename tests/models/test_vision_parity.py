@@ -58,6 +58,9 @@ FAMILIES = [
     "lfm2-vl",
     "aya vision",
     "command a vision",
+    "llava 1.5",
+    "llava with siglip",
+    "pixtral 12b",
 ]
 SIZES = [(5, 7), (1, 1), (2, 9), (5, 7), (4, 4)]
 """Rows and columns of tokens: with whole windows of 2 and others, and two of one size."""

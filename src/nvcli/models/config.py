@@ -362,7 +362,8 @@ def _text_config(config: JsonFile, family: Family) -> JsonFile:
 
 def _ties_embeddings(config: JsonFile, text: JsonFile, family: Family) -> bool:
     """Read `tie_word_embeddings`, preferably from the whole model's settings."""
-    return config.get(_TIED, bool, text.get(_TIED, bool, family.ties_embeddings))
+    of_text = text.get(_TIED, bool, family.ties_embeddings)
+    return config.get(_TIED, bool, of_text) or (family.ties_as_text and of_text)
 
 
 def _dtype(*files: JsonFile) -> CheckpointDtype:

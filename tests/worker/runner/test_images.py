@@ -37,6 +37,7 @@ FAMILIES = [
     "lfm2-vl",
     "aya vision",
     "command a vision",
+    "llava 1.5",
 ]
 Checkpoint = tuple[Path, ImageRequests, list[list[int]]]
 

@@ -173,5 +173,9 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
             for left in range(0, width, fit.tile + margin):
                 yield canvas.crop((left, top, left + fit.tile, top + fit.tile))
         image = image if fit.first is None else canvas
+    if fit.is_middle:
+        top, left = (image.height - fit.height) // 2, (image.width - fit.width) // 2
+        yield image.crop((left, top, left + fit.width, top + fit.height))
+        return
     whole = image.resize((fit.width + margin, fit.height + margin), resample=resample)
     yield whole.crop((0, 0, fit.width, fit.height)) if margin else whole

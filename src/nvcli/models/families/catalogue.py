@@ -25,6 +25,7 @@ from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.llama4 import LLAMA4
+from nvcli.models.families.llava import LLAVA
 from nvcli.models.families.longcat import LONGCAT_FLASH
 from nvcli.models.families.mamba2 import MAMBA2
 from nvcli.models.families.minicpm import MINICPM3
@@ -95,6 +96,7 @@ FAMILIES: tuple[Family, ...] = (
     INTERNVL,
     QIANFAN_OCR,
     IDEFICS3,
+    LLAVA,
     GRANITE,
     GRANITE_SWA,
     GRANITE4,

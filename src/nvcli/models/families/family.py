@@ -30,6 +30,8 @@ class Family:
     computed."""
     ties_embeddings: bool = False
     """The default of `tie_word_embeddings`."""
+    ties_as_text: bool = False
+    """Whether `tie_word_embeddings` of the decoder's section counts beside the whole model's."""
     quantisations: tuple[str, ...] = ()
     """The `quant_method`s that belong to this family, which then supports no others; empty: it supports the common
     ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from nvcli.models.families.family import Family
 from nvcli.models.families.granite import read_granite
-from nvcli.models.families.llama import read_llama
+from nvcli.models.families.llama import LLAMA_DEFAULTS, read_llama
 from nvcli.models.families.model_file import read_by_type
 from nvcli.models.vision.siglip import read_idefics3_vision
 
@@ -16,10 +16,5 @@ IDEFICS3 = Family(
     examples=("HuggingFaceTB/SmolVLM2-2.2B-Instruct", "ibm-granite/granite-docling-258M"),
     read=lambda config: read_by_type(config, {"llama": read_llama, "granite": read_granite}, "llama"),
     read_vision=read_idefics3_vision,
-    defaults={
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "rms_norm_eps": 1e-6,
-    },
+    defaults=LLAMA_DEFAULTS,
 )

@@ -40,6 +40,14 @@ INTERNLM3 = Family(
     examples=("internlm/internlm3-8b-instruct",),
     read=read_internlm3,
 )
+LLAMA_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "rms_norm_eps": 1e-6,
+}
+"""Keys that files of models with a vision tower leave out."""
 LLAMA = Family(
     name="Llama 2, 3",
     architectures=("LlamaForCausalLM",),

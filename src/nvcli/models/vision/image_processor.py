@@ -14,7 +14,16 @@ from typing import Any, Literal
 
 from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
-from nvcli.models.vision.image_size import AreaRule, CountRule, EdgeRule, LargeRule, SizeRule, SplitRule, TileRule
+from nvcli.models.vision.image_size import (
+    AreaRule,
+    CountRule,
+    EdgeRule,
+    LargeRule,
+    MiddleRule,
+    SizeRule,
+    SplitRule,
+    TileRule,
+)
 from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -180,6 +189,28 @@ def _split_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     )
 
 
+def _middle_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    size, crops = _object(file, "size"), file.values.get("do_center_crop")
+    wanted = vision.tile_tokens * vision.token_pixels
+    edge = size.positive("shortest_edge", 224) if size.has("shortest_edge") or not size.values else None
+    if edge is None and not crops:
+        return TileRule(side=vision.token_pixels, tile=wanted, margin=_margin(file, vision))
+    crop = _object(file, "crop_size")
+    sides = [edge, *(crop.positive(key, 224) for key in ("height", "width"))]
+    if crops is False or sides != [wanted] * 3:
+        raise file.error("crop_size", f"is not the size of the tower's images, {wanted} × {wanted}")
+    return MiddleRule(side=vision.token_pixels, edge=wanted)
+
+
+def _margin(file: JsonFile, vision: VisionConfig) -> int:
+    """Return the pixels of a side of the file's square images that fill no token of the tower's."""
+    size = _object(file, "size")
+    sides, wanted = [size.positive(key) for key in ("height", "width")], vision.tile_tokens * vision.token_pixels
+    if sides[0] != sides[1] or not 0 <= sides[0] - wanted < vision.token_pixels:
+        raise file.error("size", f"is {sides[0]} × {sides[1]}, and the tower's images are {wanted} × {wanted}")
+    return sides[0] - wanted
+
+
 def _large_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     side, patch = vision.token_pixels, vision.patch_size
     for key, wanted, default in (("encoder_patch_size", patch, 16), ("downsample_factor", vision.merge_size, 2)):
@@ -229,6 +260,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "cohere2_vision": _Kind(("Cohere2Vision",), _scaled_tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "idefics3": _Kind(("Idefics3", "SmolVLM"), _split_rule, 1, _HALF, _HALF),
+    "clip": _Kind(("CLIP", "Siglip"), _middle_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }
 

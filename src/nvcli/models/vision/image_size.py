@@ -1,4 +1,4 @@
-"""The sizes to which image processors bring images: seven rules, and what of each says how many tokens an image has.
+"""The sizes to which image processors bring images: eight rules, and what of each says how many tokens an image has.
 
 Each is held to transformers' own. Torch-free: the parent, its image processes and the ranks read them.
 """
@@ -12,6 +12,7 @@ from typing import Literal
 _MOST_ROUNDING = 16
 _MOST_RATIO = 200
 """The longest image is this many times as long as wide."""
+_TOO_LONG = f"its longer side is more than {_MOST_RATIO} times as long as the other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class Fit:
     first: tuple[int, int] | None = None
     """The height and width to which an image is brought first. The tiles are made of that, and the whole image of
     them; None: both are made of the image itself."""
+    is_middle: bool = False
+    """Whether the whole image is the middle of what it is brought to first."""
     margin: int = 0
     """Pixels at the lower and right edges of each tile, and of the whole image, which fill no token and are left
     out: the tile and the image are made larger by so many."""
@@ -69,7 +72,7 @@ class AreaRule:
             if width < side:
                 height, width = round(height * side / width), side
         if max(height, width) > _MOST_RATIO * min(height, width):
-            raise ValueError(f"its longer side is more than {_MOST_RATIO} times as long as the other")
+            raise ValueError(_TOO_LONG)
         least = side if self.enlarges == "side" else 0
         rows, columns = (max(least, round(length / side) * side) for length in (height, width))
         if rows * columns > self.max_pixels:
@@ -131,6 +134,8 @@ class TileRule:
     """Pixels of the side of a token's square."""
     tile: int
     """Pixels of the side of a tile."""
+    margin: int = 0
+    """`Fit.margin`"""
     least: int = 1
     most: int = 1
     """The fewest and the most tiles, the whole image not counted, which follows if there are several."""
@@ -151,9 +156,8 @@ class TileRule:
     def fit(self, height: int, width: int) -> Fit:
         """Return the size of an image of this height and width."""
         tile, (rows, columns) = self.tile, self._arrangement(height, width)
-        if rows * columns == 1:
-            return Fit(height=tile, width=tile)
-        return Fit(height=tile, width=tile, tile=tile, grid=(rows, columns))
+        fit = Fit(height=tile, width=tile, margin=self.margin)
+        return fit if rows * columns == 1 else replace(fit, tile=tile, grid=(rows, columns))
 
     def _arrangement(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles. Among arrangements of one shape, the larger one is taken while the
@@ -221,6 +225,29 @@ class SplitRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MiddleRule:
+    """Images are brought to one length of their shorter side, and only a square in the middle is read (CLIP)."""
+
+    side: int
+    """Pixels of the side of a token's square."""
+    edge: int
+
+    @property
+    def max_tokens(self) -> int:
+        """The tokens of an image."""
+        return (self.edge // self.side) ** 2
+
+    def fit(self, height: int, width: int) -> Fit:
+        """Return the size of an image of this height and width. Raises ValueError for one that is too long."""
+        short, long = min(height, width), max(height, width)
+        if long > _MOST_RATIO * short:
+            raise ValueError(_TOO_LONG)
+        long = int(self.edge * long / short)
+        first = (self.edge, long) if height < width else (long, self.edge)
+        return Fit(height=self.edge, width=self.edge, first=first, is_middle=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LargeRule:
     """Large images are cut into tiles, and all become as large as an area allows (LFM2-VL)."""
 
@@ -260,7 +287,7 @@ def _even(length: int) -> int:
     return length + length % 2
 
 
-SizeRule = AreaRule | EdgeRule | CountRule | TileRule | SplitRule | LargeRule
+SizeRule = AreaRule | EdgeRule | CountRule | TileRule | SplitRule | MiddleRule | LargeRule
 
 
 def most_pictures(rule: SizeRule) -> int:

@@ -1,8 +1,9 @@
-"""The tower of Mistral 3 and LightOnOCR (Pixtral, https://arxiv.org/abs/2410.07073), as config.json spells it.
+"""The tower of Pixtral 12B (https://arxiv.org/abs/2410.07073), Mistral 3 and LightOnOCR, as config.json spells it.
 Torch-free."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from nvcli.models.checkpoint_layout import TowerNames
@@ -30,6 +31,14 @@ _LIGHTON = TowerNames(
     prefixes=(("vision_encoder.", f"{TOWER}."), ("vision_projection.", f"{TOWER}.merger.")), renamed=_RENAMED
 )
 _ROWS = ImageText(written="[IMG]", token="[IMG]", between="[IMG_BREAK]", after="[IMG_END]")
+_PIXTRAL_DEFAULTS = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "patch_size": 16,
+}
+"""Keys that files of Pixtral 12B leave out."""
 _ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu": "gelu"}
 
 
@@ -46,6 +55,20 @@ def read_mistral3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         image_token_id=config.get(key, int, 10),
         text_of_image=_ROWS,
     )
+
+
+def read_pixtral_vision(config: JsonFile, text: JsonFile, projector: MergerConfig) -> VisionConfig:
+    """Read the tower of Pixtral 12B, whose patches become tokens."""
+    vision = config.object("vision_config").with_defaults(_PIXTRAL_DEFAULTS)
+    found = _read(
+        config.with_values({**config.values, "vision_config": vision.values, "spatial_merge_size": 1}),
+        text,
+        names=_MISTRAL,
+        has_bias=False,
+        image_token_id=config.get("image_token_index", int, 10),
+        text_of_image=_ROWS,
+    )
+    return replace(found, merger=projector)
 
 
 def read_lighton_vision(config: JsonFile, text: JsonFile) -> VisionConfig:

@@ -49,7 +49,7 @@ _IDEFICS = TowerNames(
     prefixes=(("vision_model.", f"{TOWER}."), ("connector.modality_projection.proj.", f"{TOWER}.merger.projection.")),
     renamed=_RENAMED,
 )
-_SQUARES = TowerNames(
+SQUARES = TowerNames(
     prefixes=(
         ("vision_tower.vision_model.", f"{TOWER}."),
         ("vision_tower.", f"{TOWER}."),
@@ -180,7 +180,7 @@ def read_lfm2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     positions = vision.positive("num_patches", 256)
     square(vision, "num_patches", positions)
     return VisionConfig(
-        names=_SQUARES,
+        names=SQUARES,
         processor="lfm2_vl",
         merge_size=config.positive("downsample_factor", 2),
         merger=MergerConfig(
@@ -209,7 +209,7 @@ def read_aya_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     key = "image_token_id" if config.has("image_token_id") else "image_token_index"
     return replace(
         vision,
-        names=replace(_SQUARES, left=(*_LEFT, f"{TOWER}.last_norm.")),
+        names=replace(SQUARES, left=(*_LEFT, f"{TOWER}.last_norm.")),
         has_last_norm=False,
         image_token_id=config.get(key, int, 255_036),
         text=_AYA_TILES,
@@ -233,7 +233,7 @@ def _gated(config: JsonFile, text: JsonFile, *, eps: float | None) -> VisionConf
     if inner % 2:
         raise config.error("alignment_intermediate_size", f"{inner} is odd, and half of it is a gate")
     return VisionConfig(
-        names=_SQUARES,
+        names=SQUARES,
         processor="got_ocr2",
         merge_size=merge,
         merger=MergerConfig(

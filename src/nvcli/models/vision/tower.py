@@ -91,6 +91,8 @@ class VisionTower(nn.Module):
         x, windows, images = self._embed(patches, grid), grid.windows, grid.images
         if self.class_token is not None:
             x, images = self._with_class_token(x, images)
+        if self.first_norm is not None and config.norms_positions:
+            x = self.first_norm(x)
         angles = None if config.rope is None else self._angles(grid, device)
         heads = config.num_heads, config.hidden_size // config.num_heads
         whole = make_segments(images, heads, x.dtype, device)
@@ -118,7 +120,7 @@ class VisionTower(nn.Module):
         """Return what the first layer reads of patches: [P, values of a patch] → [P, H]."""
         x: Tensor = self.patch_embed(patches if self.patch_norm is None else self.patch_norm(patches))
         device, positions = patches.device, self.positions
-        if self.first_norm is not None:
+        if self.first_norm is not None and not self.config.norms_positions:
             x = self.first_norm(x)
         if positions is None:
             return x

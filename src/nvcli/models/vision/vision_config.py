@@ -31,6 +31,7 @@ ProcessorKind = Literal[
     "idefics3",
     "lfm2_vl",
     "cohere2_vision",
+    "clip",
 ]
 """The image processors of transformers, by the first part of their names."""
 
@@ -163,10 +164,14 @@ class VisionConfig:
     """Whether the numbers of patches are normed before anything else."""
     has_first_norm: bool = False
     """Whether patches are normed before the first layer."""
+    norms_positions: bool = False
+    """Whether that norm is of patches with their positions, and of the class token."""
     has_last_norm: bool = False
     """Whether patches are normed after the last layer."""
     has_class_token: bool = False
     """Whether a token of its own is attended to with the patches, and dropped after the last layer."""
+    has_flat_class_token: bool = False
+    """Whether files hold it as a vector, and not as a row of a matrix."""
     rope: Literal["same", "halves", "staggered"] | None = None
     """Rotary positions of rows and columns: with the same frequencies (halves: files have columns in the first half of
     a head, and rows in the second), or taking turns in one list of them."""
@@ -249,7 +254,7 @@ class VisionConfig:
         if self.has_patch_bias:
             yield _tensor(dtype, "patch_embed.proj.bias", hidden)
         if self.has_class_token:
-            yield _tensor(dtype, "cls_token.weight", 1, hidden)
+            yield _tensor(dtype, "cls_token.weight", *(() if self.has_flat_class_token else (1,)), hidden)
         if self.num_positions:
             yield _tensor(dtype, "pos_embed.weight", *self.position_shape, hidden)
         if self.has_patch_norm:

@@ -1,0 +1,91 @@
+"""The towers of LLaVA 1.5 (CLIP, https://arxiv.org/abs/2310.03744) and its relatives, as config.json spells them.
+Torch-free.
+
+The results of a tower's last layers are often not read. Each patch becomes a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from nvcli.core.validation import show
+from nvcli.models.checkpoint_layout import TowerNames
+from nvcli.models.json_file import JsonFile
+from nvcli.models.vision.pixtral import read_pixtral_vision
+from nvcli.models.vision.siglip import SQUARES
+from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
+from nvcli.models.vision.vision_file import read_sizes, side_of, vision_section
+
+_PIXTRAL, _CLIP, _SIGLIP = "pixtral", "clip_vision_model", "siglip_vision_model"
+_STRATEGIES = {_CLIP: "default", _SIGLIP: "full"}
+"""Whether the class token, which only CLIP has, is left out."""
+_RENAMED = (("embeddings.class_embedding", "cls_token.weight"), ("pre_layrnorm.", "first_norm."))
+_ACTIVATIONS: dict[str, Literal["quick_gelu", "gelu", "gelu_tanh"]] = {
+    "quick_gelu": "quick_gelu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def read_llava_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of LLaVA 1.5 or of a relative, such as Pixtral 12B."""
+    vision = vision_section(config)
+    if vision.get("model_type", str, _CLIP) == _PIXTRAL:
+        config.only("vision_feature_layer", -1)
+        config.only("vision_feature_select_strategy", "full")
+        return read_pixtral_vision(config, text, _projector(config, text))
+    return _read(config, text, processor="clip")
+
+
+def _read(
+    config: JsonFile, text: JsonFile, *, default_layer: int = -2, default_strategy: str = "default", **settings: Any
+) -> VisionConfig:
+    """Read CLIP's tower or SigLIP's. `settings` are other fields of `VisionConfig`."""
+    vision = vision_section(config)
+    kind = vision.choice("model_type", {name: name for name in _STRATEGIES}, _CLIP)
+    strategy = config.get("vision_feature_select_strategy", str, default_strategy)
+    if strategy != _STRATEGIES[kind]:
+        raise config.error("vision_feature_select_strategy", f"{show(strategy)} is not supported with {kind}")
+    sizes, is_clip = read_sizes(vision, text), kind == _CLIP
+    depth = sizes["depth"]
+    chosen = config.get("vision_feature_layer", int, default_layer)
+    num_read = chosen if chosen >= 0 else depth + 1 + chosen
+    if not 0 < num_read <= depth:
+        raise config.error("vision_feature_layer", f"{chosen} is none of the tower's {depth} layers")
+    unread = tuple(f"{TOWER}.blocks.{number}." for number in range(num_read, depth))
+    side = side_of(vision, "image_size", 336) // sizes["patch_size"]
+    key = "image_token_id" if config.has("image_token_id") else "image_token_index"
+    return VisionConfig(
+        names=TowerNames(
+            prefixes=SQUARES.prefixes,
+            renamed=(*_RENAMED, *SQUARES.renamed),
+            left=(*SQUARES.left, f"{TOWER}.last_norm.", *unread),
+        ),
+        merge_size=1,
+        merger=_projector(config, text),
+        norm="layer",
+        eps=vision.positive_number("layer_norm_eps", 1e-5 if is_clip else 1e-6),
+        activation=vision.choice("hidden_act", _ACTIVATIONS, "quick_gelu" if is_clip else "gelu_pytorch_tanh"),
+        is_gated=False,
+        has_patch_bias=not is_clip,
+        has_fused_qkv=False,
+        has_first_norm=is_clip,
+        norms_positions=is_clip,
+        has_class_token=is_clip,
+        has_flat_class_token=is_clip,
+        tile_tokens=side,
+        num_positions=side**2,
+        image_token_id=config.get(key, int, 32_000),
+        **{**sizes, "depth": num_read},
+        **settings,
+    )
+
+
+def _projector(config: JsonFile, text: JsonFile) -> MergerConfig:
+    config.only("projector_hidden_act", "gelu")
+    return MergerConfig(
+        kind="squares",
+        size=text.positive("hidden_size"),
+        has_norm=False,
+        has_bias=config.get("multimodal_projector_bias", bool, True),
+    )
