@@ -127,6 +127,16 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "LightOnOcr": ("Qwen3", "PixtralVision", _PIXTRAL),
     "Llava": ("Llama", "CLIPVision", {**_VISION, "num_hidden_layers": 3, "image_size": 32, "patch_size": 8}),
+    "LlavaNext": (
+        "Mistral",
+        "CLIPVision",
+        {**_VISION, "num_hidden_layers": 3, "image_size": 32, "patch_size": 8},
+    ),
+    "LlavaOnevision": (
+        "Qwen2",
+        "SiglipVision",
+        {**_VISION, "image_size": 34, "patch_size": 8, "vision_use_head": False},
+    ),
     "Llava Pixtral": ("Mistral", "PixtralVision", {**_PIXTRAL, "patch_size": 8}),
     "Llava Siglip": (
         "Qwen2",
@@ -147,6 +157,8 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Families of models that read images too: the classes of their text part and of their vision part, and a tiny one."""
 
 
+PINPOINTS_OF_32 = [[32, 64], [64, 32], [64, 64], [96, 32]]
+PINPOINTS_OF_34 = [[34 * rows, 34 * columns] for rows in range(1, 4) for columns in range(1, 4)]
 _LAST_LAYER = {
     "image_token_index": IMAGE_TOKEN,
     "vision_feature_layer": -1,
@@ -158,6 +170,12 @@ _WHOLE: dict[str, dict[str, Any]] = {
     "Llava": {"image_token_index": IMAGE_TOKEN},
     "Llava Pixtral": {**_LAST_LAYER, "multimodal_projector_bias": False},
     "Llava Siglip": _LAST_LAYER,
+    "LlavaNext": {"image_token_index": IMAGE_TOKEN, "image_grid_pinpoints": PINPOINTS_OF_32},
+    "LlavaOnevision": {
+        "image_token_index": IMAGE_TOKEN,
+        "image_grid_pinpoints": PINPOINTS_OF_34,
+        "vision_aspect_ratio": "anyres_max_3",
+    },
     "AyaVision": {"image_token_index": IMAGE_TOKEN},
     "Cohere2Vision": {"image_token_id": IMAGE_TOKEN, "alignment_intermediate_size": 24},
     "Gemma4": {

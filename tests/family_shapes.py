@@ -121,6 +121,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lighton-ocr": ("LightOnOcr", {}),
     "pixtral 12b": ("Llava Pixtral", {"head_dim": 8}),
     "llava with siglip": ("Llava Siglip", {"head_dim": 8}),
+    "llava-next": ("LlavaNext", {"head_dim": 8}),
+    "llava-onevision": ("LlavaOnevision", {"head_dim": 8, "tie_word_embeddings": True}),
     "llava 1.5": ("Llava", {"head_dim": 8}),
     "idefics 3": ("Idefics3", {"head_dim": 8}),
     "gemma 4, keys as values": (

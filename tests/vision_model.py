@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from checkpoints import edit_json, write_tiny_model
+from checkpoints import PINPOINTS_OF_32, PINPOINTS_OF_34, edit_json, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import SHAPES
 from vision_reference import SIDE
@@ -92,6 +92,25 @@ MARKS = {
     **dict.fromkeys(("glm 4.6v-flash", "glm 4.6v", "glm-ocr"), _GLM),
     "paddleocr-vl": _QWEN._replace(processor={"image_processor_type": "PaddleOCRVLImageProcessor", **AREA}),
     "idefics 3": _IDEFICS,
+    "llava-next": Marks(
+        ("<unused>", "<image>", "<unused 2>"),
+        "<image>",
+        {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 32},
+            "crop_size": {"height": 32, "width": 32},
+            "image_grid_pinpoints": PINPOINTS_OF_32,
+        },
+    ),
+    "llava-onevision": Marks(
+        ("<unused>", "<image>", "<unused 2>"),
+        "<image>",
+        {
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "size": {"height": 34, "width": 34},
+            "image_grid_pinpoints": PINPOINTS_OF_34,
+        },
+    ),
     "llava 1.5": Marks(
         ("<unused>", "<image>", "<unused 2>"),
         "<image>",
@@ -144,7 +163,11 @@ def write_vision_model(folder: Path, name: str = "qwen 2.5-vl", **settings: Any)
     family, overrides = (SHAPES | EXPERT_SHAPES)[name]
     vocabulary = dict.fromkeys(("vocab_size", *(key for key in overrides if key.startswith("vocab_size"))), VOCAB_SIZE)
     write_tiny_model(folder, family, **{**overrides, **settings, **vocabulary})
-    key = "image_token_index" if family in ("Gemma3", "Mistral3", "AyaVision", "Llava") else "image_token_id"
+    key = (
+        "image_token_index"
+        if family in ("Gemma3", "Mistral3", "AyaVision", "Llava", "LlavaNext", "LlavaOnevision")
+        else "image_token_id"
+    )
     edit_json(folder / "config.json", **{key: IMAGE_ID})
     return folder
 

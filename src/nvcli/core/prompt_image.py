@@ -6,8 +6,26 @@ import msgspec
 
 MAX_PROMPT_IMAGES = 64
 """The most images of a prompt, with all their tiles."""
-MOST_IMAGE_BYTES = 113
+MOST_IMAGE_BYTES = 145
 """The most bytes of an image in a message, or of a tile that is an image of its own."""
+
+
+class TileGrid(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How the tokens of an image's tiles stand behind those of the whole image: in rows across all tiles, each with a
+    learned vector at its end. Without tiles, one such vector stands behind the image."""
+
+    rows: int = 0
+    """Rows of tiles; 0: there are none."""
+    columns: int = 0
+    kept: tuple[int, int] = (0, 0)
+    """The rows and columns of tokens in the middle that are not of bars around the image."""
+    shown: tuple[int, int] = (0, 0)
+    """The rows and columns to which these are interpolated."""
+
+    def num_tokens(self, tile_tokens: int) -> int:
+        """Return the tokens of the image, whose tiles have `tile_tokens` in a row."""
+        rows, columns = self.shown
+        return tile_tokens**2 + (rows * (columns + 1) if self.rows else 1)
 
 
 class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -27,6 +45,8 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     other memory has."""
     offset: int
     """The place of its first pixel there."""
+    tiles: TileGrid | None = None
+    """Its tiles, if its tokens stand with vectors between them, as one row; None: it is read as it is."""
 
     @property
     def end(self) -> int:

@@ -121,6 +121,10 @@ class CheckpointLayout:
         """Return the number of groups in which the parts of a fused tensor lie."""
         return self.qkv_groups if fused.split(".")[-2] in _FUSED_QKV else 1
 
+    def reads_part_of(self, stored: str) -> bool:
+        """Whether a tensor in the files belongs to a vision tower that is read."""
+        return self.has_tower and self.tower is not None and self.tower.find(stored) is not None
+
     def _of_part(self, found: re.Match[str]) -> str:
         """Return the start of the decoder's name of a tensor whose layer in the files has several parts."""
         layer, block, part = found.groups()
@@ -161,17 +165,22 @@ class LocatedTensors:
     tensors: Mapping[str, TensorInfo]
     left: tuple[str, ...] = ()
     """Names, as in the files, of tensors outside the text model."""
-    left_bytes: int = 0
+    other_parts: tuple[str, ...] = ()
+    """The left tensors of parts that are not read at all."""
+    other_bytes: int = 0
+    has_tower: bool = False
+    """Whether a vision tower is read, too."""
 
     @property
     def note(self) -> str | None:
         """Return the note for the user about tensors that stay on disk; None if there are none."""
-        if not self.left:
+        if not self.other_parts:
             return None
-        parts = ", ".join(dict.fromkeys(_part(name) for name in self.left))
+        parts = ", ".join(dict.fromkeys(_part(name) for name in self.other_parts))
+        read = "what reads text and images" if self.has_tower else "the text part of the model"
         return (
-            f"only the text part of the model is loaded: {len(self.left):,} tensors ({self.left_bytes / 2**30:,.1f} "
-            f"GiB) of other parts ({parts}) are left on disk"
+            f"only {read} is loaded: {len(self.other_parts):,} tensors ({self.other_bytes / 2**30:,.1f} GiB) of other "
+            f"parts ({parts}) are left on disk"
         )
 
 
@@ -212,7 +221,14 @@ def locate_tensors(
             _split(found, found.pop(name), parts, shapes, layout.num_groups(name))
         elif experts := stacked_parts(name, shapes):
             _unstack(found, found.pop(name), experts, shapes, layout)
-    return LocatedTensors(tensors=found, left=tuple(left), left_bytes=sum(info.num_bytes for info in left.values()))
+    others = {name: info for name, info in left.items() if not layout.reads_part_of(name)}
+    return LocatedTensors(
+        tensors=found,
+        left=tuple(left),
+        other_parts=tuple(others),
+        other_bytes=sum(info.num_bytes for info in others.values()),
+        has_tower=layout.has_tower,
+    )
 
 
 def _with_shape(info: TensorInfo, shapes: Sequence[tuple[int, ...]]) -> TensorInfo:

@@ -66,8 +66,6 @@ _LACKING = {
     "KimiK25ForConditionalGeneration": _NO_TOWER,
     "Kimi_K25ForConditionalGeneration": _NO_TOWER,
     "KimiLinearForCausalLM": "its linear attention (KDA) is not computed by nvcli",
-    "LlavaNextForConditionalGeneration": _VECTORS,
-    "LlavaOnevisionForConditionalGeneration": _VECTORS,
     "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
     "MPTForCausalLM": _ALIBI,
     "MptForCausalLM": _ALIBI,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from nvcli.core.prompt_image import TileGrid
 from nvcli.core.system.host_memory import limit_more_memory
 from nvcli.core.system.pixel_file import PixelFile
 from nvcli.errors import first_line
@@ -68,6 +69,8 @@ class Prepared(msgspec.Struct, frozen=True, array_like=True):
     """`Fit.tile`"""
     grid: tuple[int, int] = (0, 0)
     """`Fit.grid`"""
+    layout: TileGrid | None = None
+    """`Fit.layout`"""
     num_pages: int = 0
     """The answer to a `PageCount`."""
     problem: str = ""
@@ -120,8 +123,12 @@ def _prepare(question: Question, file: PixelFile) -> Prepared:
         problem = f"there is no memory for its pixels ({len(pixels):,} bytes): {error}"
         return Prepared(problem=problem, has_no_memory=True)
     shape = b"%d %d %d" % (fit.height, fit.width, fit.grid[1])
-    key = blake2b(pixels, digest_size=16, person=shape).digest()
-    return Prepared(height=fit.height, width=fit.width, key=key, tile=fit.tile, grid=fit.grid)
+    digest = blake2b(pixels, digest_size=16, person=shape)
+    if fit.layout is not None:
+        digest.update(msgspec.msgpack.encode(fit.layout))
+    return Prepared(
+        height=fit.height, width=fit.width, key=digest.digest(), tile=fit.tile, grid=fit.grid, layout=fit.layout
+    )
 
 
 def _decoded(question: Question) -> tuple[Image, Fit]:
@@ -164,11 +171,15 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
     from PIL.Image import Resampling as Filter
 
     resample, margin = Filter[resampling.upper()], fit.margin
+    if fit.square is not None:
+        image = _in_middle(image, max(image.size), max(image.size), fit.square)
     if fit.first is not None:
         image = image.resize(fit.first[::-1], resample=resample)
     if fit.tile:
         height, width = fit.canvas
-        canvas = image.resize((width, height), resample=resample)
+        canvas = image.resize((width, height) if fit.bars is None else fit.bars[::-1], resample=resample)
+        if fit.bars is not None:
+            canvas = _in_middle(canvas, height, width, (0, 0, 0))
         for top in range(0, height, fit.tile + margin):
             for left in range(0, width, fit.tile + margin):
                 yield canvas.crop((left, top, left + fit.tile, top + fit.tile))
@@ -179,3 +190,12 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
         return
     whole = image.resize((fit.width + margin, fit.height + margin), resample=resample)
     yield whole.crop((0, 0, fit.width, fit.height)) if margin else whole
+
+
+def _in_middle(image: Image, height: int, width: int, colour: tuple[int, int, int]) -> Image:
+    """Return a picture of one colour with an image in its middle."""
+    from PIL import Image as images
+
+    picture = images.new("RGB", (width, height), colour)
+    picture.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
+    return picture

@@ -12,6 +12,8 @@ import os
 import secrets
 import threading
 
+from nvcli.core.prompt_image import TileGrid
+
 _PAGE = 4096
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 """FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE of Linux."""
@@ -21,7 +23,7 @@ class Pixels:
     """The pixels of one image: [height, width, 3] bytes, after those of its tiles row by row, if it has any. Its
     memory is free once nobody holds it."""
 
-    __slots__ = ("__weakref__", "_memory", "grid", "height", "key", "num_bytes", "offset", "tile", "width")
+    __slots__ = ("__weakref__", "_memory", "grid", "height", "key", "layout", "num_bytes", "offset", "tile", "width")
 
     def __init__(
         self,
@@ -32,10 +34,11 @@ class Pixels:
         key: bytes,
         tile: int = 0,
         grid: tuple[int, int] = (0, 0),
+        layout: TileGrid | None = None,
     ) -> None:
-        """`tile` is the side of the tiles, and `grid` their rows and columns."""
+        """`tile` is the side of the tiles, and `grid` their rows and columns; `layout`: see `PromptImage.tiles`."""
         self._memory, self.offset, self.height, self.width, self.key = memory, offset, height, width, key
-        self.tile, self.grid = tile, grid
+        self.tile, self.grid, self.layout = tile, grid, layout
         self.num_bytes = sum(3 * tall * wide for tall, wide in self.pictures)
 
     @property

@@ -36,7 +36,7 @@ from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.conversation import DETAIL, IMAGE
 from nvcli.job.rows.pdf_part import DPI, FILE, PAGE
 from nvcli.models.vision.image_processor import ImageProcessor
-from nvcli.models.vision.image_size import AreaRule, most_pixels
+from nvcli.models.vision.image_size import AreaRule, GridRule, most_pixels
 from nvcli.models.vision.vision_config import ImageText
 
 LOW_DETAIL_PIXELS = 512 * 512
@@ -113,7 +113,7 @@ class RowImages:
         """Begin to prepare those images of a row that were not begun before."""
         for image in images[:MAX_PROMPT_IMAGES]:
             if id(image) not in self._begun:
-                self._begun[id(image)] = image, self.processes.threads.submit(self._read_one, image)
+                self._begun[id(image)] = image, self.processes.threads.submit(self._read_one, image, len(images) == 1)
 
     def _drop(self, images: Sequence[dict[str, Any]]) -> None:
         for image in images:
@@ -187,6 +187,12 @@ class RowImages:
         """Yield what the model reads of an image as images of their own, anywhere in a prompt: its tiles and the whole
         image where there is text between them, or all of it."""
         side, offset = self._processor.rule.side, pixels.offset
+        if (tiles := pixels.layout) is not None:
+            count = tiles.num_tokens(pixels.width // side)
+            yield PromptImage(
+                first=0, rows=1, columns=count, key=pixels.key, file=pixels.file, offset=offset, tiles=tiles
+            )
+            return
         parts = pixels.pictures
         if self._text is None or not self._text.parts_tiles:
             parts = [(sum(height for height, _ in parts), pixels.width)]
@@ -198,13 +204,16 @@ class RowImages:
             yield PromptImage(first=0, rows=rows, columns=columns, key=key, file=pixels.file, offset=offset)
             offset += 3 * height * width
 
-    def _read_one(self, part: dict[str, Any]) -> Pixels | RowError:
-        """Prepare an image. Raises CapacityError and WorkerError, and InputChanged for a page of a changed input."""
+    def _read_one(self, part: dict[str, Any], is_alone: bool) -> Pixels | RowError:
+        """Prepare an image, which may be its row's only one. Raises CapacityError and WorkerError, and InputChanged for
+        a page of a changed input."""
         source, page = part[IMAGE], PdfPage(part[PAGE], part[DPI]) if PAGE in part else None
         file: PdfFile | None = part.get(FILE)
         try:
             found = self._folders.find(source) if file is None else Path(file.name)
             processor = limited(self._processor, part)
+            if isinstance(processor.rule, GridRule) and not is_alone:
+                processor = replace(processor, rule=replace(processor.rule, is_alone=False))
             known = (_identity(found), page, processor)
             if (pixels := self._known.get(known)) is not None:
                 return pixels
@@ -227,7 +236,14 @@ class RowImages:
         if prepared.problem:
             return refused(source, prepared.problem if page is None else f"page {page.number}: {prepared.problem}")
         pixels = Pixels(
-            self._memory, offset, prepared.height, prepared.width, prepared.key, prepared.tile, prepared.grid
+            self._memory,
+            offset,
+            prepared.height,
+            prepared.width,
+            prepared.key,
+            prepared.tile,
+            prepared.grid,
+            prepared.layout,
         )
         self._known[known] = pixels
         return pixels

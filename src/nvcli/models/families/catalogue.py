@@ -25,7 +25,7 @@ from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.llama4 import LLAMA4
-from nvcli.models.families.llava import LLAVA
+from nvcli.models.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
 from nvcli.models.families.longcat import LONGCAT_FLASH
 from nvcli.models.families.mamba2 import MAMBA2
 from nvcli.models.families.minicpm import MINICPM3
@@ -97,6 +97,8 @@ FAMILIES: tuple[Family, ...] = (
     QIANFAN_OCR,
     IDEFICS3,
     LLAVA,
+    LLAVA_NEXT,
+    LLAVA_ONEVISION,
     GRANITE,
     GRANITE_SWA,
     GRANITE4,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from nvcli.models.vision.image_size import (
     AreaRule,
     CountRule,
     EdgeRule,
+    GridRule,
     LargeRule,
     MiddleRule,
     SizeRule,
@@ -202,6 +204,36 @@ def _middle_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     return MiddleRule(side=vision.token_pixels, edge=wanted)
 
 
+def _grid_rule(file: JsonFile, vision: VisionConfig, *, squares: bool = False) -> SizeRule:
+    wanted, patch = vision.tile_tokens * vision.token_pixels, vision.patch_size
+    size = _object(file, "size")
+    key = "shortest_edge" if size.has("shortest_edge") else "height"
+    tile = size.positive(key, 384 if squares else 336)
+    if size.positive("width", tile) != tile or tile // patch != vision.tile_tokens:
+        raise file.error("size", f"is {tile}, and the tower's images are {wanted} × {wanted}")
+    sizes = file.values.get("image_grid_pinpoints", _GRIDS_OF_MANY if squares else _GRIDS_OF_FEW)
+    grids = [
+        tuple(length // tile for length in each) for each in sizes if isinstance(each, list) and len(each) == _AXES
+    ]
+    whole = [[rows * tile, columns * tile] for rows, columns in grids]
+    if not grids or whole != sizes or max(rows * columns for rows, columns in grids) > _MOST_TILES:
+        raise file.error("image_grid_pinpoints", f"is no list of sizes of up to {_MOST_TILES} tiles of {tile} × {tile}")
+    red, green, blue = (int(255 * mean) for mean in _channels(file, "image_mean", _CLIP_MEAN))
+    return GridRule(
+        side=vision.token_pixels,
+        tile=wanted,
+        margin=tile - wanted,
+        grids=tuple((rows, columns) for rows, columns in grids),
+        most_tiles=vision.most_tiles,
+        square=(red, green, blue) if squares else None,
+    )
+
+
+_AXES = 2
+_GRIDS_OF_FEW = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+_GRIDS_OF_MANY = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
+
+
 def _margin(file: JsonFile, vision: VisionConfig) -> int:
     """Return the pixels of a side of the file's square images that fill no token of the tower's."""
     size = _object(file, "size")
@@ -261,6 +293,8 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "cohere2_vision": _Kind(("Cohere2Vision",), _scaled_tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "idefics3": _Kind(("Idefics3", "SmolVLM"), _split_rule, 1, _HALF, _HALF),
     "clip": _Kind(("CLIP", "Siglip"), _middle_rule, 3, _CLIP_MEAN, _CLIP_STD),
+    "llava_next": _Kind(("LlavaNext",), _grid_rule, 3, _CLIP_MEAN, _CLIP_STD),
+    "llava_onevision": _Kind(("LlavaOnevision",), partial(_grid_rule, squares=True), 3, _CLIP_MEAN, _CLIP_STD),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }
 

@@ -1,4 +1,4 @@
-"""The sizes to which image processors bring images: eight rules, and what of each says how many tokens an image has.
+"""The sizes to which image processors bring images: nine rules, and what of each says how many tokens an image has.
 
 Each is held to transformers' own. Torch-free: the parent, its image processes and the ranks read them.
 """
@@ -9,9 +9,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from nvcli.core.prompt_image import TileGrid
+
 _MOST_ROUNDING = 16
 _MOST_RATIO = 200
 """The longest image is this many times as long as wide."""
+_MOST_SHRINKING = 1.1
+"""Rows and columns of tokens are shown that are too many by a smaller factor."""
 _TOO_LONG = f"its longer side is more than {_MOST_RATIO} times as long as the other"
 
 
@@ -28,6 +32,12 @@ class Fit:
     first: tuple[int, int] | None = None
     """The height and width to which an image is brought first. The tiles are made of that, and the whole image of
     them; None: both are made of the image itself."""
+    bars: tuple[int, int] | None = None
+    """The height and width of the image in the middle of its tiles, black around it; None: it fills them."""
+    square: tuple[int, int, int] | None = None
+    """The colour of bars that make the image a square before anything else; None: it stays as it is."""
+    layout: TileGrid | None = None
+    """`PromptImage.tiles`"""
     is_middle: bool = False
     """Whether the whole image is the middle of what it is brought to first."""
     margin: int = 0
@@ -248,6 +258,74 @@ class MiddleRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GridRule:
+    """Images keep their shape on the grid of tiles on which most of them is seen (`select_best_resolution` of
+    LLaVA-NeXT)."""
+
+    side: int
+    """Pixels of the side of a token's square."""
+    tile: int
+    """Pixels of the side of a tile, as far as they fill tokens."""
+    margin: int
+    """`Fit.margin`"""
+    grids: tuple[tuple[int, int], ...]
+    """The rows and columns of tiles of each grid."""
+    most_tiles: int = 0
+    """The tiles whose tokens are all shown; those of more are interpolated to about as many. 0: all are shown."""
+    square: tuple[int, int, int] | None = None
+    """The colour of bars that make each of several images of a prompt a square, which has no tiles; None: they are as
+    a single one."""
+    is_alone: bool = True
+    """Whether the image is the prompt's only one."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of an image, or more."""
+        tokens = (self.tile // self.side) ** 2
+        shown = max(rows * columns for rows, columns in self.grids)
+        if self.most_tiles:
+            shown = min(shown, math.ceil(_MOST_SHRINKING**2 * self.most_tiles))
+        return (1 + shown) * tokens + max(rows for rows, _ in self.grids) * self.tile // self.side
+
+    def fit(self, height: int, width: int) -> Fit:
+        """Return the size of an image of this height and width."""
+        tile, margin = self.tile, self.margin
+        if not self.is_alone and self.square is not None:
+            return Fit(height=tile, width=tile, margin=margin, square=self.square, layout=TileGrid())
+        rows, columns = self._grid(height, width)
+        tall, wide = rows * (tile + margin), columns * (tile + margin)
+        across, down = wide / width, tall / height
+        bars = min(math.ceil(height * across), tall), wide
+        if across >= down:
+            bars = tall, min(math.ceil(width * down), wide)
+        kept = self._kept(height, width, rows, columns)
+        shown, most = kept, self.most_tiles * (tile // self.side) ** 2
+        if most and (shrinking := math.sqrt(kept[0] * kept[1] / most)) > _MOST_SHRINKING:
+            shown = int(kept[0] // shrinking), int(kept[1] // shrinking)
+        layout = TileGrid(rows=rows, columns=columns, kept=kept, shown=shown)
+        return Fit(height=tile, width=tile, tile=tile, grid=(rows, columns), margin=margin, bars=bars, layout=layout)
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tiles."""
+        best, most, least_wasted, tile = self.grids[0], 0, math.inf, self.tile + self.margin
+        for rows, columns in self.grids:
+            scale = min(columns * tile / width, rows * tile / height)
+            seen = min(int(width * scale) * int(height * scale), width * height)
+            wasted = rows * columns * tile**2 - seen
+            if seen > most or (seen == most and wasted < least_wasted):
+                best, most, least_wasted = (rows, columns), seen, wasted
+        return best
+
+    def _kept(self, height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+        """Return the rows and columns of tokens in the middle that are not of bars alone (`unpad_image`)."""
+        count = self.tile // self.side
+        tall, wide = rows * count, columns * count
+        if width / height > wide / tall:
+            return tall - (tall - int(round(height * (wide / width), 7))) // 2 * 2, wide
+        return tall, wide - (wide - int(round(width * (tall / height), 7))) // 2 * 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LargeRule:
     """Large images are cut into tiles, and all become as large as an area allows (LFM2-VL)."""
 
@@ -287,7 +365,7 @@ def _even(length: int) -> int:
     return length + length % 2
 
 
-SizeRule = AreaRule | EdgeRule | CountRule | TileRule | SplitRule | MiddleRule | LargeRule
+SizeRule = AreaRule | EdgeRule | CountRule | TileRule | SplitRule | MiddleRule | GridRule | LargeRule
 
 
 def most_pictures(rule: SizeRule) -> int:
@@ -297,6 +375,8 @@ def most_pictures(rule: SizeRule) -> int:
 
 def most_pixels(rule: SizeRule) -> int:
     """Return the most pixels of an image, or more: no side is shorter than a token's square, however long the other."""
+    if isinstance(rule, GridRule):
+        return (1 + max(rows * columns for rows, columns in rule.grids)) * rule.tile**2
     if isinstance(rule, LargeRule):
         return rule.tiles.most * rule.tiles.tile**2 + most_pixels(rule.whole)
     return _MOST_ROUNDING * rule.max_pixels if isinstance(rule, AreaRule) else rule.max_tokens * rule.side**2

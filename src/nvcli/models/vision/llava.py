@@ -1,7 +1,8 @@
 """The towers of LLaVA 1.5 (CLIP, https://arxiv.org/abs/2310.03744) and its relatives, as config.json spells them.
 Torch-free.
 
-The results of a tower's last layers are often not read. Each patch becomes a token.
+The results of a tower's last layers are often not read. Each patch becomes a token. LLaVA-NeXT and LLaVA-OneVision see
+the whole image and tiles, whose tokens stand in rows across all tiles, each with a learned vector at its end.
 """
 
 from __future__ import annotations
@@ -37,12 +38,41 @@ def read_llava_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     return _read(config, text, processor="clip")
 
 
+def read_llava_next_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of LLaVA-NeXT."""
+    return _read(config, text, processor="llava_next", has_newlines=True)
+
+
+def read_onevision_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of LLaVA-OneVision, which shows large images in fewer tokens."""
+    ratio = config.get("vision_aspect_ratio", str, "anyres_max_9")
+    most = ratio.removeprefix("anyres_max_")
+    if not most.isdecimal() or not int(most):
+        raise config.error("vision_aspect_ratio", f"{show(ratio)} is not supported; supported: anyres_max_9")
+    return _read(
+        config,
+        text,
+        default_kind=_SIGLIP,
+        default_layer=-1,
+        default_strategy="full",
+        processor="llava_onevision",
+        has_newlines=True,
+        most_tiles=int(most),
+    )
+
+
 def _read(
-    config: JsonFile, text: JsonFile, *, default_layer: int = -2, default_strategy: str = "default", **settings: Any
+    config: JsonFile,
+    text: JsonFile,
+    *,
+    default_kind: str = _CLIP,
+    default_layer: int = -2,
+    default_strategy: str = "default",
+    **settings: Any,
 ) -> VisionConfig:
     """Read CLIP's tower or SigLIP's. `settings` are other fields of `VisionConfig`."""
     vision = vision_section(config)
-    kind = vision.choice("model_type", {name: name for name in _STRATEGIES}, _CLIP)
+    kind = vision.choice("model_type", {name: name for name in _STRATEGIES}, default_kind)
     strategy = config.get("vision_feature_select_strategy", str, default_strategy)
     if strategy != _STRATEGIES[kind]:
         raise config.error("vision_feature_select_strategy", f"{show(strategy)} is not supported with {kind}")
@@ -57,7 +87,7 @@ def _read(
     key = "image_token_id" if config.has("image_token_id") else "image_token_index"
     return VisionConfig(
         names=TowerNames(
-            prefixes=SQUARES.prefixes,
+            prefixes=(*SQUARES.prefixes, ("image_newline", f"{TOWER}.newline.weight")),
             renamed=(*_RENAMED, *SQUARES.renamed),
             left=(*SQUARES.left, f"{TOWER}.last_norm.", *unread),
         ),

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nvcli.core.prompt_image import TileGrid
 from nvcli.kernels.patch_attention import Segments, attend_segments, make_segments, rotate_patches
 from nvcli.kernels.patch_types import HeadNorms, Runs
 from nvcli.models.parallel import BuildContext
@@ -43,6 +44,7 @@ class VisionTower(nn.Module):
             )
         )
         self.blocks = nn.ModuleList(_Block(build, f"{TOWER}.blocks.{n}", config) for n in range(config.depth))
+        self.newline = Weights(build, f"{TOWER}.newline") if config.has_newlines else None
         self.merger = make_merger(build, f"{TOWER}.merger", config)
         self.deepstack = nn.ModuleList(
             SquareMerger(build, f"{TOWER}.deepstack_merger_list.{n}", config, norms_squares=True)
@@ -62,6 +64,24 @@ class VisionTower(nn.Module):
         patches = torch.cat([self._patches(image, processor) for image in images])
         sizes = [rows * columns // self.config.merge_size**2 for rows, columns in grids]
         return list(torch.split(self._compute(patches, patch_grid(self.config, grids)), sizes))
+
+    def in_rows(self, embeddings: Tensor, tiles: TileGrid) -> Tensor:
+        """Return the embeddings of an image's tokens with those of the ends of rows (`pack_image_features`), from those
+        of its tiles and the whole image: [N, O] → [tokens, O]."""
+        assert self.newline is not None
+        side = self.config.tile_tokens
+        whole, newline = embeddings[-(side**2) :], self.newline.weight
+        if not tiles.rows:
+            return torch.cat([whole, newline[None]])
+        cut = embeddings[: -(side**2)].view(tiles.rows, tiles.columns, side, side, -1).transpose(1, 2)
+        table = cut.reshape(tiles.rows * side, tiles.columns * side, -1)
+        rows, columns = tiles.kept
+        top, left = (table.shape[0] - rows) // 2, (table.shape[1] - columns) // 2
+        kept = table[top : top + rows, left : left + columns]
+        if tiles.shown != tiles.kept:
+            kept = F.interpolate(kept.permute(2, 0, 1)[None], tiles.shown, mode="bilinear")[0].permute(1, 2, 0)
+        ends = newline.expand(len(kept), 1, -1)
+        return torch.cat([whole, torch.cat([kept, ends], dim=1).flatten(0, 1)])
 
     def _patches(self, image: Tensor, processor: ImageProcessor) -> Tensor:
         """Cut an image into patches of scaled values, in the type of the weights: [P, values of a patch]."""

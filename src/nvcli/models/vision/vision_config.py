@@ -32,6 +32,8 @@ ProcessorKind = Literal[
     "lfm2_vl",
     "cohere2_vision",
     "clip",
+    "llava_next",
+    "llava_onevision",
 ]
 """The image processors of transformers, by the first part of their names."""
 
@@ -183,6 +185,10 @@ class VisionConfig:
     tile_tokens: int = 0
     """Tokens of the side of the squares, one below the other, of which an image consists, and to which attention is
     limited; 0: images are of any size."""
+    has_newlines: bool = False
+    """Whether a learned vector stands at the end of each row of the tokens of an image's tiles."""
+    most_tiles: int = 0
+    """`GridRule.most_tiles`"""
     num_positions: int = 0
     """Entries of the table of learned positions, a square that is interpolated to the image's grid, or a table for each
     axis; 0: there is none."""
@@ -289,6 +295,8 @@ class VisionConfig:
                 yield from (_tensor(dtype, f"{block}.{name}.{bound}", 1) for bound in BOUNDS)
             for name in ("scale1", "scale2") if self.has_layer_scales else ():
                 yield _tensor(dtype, f"{block}.{name}.weight", hidden)
+        if self.has_newlines:
+            yield _tensor(dtype, "newline.weight", self.out_size)
         yield from self._merger(dtype, "merger", norms_squares=self.merger.norms_squares)
         for number in range(len(self.deepstack_layers)):
             yield from self._merger(dtype, f"deepstack_merger_list.{number}", norms_squares=True)

@@ -103,12 +103,24 @@ class ImageEncoder:
     def _computed(self, batches: Sequence[Sequence[PromptImage]]) -> Iterator[tuple[PromptImage, Tensor]]:
         """Compute a batch of each rank, and yield the images of all with their embeddings."""
         own = batches[self._group.rank]
-        outputs = self._tower([self._read(image) for image in own], self._processor) if own else []
+        outputs: Sequence[Tensor] = []
+        if any(image.tiles is not None for image in own):
+            outputs = [self._in_rows(image) for image in own]
+        elif own:
+            outputs = self._tower([self._read(image) for image in own], self._processor)
         found = self._of_all_ranks(outputs, [list(map(_num_tokens, batch)) for batch in batches])
         for image, output in zip(chain(*batches), found, strict=True):
             # a view would keep the embeddings of the whole batch.
             is_part = output.untyped_storage().nbytes() > output.nbytes
             yield image, output.clone() if is_part else output
+
+    def _in_rows(self, image: PromptImage) -> Tensor:
+        """Compute an image whose tiles are many for one batch, and whose tokens stand with vectors between them."""
+        assert image.tiles is not None
+        vision = self._tower.config
+        most = max(1, self._batch_tokens // vision.tile_tokens**2) * vision.tile_tokens * vision.token_pixels
+        parts = [self._tower([part], self._processor)[0] for part in torch.split(self._read(image), most)]
+        return self._tower.in_rows(torch.cat(parts), image.tiles)
 
     def _of_all_ranks(self, outputs: Sequence[Tensor], sizes: Sequence[list[int]]) -> Sequence[Tensor]:
         """Gather what the ranks computed, whose images have these numbers of tokens by rank: [N, outputs × O] each."""
@@ -133,9 +145,11 @@ class ImageEncoder:
                 self._files.pop(next(iter(self._files))).close()
             file = self._files[image.file] = PixelFile(image.file)
         side, device = self._tower.config.token_pixels, self._device
-        pixels = torch.empty(
-            image.rows * side, image.columns * side, 3, dtype=torch.uint8, pin_memory=device.type == "cuda"
-        )
+        rows, columns = image.rows, image.columns
+        if image.tiles is not None:
+            columns = self._tower.config.tile_tokens
+            rows = (image.tiles.rows * image.tiles.columns + 1) * columns
+        pixels = torch.empty(rows * side, columns * side, 3, dtype=torch.uint8, pin_memory=device.type == "cuda")
         file.read(pixels.numpy().data.cast("B"), image.offset)
         return pixels.to(device, non_blocking=True)  # whose allocator keeps the host's memory until it is read
 

@@ -1,0 +1,108 @@
+"""Images whose tiles' tokens stand in rows with learned vectors at their ends are read as by transformers."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+from checkpoints import greedy_answer
+from hostile_images import encoded
+from nvcli.engine.request import Request
+from nvcli.errors import RowError
+from nvcli.job.images.image_source import ImageFolders
+from nvcli.job.images.row_images import RowImages
+from nvcli.job.rows.conversation import IMAGE
+from nvcli.models.config import load_model_config
+from nvcli.models.vision.image_processor import read_processor
+from one_rank import make_runner, run_requests
+from requests_factory import make_request
+from vision_model import IMAGE_ID, write_vision_model
+from vision_reference import load_reference
+
+SIZES = [(30, 30), (100, 37), (300, 700), (5, 100), (57, 55), (34, 68), (400, 90), (1, 3), (1, 4000), (4000, 1)]
+PROMPTS: list[list[tuple[int, int]]] = [*([size] for size in SIZES), [(40, 90), (20, 20)]]
+KINDS = {"llava-next": LlavaNextImageProcessorPil, "llava-onevision": LlavaOnevisionImageProcessorPil}
+MAX_TOKENS, END_ID = 6, 1
+
+
+def photo(height: int, width: int) -> Image.Image:
+    small = np.random.default_rng(height).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def url(image: Image.Image) -> str:
+    return "data:;base64," + base64.b64encode(encoded(image, "PNG")).decode()
+
+
+def written(count: int, tokens: Sequence[int] | None = None) -> list[int]:
+    """A prompt with images, each of which has so many tokens, or one that is to be expanded."""
+    return [5, *(token for number in range(count) for token in [*[IMAGE_ID] * (tokens or [1] * count)[number], 7]), 8]
+
+
+def their_inputs(theirs: Any, photos: Sequence[Image.Image], name: str) -> dict[str, torch.Tensor]:
+    """What transformers' processor makes of the images of one prompt, and the tokens of each image."""
+    found = theirs([photos] if name == "llava-onevision" else photos, return_tensors="pt")
+    return {key: found[key] for key in ("pixel_values", "image_sizes", "batch_num_images") if key in found}
+
+
+@pytest.fixture
+def close_later() -> Iterator[Callable[[RowImages], RowImages]]:
+    with ExitStack() as stack:
+        yield lambda images: stack.enter_context(closing(images))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_images_in_rows_are_read_as_by_transformers(
+    name: str, tmp_path: Path, close_later: Callable[[RowImages], RowImages]
+) -> None:
+    path = write_vision_model(tmp_path / "model", name)
+    vision = load_model_config(path).vision
+    assert vision is not None
+    images = close_later(RowImages(read_processor(path, vision), IMAGE_ID, ImageFolders.of((), ()), vision.text))
+    runner = make_runner(path, "cpu", max_model_len=512, block_size=16, dtype="float32", max_image_tokens=400)
+    theirs, reference = KINDS[name].from_pretrained(path), load_reference(path)
+    requests, prompts, kept = [], [], []
+    for number, sizes in enumerate(PROMPTS):
+        photos = [photo(*size) for size in sizes]
+        (pixels,) = images.read([[{"type": IMAGE, IMAGE: url(each)} for each in photos]])
+        assert not isinstance(pixels, RowError)
+        ids, placed = images.expand(written(len(photos)), pixels)
+        inputs = their_inputs(theirs, photos, name)
+        with torch.inference_mode():
+            features = reference.model.get_image_features(**inputs, return_dict=True).pooler_output
+        assert placed.num_tokens == tuple(map(len, features)), sizes
+        assert ids == written(len(photos), placed.num_tokens)
+        request: Request = make_request(number, ids, MAX_TOKENS, stop_ids=[END_ID])
+        requests.append(
+            msgspec.structs.replace(
+                request, prompt_ids=placed.packed(ids), images=placed.images, image_token_id=IMAGE_ID
+            )
+        )
+        prompts.append((ids, inputs, torch.cat(list(features))))
+        kept.append(placed)
+    assert runner._images is not None
+    assert runner._images.encoder is not None
+    for request, (_, _, features) in zip(requests, prompts, strict=True):
+        found = runner._images.encoder.embeddings(request.images)
+        own = torch.cat([found[image.key] for image in request.images])
+        torch.testing.assert_close(own, features, atol=2e-5, rtol=1e-4)
+    found_answers = run_requests(runner, requests)
+    answers = []
+    for number, (ids, inputs, _) in enumerate(prompts):
+        tokens = torch.tensor([ids + found_answers[number]])
+        with torch.inference_mode():
+            logits = reference(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs).logits[0]
+        answers.append(greedy_answer(logits, len(ids), MAX_TOKENS, END_ID))
+    assert [found_answers[number] for number in range(len(prompts))] == answers
+    assert len({tuple(answer) for answer in answers}) > 2, "the images must make a difference"
