@@ -15,6 +15,7 @@ import torch
 import transformers
 from PIL import Image
 
+from checkpoints import edit_json
 from hostile_images import encoded
 from nvcli.core.system.pixel_file import PixelFile
 from nvcli.job.images.image_process import Question, answer
@@ -126,11 +127,20 @@ def _tensor(photo: Image.Image) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "make"),
-    [("idefics 3", idefics3), ("lfm2-vl", Lfm2), ("aya vision", aya), ("command a vision", CommandA)],
+    ("name", "make", "settings"),
+    [
+        ("idefics 3", idefics3, {}),
+        ("lfm2-vl", Lfm2, {}),
+        ("lfm2-vl", Lfm2, {"use_thumbnail": False}),
+        ("aya vision", aya, {}),
+        ("command a vision", CommandA, {}),
+    ],
 )
-def test_prompts_are_those_of_transformers(name: str, make: Callable[[Path, Any], Any], tmp_path: Path) -> None:
+def test_prompts_are_those_of_transformers(
+    name: str, make: Callable[[Path, Any], Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
     path = write_vision_model(tmp_path / "model", name)
+    edit_json(path / "preprocessor_config.json", **settings)
     vision = load_model_config(path).vision
     assert vision is not None
     assert vision.text is not None

@@ -62,7 +62,7 @@ class Prepared(msgspec.Struct, frozen=True, array_like=True):
 
     height: int = 0
     width: int = 0
-    """The size of the whole image."""
+    """The size of the whole image; 0 × 0 if tiles alone are read."""
     key: bytes = b""
     """A digest of the pixels and their shape."""
     tile: int = 0
@@ -187,6 +187,8 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
     if fit.is_middle:
         top, left = (image.height - fit.height) // 2, (image.width - fit.width) // 2
         yield image.crop((left, top, left + fit.width, top + fit.height))
+        return
+    if not fit.height:
         return
     whole = image.resize((fit.width + margin, fit.height + margin), resample=resample)
     yield whole.crop((0, 0, fit.width, fit.height)) if margin else whole

@@ -43,9 +43,10 @@ class Pixels:
 
     @property
     def pictures(self) -> list[tuple[int, int]]:
-        """The height and width of each tile, and of the whole image after them."""
+        """The height and width of each tile, and of the whole image after them, if it is read."""
         rows, columns = self.grid
-        return [(self.tile, self.tile)] * (rows * columns) + [(self.height, self.width)]
+        whole = [(self.height, self.width)] if self.height else []
+        return [(self.tile, self.tile)] * (rows * columns) + whole
 
     @property
     def file(self) -> str:

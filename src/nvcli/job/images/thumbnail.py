@@ -13,11 +13,11 @@ _QUALITY = 70
 
 
 def thumbnail(pixels: Pixels) -> str:
-    """Return the `data:` URL of a small JPEG picture of an image, which follows its tiles."""
+    """Return the `data:` URL of a small JPEG picture of an image, or of its last tile if tiles alone are read."""
     from PIL import Image
 
-    data = pixels.read()[-3 * pixels.height * pixels.width :]
-    picture = Image.frombytes("RGB", (pixels.width, pixels.height), data)
+    height, width = pixels.pictures[-1]
+    picture = Image.frombytes("RGB", (width, height), pixels.read()[-3 * height * width :])
     picture.thumbnail((_SIDE, _SIDE))
     out = io.BytesIO()
     picture.save(out, "JPEG", quality=_QUALITY)

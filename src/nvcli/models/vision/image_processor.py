@@ -255,7 +255,6 @@ def _large_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
         return whole
     if not fewest <= largest <= _MOST_TILES:
         raise file.error("max_tiles", f"{largest:,} is not supported; supported: from {fewest} to {_MOST_TILES}")
-    file.only("use_thumbnail", True)
     tile = file.positive("tile_size", 512)
     if tile % side:
         raise file.error("tile_size", f"{tile} is not a multiple of {side}, the pixels of a token")
@@ -264,6 +263,7 @@ def _large_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
         tiles=TileRule(side=side, tile=tile, least=fewest, most=largest),
         patch=patch,
         most_uncut=whole.max_pixels * file.positive_number("max_pixels_tolerance", 2.0),
+        has_whole=file.get("use_thumbnail", bool, True),
     )
 
 

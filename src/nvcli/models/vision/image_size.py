@@ -21,7 +21,7 @@ _TOO_LONG = f"its longer side is more than {_MOST_RATIO} times as long as the ot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The size in pixels of an image as the model reads it, and how it is made."""
+    """The size in pixels of an image as the model reads it, and how it is made. It is 0 × 0 if tiles alone are read."""
 
     height: int
     width: int
@@ -335,6 +335,8 @@ class LargeRule:
     """Pixels of the side of a patch, and the least of a side where areas are compared."""
     most_uncut: float
     """The area in pixels, in whole tokens, of the largest image that is not cut."""
+    has_whole: bool = True
+    """Whether the whole image follows its tiles."""
 
     @property
     def side(self) -> int:
@@ -358,7 +360,8 @@ class LargeRule:
         if rows * columns <= self.most_uncut:
             return fit
         tiles = self.tiles.fit(height, width)
-        return replace(fit, tile=tiles.tile, grid=tiles.grid)
+        whole = fit if self.has_whole else Fit(height=0, width=0)
+        return replace(whole, tile=tiles.tile, grid=tiles.grid)
 
 
 def _even(length: int) -> int:

@@ -175,6 +175,7 @@ def read_lfm2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LFM2-VL."""
     config.only("projector_hidden_act", "gelu")
     config.only("vision_feature_layer", -1)
+    config.only("use_image_special_tokens", True)
     vision = vision_section(config)
     sizes = _sizes(vision, text)
     positions = vision.positive("num_patches", 256)

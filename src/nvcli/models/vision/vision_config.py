@@ -71,9 +71,9 @@ class ImageText:
         return self.tile + self.tile_end != ""
 
     def spelled(self, rows: int, grid: tuple[int, int] = (0, 0)) -> str:
-        """Return the text of an image of `rows` rows of tokens, after a grid of tiles, with one `token` for all of a
-        run of its tokens: for each row where something is between them, for each tile and the whole image where
-        something is, or for the image."""
+        """Return the text of an image of `rows` rows of tokens (0: its tiles alone are read), after a grid of tiles,
+        with one `token` for all of a run of its tokens: for each row where something is between them, for each tile and
+        the whole image where something is, or for the image."""
         tiles = ""
         if self.parts_tiles:
             for row in range(grid[0]):
@@ -82,6 +82,8 @@ class ImageText:
                     mark = self.tile.format(row=row + 1, column=column + 1, number=number)
                     tiles += mark + self.token + self.tile_end
                 tiles += self.row_end
+        if not rows:
+            return self.before + tiles + self.after
         tiles += self.whole if tiles else self.alone
         whole = f"{self.token}{self.between}" * (rows - 1 if self.between else 0) + self.token
         return self.before + tiles + whole + self.after
