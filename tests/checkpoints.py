@@ -412,4 +412,13 @@ def reference_model(path: Path) -> Any:
         model.set_attn_implementation("eager")
         return model.eval()
     model_class = getattr(transformers, name)
-    return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return scaled(model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval())
+
+
+def scaled(model: Any) -> Any:
+    """Have the heads of Aya Vision and Command A Vision scale logits, as those of Command A and of Aya Vision in
+    transformers 4.50 do."""
+    if model.config.model_type in ("aya_vision", "cohere2_vision"):
+        scale = model.config.text_config.logit_scale
+        model.lm_head.register_forward_hook(lambda module, inputs, logits: scale * logits)
+    return model

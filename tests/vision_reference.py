@@ -22,7 +22,7 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import P
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from checkpoints import SINCE, is_too_old
+from checkpoints import SINCE, is_too_old, scaled
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.vision_config import VisionConfig
 
@@ -36,8 +36,7 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
 
     In `forward`, Gemma 4 12B attends to images both ways in all of its layers; its masks for `generate`, and Google's
     code, do so only in those with a window (https://github.com/huggingface/transformers/issues/46711). Version 5.17
-    interpolates PaddleOCR-VL's positions from corner to corner, and version 5.23 from border to border. The heads of
-    Aya Vision and Command A Vision do not scale logits, as those of Command A and of Aya Vision's first versions do.
+    interpolates PaddleOCR-VL's positions from corner to corner, and version 5.23 from border to border.
     """
     (name,) = json.loads((path / "config.json").read_text())["architectures"]
     if is_too_old(family := name.partition("For")[0]):
@@ -47,10 +46,7 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
         modeling_gemma4_unified.create_masks_for_generate = modeling_gemma4_unified.create_masks_for_vision_model
     if model.config.model_type == "paddleocr_vl":
         model.model.visual.vision_model.embeddings.interpolation_align_corners = False
-    scale = getattr(model.config.get_text_config(), "logit_scale", None)
-    if scale is not None:
-        model.lm_head.register_forward_hook(lambda module, inputs, logits: scale * logits)
-    return model
+    return scaled(model)
 
 
 def allowed_size(vision: VisionConfig, rows: int, columns: int) -> tuple[int, int]:

@@ -52,7 +52,6 @@ _INERT = frozenset(
 _MOST_UNREAD = 2
 """A family that reads all but at most this many keys may fit; the message names those keys."""
 _CLAMPS = "its gates are clamped by limits of each layer, which nvcli does not compute"
-_VECTORS = "learned vectors stand among those of its images, which nvcli does not compute"
 _NO_TOWER = "its vision tower is not computed by nvcli"
 _NO_REFERENCE = "transformers has no model of it whose numbers nvcli could be held to"
 _ALIBI = "its scores fall with the distance of tokens (ALiBi), which nvcli does not compute"
@@ -61,7 +60,8 @@ _LACKING = {
     "BailingMoeV2ForCausalLM": _NO_REFERENCE,
     "BitNetForCausalLM": "its weights have three values, and its activations 8 bits, which nvcli does not compute",
     "BloomForCausalLM": _ALIBI,
-    "HunYuanVLForConditionalGeneration": _VECTORS,
+    "GraniteDoclingForConditionalGeneration": f"{_NO_TOWER}; that of Granite Docling 258M is",
+    "HunYuanVLForConditionalGeneration": "learned vectors stand among those of its images, which nvcli lacks",
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
     "KimiK25ForConditionalGeneration": _NO_TOWER,
     "Kimi_K25ForConditionalGeneration": _NO_TOWER,

@@ -414,7 +414,7 @@ def test_the_images_of_two_parts_are_prepared_at_a_time(rows: Rows, monkeypatch:
     assert vision is not None
     images = RowImages(read_processor(rows.model, vision), IMAGE_ID, ImageFolders.of((), (str(rows.folder),)))
     images.processes.count = 1  # so that a part has two images
-    monkeypatch.setattr(images, "_read_one", lambda image: RowError("invalid_image", "bad"))
+    monkeypatch.setattr(images, "_read_one", lambda image, is_alone: RowError("invalid_image", "bad"))
     jobs = [
         Job(
             context=RowContext(id=n, index=n, line=""),

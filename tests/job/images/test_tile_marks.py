@@ -52,6 +52,8 @@ def image_processor(family: str, kind: str) -> Any:
         sys.modules["torchvision.transforms.v2"].functional = None  # type: ignore[attr-defined]
         name = f"transformers.models.{family}.image_processing_with_pillow"
         path = Path(transformers.__file__).parent / f"models/{family}/image_processing_{family}.py"
+        if not path.is_file():
+            pytest.skip("needs transformers 5.23")
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None

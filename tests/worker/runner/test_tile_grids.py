@@ -63,14 +63,16 @@ def close_later() -> Iterator[Callable[[RowImages], RowImages]]:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_images_in_rows_are_read_as_by_transformers(
-    name: str, tmp_path: Path, close_later: Callable[[RowImages], RowImages]
+    name: str, device: str, tmp_path: Path, close_later: Callable[[RowImages], RowImages]
 ) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
     path = write_vision_model(tmp_path / "model", name)
     vision = load_model_config(path).vision
     assert vision is not None
     images = close_later(RowImages(read_processor(path, vision), IMAGE_ID, ImageFolders.of((), ()), vision.text))
-    runner = make_runner(path, "cpu", max_model_len=512, block_size=16, dtype="float32", max_image_tokens=400)
+    runner = make_runner(path, device, max_model_len=512, block_size=16, dtype="float32", max_image_tokens=400)
     theirs, reference = KINDS[name].from_pretrained(path), load_reference(path)
     requests, prompts, kept = [], [], []
     for number, sizes in enumerate(PROMPTS):
@@ -95,7 +97,7 @@ def test_images_in_rows_are_read_as_by_transformers(
     assert runner._images.encoder is not None
     for request, (_, _, features) in zip(requests, prompts, strict=True):
         found = runner._images.encoder.embeddings(request.images)
-        own = torch.cat([found[image.key] for image in request.images])
+        own = torch.cat([found[image.key] for image in request.images]).cpu()
         torch.testing.assert_close(own, features, atol=2e-5, rtol=1e-4)
     found_answers = run_requests(runner, requests)
     answers = []

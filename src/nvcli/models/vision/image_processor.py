@@ -211,25 +211,24 @@ def _grid_rule(file: JsonFile, vision: VisionConfig, *, squares: bool = False) -
     tile = size.positive(key, 384 if squares else 336)
     if size.positive("width", tile) != tile or tile // patch != vision.tile_tokens:
         raise file.error("size", f"is {tile}, and the tower's images are {wanted} × {wanted}")
-    sizes = file.values.get("image_grid_pinpoints", _GRIDS_OF_MANY if squares else _GRIDS_OF_FEW)
-    grids = [
-        tuple(length // tile for length in each) for each in sizes if isinstance(each, list) and len(each) == _AXES
-    ]
-    whole = [[rows * tile, columns * tile] for rows, columns in grids]
-    if not grids or whole != sizes or max(rows * columns for rows, columns in grids) > _MOST_TILES:
-        raise file.error("image_grid_pinpoints", f"is no list of sizes of up to {_MOST_TILES} tiles of {tile} × {tile}")
+    key = "image_grid_pinpoints"
+    sizes = file.values[key] if file.has(key) else _GRIDS_OF_MANY if squares else _GRIDS_OF_FEW
+    counts = range(1, _MOST_TILES + 1)
+    known = {str([rows * tile, columns * tile]): (rows, columns) for rows in counts for columns in counts}
+    grids = tuple(known.get(str(each), (0, 0)) for each in sizes) if isinstance(sizes, list) else ()
+    if not grids or not all(0 < rows * columns <= _MOST_TILES for rows, columns in grids):
+        raise file.error(key, f"is no list of sizes of up to {_MOST_TILES} tiles of {tile} × {tile}")
     red, green, blue = (int(255 * mean) for mean in _channels(file, "image_mean", _CLIP_MEAN))
     return GridRule(
         side=vision.token_pixels,
         tile=wanted,
         margin=tile - wanted,
-        grids=tuple((rows, columns) for rows, columns in grids),
+        grids=grids,
         most_tiles=vision.most_tiles,
         square=(red, green, blue) if squares else None,
     )
 
 
-_AXES = 2
 _GRIDS_OF_FEW = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _GRIDS_OF_MANY = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
 

@@ -1,4 +1,4 @@
-"""The sizes to which image processors bring images: nine rules, and what of each says how many tokens an image has.
+"""The sizes to which image processors bring images: their rules, and what of each says how many tokens an image has.
 
 Each is held to transformers' own. Torch-free: the parent, its image processes and the ranks read them.
 """
