@@ -90,6 +90,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 20},
     ),
     "llama, dynamic rope": ("Llama", {"rope_parameters": {**DEFAULT, "rope_type": "dynamic", "factor": 6.0}}),
+    "helium": ("Helium", {"hidden_size": 64}),
+    "cwm": ("Cwm", {"sliding_window": 20, "num_hidden_layers": 5, "rope_parameters": None}),
     "ministral, windows by layer": ("Ministral", {"sliding_window": 20, **FOUR_LAYERS}),
     "ministral 3, queries that grow": (
         "Ministral3",
@@ -101,6 +103,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh"}),
     "gemma 2": ("Gemma2", {"sliding_window": 20, "num_hidden_layers": 3, "attn_logit_softcapping": 2.0}),
+    "vaultgemma": ("VaultGemma", {"sliding_window": 20, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 24}),
     "gemma 3": (
         "Gemma3Text",
         {"sliding_window": 20, "rope_parameters": BY_LAYER_TYPE, "query_pre_attn_scalar": 24, **FOUR_LAYERS},
@@ -348,6 +351,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "arcee": ("Arcee", {"mlp_bias": True}),
+    "jais 2": ("Jais2", {"hidden_act": "relu2"}),
     "apertus": ("Apertus", {"hidden_act": "xielu"}),
     "nemotron": ("Nemotron", {"hidden_act": "relu2", "rope_parameters": HALF}),
     "starcoder 2": ("Starcoder2", {"sliding_window": 20, "head_dim": 8}),

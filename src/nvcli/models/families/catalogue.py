@@ -12,7 +12,7 @@ from nvcli.models.families.exaone import EXAONE4, EXAONE4_5, EXAONE_MOE
 from nvcli.models.families.falcon import FALCON
 from nvcli.models.families.falcon_h1 import FALCON_H1
 from nvcli.models.families.family import Family
-from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from nvcli.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_OCR
 from nvcli.models.families.gpt2 import BIGCODE, CODEGEN, GPT2, GPT_NEO, GPTJ
@@ -23,7 +23,7 @@ from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
 from nvcli.models.families.idefics3 import IDEFICS3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3
-from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
+from nvcli.models.families.llama import CWM, HELIUM, INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.llama4 import LLAMA4
 from nvcli.models.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
 from nvcli.models.families.longcat import LONGCAT_FLASH
@@ -32,10 +32,10 @@ from nvcli.models.families.minicpm import MINICPM3
 from nvcli.models.families.minimax import MINIMAX_M2
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
 from nvcli.models.families.nemotron_h import NEMOTRON_H
-from nvcli.models.families.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
+from nvcli.models.families.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE, OLMO_HYBRID
 from nvcli.models.families.opt import OPT
 from nvcli.models.families.phi3 import PHI, PHI3, PHI_MOE
-from nvcli.models.families.plain_mlps import APERTUS, ARCEE, NEMOTRON, STARCODER2
+from nvcli.models.families.plain_mlps import APERTUS, ARCEE, JAIS2, NEMOTRON, STARCODER2
 from nvcli.models.families.qwen import (
     LIGHTON_OCR,
     QWEN2,
@@ -56,6 +56,8 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA4,
     INTERNLM3,
     SMOLLM3,
+    HELIUM,
+    CWM,
     QWEN2,
     QWEN3,
     QWEN2_MOE,
@@ -76,6 +78,7 @@ FAMILIES: tuple[Family, ...] = (
     MISTRAL4,
     GEMMA,
     GEMMA2,
+    VAULT_GEMMA,
     GEMMA3,
     GEMMA4,
     GEMMA4_UNIFIED,
@@ -135,6 +138,7 @@ FAMILIES: tuple[Family, ...] = (
     DOTS1,
     SOLAR_OPEN,
     ARCEE,
+    JAIS2,
     AFMOE,
     LAGUNA,
     APERTUS,

@@ -71,9 +71,19 @@ DEFAULT_WINDOW = 4096
 
 def read_gemma2(config: ModelFile) -> DecoderConfig:
     """Read soft caps on scores and logits; every second layer has full attention."""
+    return _read_gemma2(config, NORMS_ON_BOTH_SIDES)
+
+
+def read_vault_gemma(config: ModelFile) -> DecoderConfig:
+    """Read Gemma 2 without norms after the blocks."""
+    return _read_gemma2(config, LayerNorms(before_mlp=NORMS_ON_BOTH_SIDES.before_mlp))
+
+
+def _read_gemma2(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
     kinds = {
         kind: read_gemma_layer(
             config,
+            norms=norms,
             scale=config.positive_number("query_pre_attn_scalar", 256.0) ** -0.5,
             window=config.bounded(config.window(DEFAULT_WINDOW)) if kind == SLIDING else None,
             soft_cap=config.optional_number("attn_logit_softcapping", 50.0),
@@ -94,6 +104,14 @@ GEMMA2 = Family(
 )
 
 
+VAULT_GEMMA = Family(
+    name="VaultGemma",
+    architectures=("VaultGemmaForCausalLM",),
+    features="Gemma 2 without norms after the blocks",
+    examples=("google/vaultgemma-1b",),
+    read=read_vault_gemma,
+    ties_embeddings=True,
+)
 _LOCAL_THETA, _GLOBAL_THETA = 10_000.0, 1_000_000.0
 
 

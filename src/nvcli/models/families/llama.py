@@ -1,5 +1,6 @@
-"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783), the models of their architecture (Yi, DeepSeek-LLM, SmolLM2), and
-SmolLM3 (https://huggingface.co/blog/smollm3), in which every fourth layer does not rotate (NoPE)."""
+"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783), the models of their architecture (Yi, DeepSeek-LLM, SmolLM2),
+InternLM3, Helium 1 (https://huggingface.co/kyutai/helium-1-preview-2b), CWM (https://arxiv.org/abs/2510.02387), which
+has windows, and SmolLM3 (https://huggingface.co/blog/smollm3), in which every fourth layer does not rotate (NoPE)."""
 
 from __future__ import annotations
 
@@ -33,6 +34,45 @@ def read_internlm3(config: ModelFile) -> DecoderConfig:
     return config.decoder(layer)
 
 
+def read_helium(config: ModelFile) -> DecoderConfig:
+    """Read heads that are rotated in neighbouring pairs."""
+    attention = config.attention(default_theta=100_000.0, is_interleaved=True, qkv_bias=config.bias())
+    return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp(bias=config.get("mlp_bias", bool, False))))
+
+
+def read_cwm(config: ModelFile) -> DecoderConfig:
+    """Read windows; by default the first and then every fourth layer has full attention."""
+    full = config.attention(default_theta=None)
+    mlp = config.mlp(bias=config.get("mlp_bias", bool, False))
+    kinds = config.layer_types() or [SLIDING if number % 4 else FULL for number in range(config.num_layers())]
+    attention = {FULL: full, SLIDING: replace(full, window=config.bounded(config.window(8192)))}
+    return config.decoder(LayerConfig(mixer=attention[kind], mlp=mlp) for kind in kinds)
+
+
+HELIUM = Family(
+    name="Helium 1",
+    architectures=("HeliumForCausalLM",),
+    features="heads rotated in pairs",
+    examples=("kyutai/helium-1-preview-2b",),
+    read=read_helium,
+)
+CWM = Family(
+    name="CWM",
+    architectures=("CwmForCausalLM",),
+    features="windows in three of four layers",
+    examples=("facebook/cwm",),
+    read=read_cwm,
+    defaults={
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
+    },
+)
 INTERNLM3 = Family(
     name="InternLM3",
     architectures=("InternLM3ForCausalLM",),
@@ -50,7 +90,7 @@ LLAMA_DEFAULTS = {
 """Keys that files of models with a vision tower leave out."""
 LLAMA = Family(
     name="Llama 2, 3",
-    architectures=("LlamaForCausalLM",),
+    architectures=("LlamaForCausalLM", "IQuestCoderForCausalLM"),
     features="also Yi, DeepSeek-LLM, SmolLM2 and others of this shape",
     examples=("meta-llama/Llama-3.1-8B-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "01-ai/Yi-1.5-9B-Chat"),
     read=read_llama,

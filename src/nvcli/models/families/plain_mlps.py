@@ -1,6 +1,7 @@
 """Families whose MLPs have no gate: Arcee's AFM-4.5B (https://huggingface.co/arcee-ai/AFM-4.5B), Apertus
-(https://arxiv.org/abs/2509.14233), Nemotron (https://arxiv.org/abs/2402.16819) and StarCoder 2
-(https://arxiv.org/abs/2402.19173). The last two have LayerNorm with biases."""
+(https://arxiv.org/abs/2509.14233), Nemotron (https://arxiv.org/abs/2402.16819), StarCoder 2
+(https://arxiv.org/abs/2402.19173) and Jais 2 (https://huggingface.co/inceptionai/Jais-2-8B-Chat). The last three have
+LayerNorm with biases."""
 
 from __future__ import annotations
 
@@ -50,6 +51,13 @@ def read_starcoder2(config: ModelFile) -> DecoderConfig:
     return config.decoder(layer, norm=config.layer_norm("norm_epsilon"), layout=layout)
 
 
+def read_jais2(config: ModelFile) -> DecoderConfig:
+    """Read Arcee's layers, with LayerNorm and, by default, biases everywhere."""
+    attention = config.attention(bias=config.bias(default=True))
+    mlp = config.plain_mlp("relu2", bias=config.get("mlp_bias", bool, True))
+    return config.decoder(LayerConfig(mixer=attention, mlp=mlp), norm=config.layer_norm())
+
+
 ARCEE = Family(
     name="Arcee AFM",
     architectures=("ArceeForCausalLM",),
@@ -79,4 +87,11 @@ STARCODER2 = Family(
     examples=("bigcode/starcoder2-15b", "bigcode/starcoder2-3b"),
     read=read_starcoder2,
     ties_embeddings=True,
+)
+JAIS2 = Family(
+    name="Jais 2",
+    architectures=("Jais2ForCausalLM",),
+    features="MLPs without a gate, with relu²; LayerNorm, and biases everywhere",
+    examples=("inceptionai/Jais-2-8B-Chat", "inceptionai/Jais-2-70B-Chat"),
+    read=read_jais2,
 )
