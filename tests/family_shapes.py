@@ -193,6 +193,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteSWA",
         {"num_hidden_layers": 3, "sliding_window": 20, "mlp_bias": True, "residual_multiplier": 0.5, "head_dim": 8},
     ),
+    "hyperclova x": (
+        "HyperCLOVAX",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 0.4,
+        },
+    ),
     "granite 4": (
         "GraniteMoeHybrid",
         {

@@ -34,6 +34,8 @@ class LayerNorms:
     after_mlp: str | None = None
     mlp_skips_mixer: bool = False
     """Whether the norm before the MLP reads the stream as it was before the mixer."""
+    factor_after: float = 1.0
+    """Weights of the norms after blocks are multiplied by it when they are loaded."""
 
     @property
     def is_parallel(self) -> bool:
@@ -42,8 +44,13 @@ class LayerNorms:
 
     def names(self) -> Iterable[str]:
         """The names of the layer's norms, in their order in the layer."""
+        return (name for name, _ in self.factors())
+
+    def factors(self) -> Iterator[tuple[str, float]]:
+        """Yield the names of the layer's norms, in their order in the layer, and the factors of their weights."""
         places = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
-        return (name for name in places if name is not None)
+        factors = (1.0, self.factor_after) * 2
+        return ((name, factor) for name, factor in zip(places, factors, strict=True) if name is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +103,8 @@ class LayerConfig:
             tensors = block.tensors(f"{path}.{name}", context)
             is_whole = context.attention_dp and isinstance(block, Mixer)
             yield from (tensor.whole() for tensor in tensors) if is_whole else tensors
-        for name in self.norms.names():
-            yield from context.norm_tensors(f"{path}.{name}")
+        for name, factor in self.norms.factors():
+            yield from context.norm_tensors(f"{path}.{name}", factor=factor)
         if self.has_scalar:
             yield vector(f"{path}.layer_scalar", 1, Sharding.REPLICATED, "norms", context.dtype)
 

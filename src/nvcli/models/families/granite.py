@@ -1,10 +1,11 @@
 """Granite 3 and 4 (https://arxiv.org/abs/2505.08699): Llama's layers with four multipliers, in some models with experts
 (https://arxiv.org/abs/2408.13359), with windows and sinks, or (Granite 4) with Mamba-2 in place of attention in most
-layers.
+layers. HyperCLOVA X (https://huggingface.co/naver-hyperclovax/HyperCLOVAX-SEED-Think-14B) has norms of the blocks'
+outputs besides.
 
 A block's output is multiplied by `residual_multiplier` before it is added to the residual stream. A norm does not
 depend on the scale of its input, except through its epsilon: so the stream is kept divided by that number instead, and
-blocks add their outputs as they are.
+blocks add their outputs as they are. Where these are normed, the norms' weights are multiplied by it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.mamba import ATTENTION, MAMBA, read_mamba
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import Mixer, NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
 
+_NORMS_BEFORE = LayerNorms()
 _EXPERTS_LAYOUT = CheckpointLayout(
     renamed=(
         ("block_sparse_moe.input_linear.weight", "mlp.experts.gate_up_proj"),
@@ -41,8 +43,25 @@ _DENSE_LAYOUT = CheckpointLayout(
 
 def read_granite(config: ModelFile) -> DecoderConfig:
     """Read Granite 3."""
+    return _read_llama(config, _NORMS_BEFORE)
+
+
+def read_hyperclovax(config: ModelFile) -> DecoderConfig:
+    """Read HyperCLOVA X, whose logits are multiplied by `logits_scaling`."""
+    config = config.with_values({**config.values, "logits_scaling": 1 / config.positive_number("logits_scaling", 1.0)})
+    if not config.has("attention_multiplier"):
+        config = config.with_values({**config.values, "attention_multiplier": config.head_dim() ** -0.5})
+    if not config.get("use_post_norm", bool, True):
+        return _read_llama(config, _NORMS_BEFORE)
+    residual = config.positive_number("residual_multiplier", 1.0)
+    norms = LayerNorms(after_attention="post_norm1", after_mlp="post_norm2", factor_after=residual)
+    return _read_llama(config.with_values({**config.values, "residual_multiplier": 1.0}), norms)
+
+
+def _read_llama(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
     config.layer_types(supported=(FULL,))
-    return _read(config, [_attention(config, rotates=True)] * config.num_layers(), *_mlp(config))
+    mlp, layout = _mlp(config)
+    return _read(config, [_attention(config, rotates=True)] * config.num_layers(), mlp, layout, norms)
 
 
 def read_granite_swa(config: ModelFile) -> DecoderConfig:
@@ -119,11 +138,15 @@ def _attention(config: ModelFile, *, rotates: bool) -> AttentionConfig:
 
 
 def _read(
-    config: ModelFile, mixers: Sequence[Mixer], mlp: MLPConfig | ExpertsConfig, layout: CheckpointLayout
+    config: ModelFile,
+    mixers: Sequence[Mixer],
+    mlp: MLPConfig | ExpertsConfig,
+    layout: CheckpointLayout,
+    norms: LayerNorms = _NORMS_BEFORE,
 ) -> DecoderConfig:
     residual = config.positive_number("residual_multiplier", 1.0)
     return config.decoder(
-        [LayerConfig(mixer=mixer, mlp=mlp) for mixer in mixers],
+        [LayerConfig(mixer=mixer, mlp=mlp, norms=norms) for mixer in mixers],
         norm=NormConfig(eps=config.positive_number("rms_norm_eps") / residual**2),
         embedding_scale=config.positive_number("embedding_multiplier", 1.0) / residual,
         logit_scale=1 / config.positive_number("logits_scaling", 1.0),
@@ -144,6 +167,13 @@ GRANITE_SWA = Family(
     features="as Granite 3, with windows in three of four layers and a sink for each head",
     examples=("ibm-granite/granite-swash-2b", "ibm-granite/granite-swash-3b-a600m"),
     read=read_granite_swa,
+)
+HYPERCLOVAX = Family(
+    name="HyperCLOVA X",
+    architectures=("HyperCLOVAXForCausalLM",),
+    features="as Granite 3, with norms before and after each block",
+    examples=("naver-hyperclovax/HyperCLOVAX-SEED-Think-14B",),
+    read=read_hyperclovax,
 )
 GRANITE4 = Family(
     name="Granite 4",
