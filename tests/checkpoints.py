@@ -210,14 +210,17 @@ def tiny_model_config(**overrides: Any) -> dict[str, Any]:
 
 
 SINCE = {
-    **dict.fromkeys(("Bamba", "GptOss", "Lfm3", "Mamba2", "MiniMaxM2", "Olmo3"), "5.23"),
+    **dict.fromkeys(("Bamba", "Beam", "Flint", "GptOss", "Kolibri1", "Lfm3", "Mamba2", "MiniMaxM2", "Olmo3"), "5.23"),
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
-    **dict.fromkeys(("Laguna", "MiniCPM3", "Mistral4", "NemotronH", "PaddleOCRVL"), "5.17"),
-    **dict.fromkeys(("AXK1", "GraniteMoeSWA", "GraniteSWA"), "5.17"),
+    **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
+    **dict.fromkeys(("AXK1", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
 MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
-_UNKNOWN_BEFORE = {"GraniteMoeSWA", "GraniteSWA", "Lfm3", "MiniCPM3", "NemotronH", "Olmo3"}
+_UNKNOWN_BEFORE = {
+    *("Beam", "Flint", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25", "Kolibri1", "Lfm3", "Mellum", "MiniCPM3"),
+    *("MuseGlimmer", "NemotronH", "Olmo3"),
+}
 """Those of them of which older versions cannot make the configuration."""
 
 
@@ -273,7 +276,7 @@ def write_tiny_model(
     if dtype != "float32":
         model.to(getattr(torch, dtype))
     model.save_pretrained(path, max_shard_size=max_shard_size)
-    if family == "QianfanOCR":  # save_pretrained takes the names of the text part's layers for those of the tower
+    if family in ("QianfanOCR", "Kimi_K25"):  # save_pretrained mistakes the text part's layers for those of the tower
         edit_weights(path, _rename_text_layers)
     if family == "OlmoHybrid":  # save_pretrained cuts the convolutions into three equal parts
         edit_weights(path, _cut_convolutions)
@@ -283,8 +286,8 @@ def write_tiny_model(
 
 
 def _rename_text_layers(weights: dict[str, Tensor]) -> None:
-    for name in [name for name in weights if name.startswith("language_model.model.encoder.")]:
-        weights[name.replace(".encoder.", ".")] = weights.pop(name)
+    for name in [name for name in weights if name.startswith("language_model.model.")]:
+        weights[name.replace(".encoder.", ".").replace(".blocks.", ".layers.")] = weights.pop(name)
 
 
 def _cut_convolutions(weights: dict[str, Tensor]) -> None:
@@ -313,9 +316,13 @@ def architecture_of(family: str) -> str:
 
 
 def _text_config(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
+    _skip_if_unknown(family.removesuffix("Text"))
+    return getattr(transformers, f"{family}Config")(**arguments)
+
+
+def _skip_if_unknown(family: str) -> None:
     if family in _UNKNOWN_BEFORE and is_too_old(family):
         pytest.skip(f"needs transformers {SINCE[family]}")
-    return getattr(transformers, f"{family}Config")(**arguments)
 
 
 def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
@@ -323,6 +330,7 @@ def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> An
     if family not in WITH_VISION:
         config = _text_config(transformers, family, arguments)
         return getattr(transformers, architecture_of(family))(config)
+    _skip_if_unknown(family)
     text_name, vision_name, vision_arguments = WITH_VISION[family]
     text = getattr(transformers, f"{text_name}Config")(**arguments)
     vision = getattr(transformers, f"{vision_name}Config")(**vision_arguments)

@@ -226,6 +226,40 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Laguna",
         {**_EXPERTS, "num_experts": 6, "gating": "per-element", "rope_parameters": None},
     ),
+    "mellum 2": (
+        "Mellum",
+        {
+            **_EXPERTS,
+            "num_experts": 6,
+            "sliding_window": 20,
+            "num_hidden_layers": 3,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "rope_parameters": None,
+        },
+    ),
+    "flint": (
+        "Flint",
+        {
+            **_EXPERTS,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 24,
+            "sliding_window": 20,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "kolibri 1": (
+        "Kolibri1",
+        {
+            **_EXPERTS,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "sliding_window": 20,
+            "num_hidden_layers": 2,
+            "layer_types": [SLIDING, FULL],
+        },
+    ),
     "hunyuan v3": ("HYV3", {**_EXPERTS, "num_experts": 6, "num_hidden_layers": 3}),
     "dots 1": (
         "Dots1",

@@ -63,6 +63,18 @@ class TestReference:
         assert routes.experts.tolist() == [[3, 0]]
         torch.testing.assert_close(routes.weights, torch.tensor([[0.0, 3.0]]).sigmoid())
 
+    def test_a_correction_of_logits_chooses_among_scores_that_are_all_one(self) -> None:
+        routing = Routing(
+            num_experts=4, experts_per_token=2, scoring="sigmoid", corrects_logits=True, renormalise=True, scale=3.0
+        )
+        logits = torch.tensor([[[60.0, 50.0, 40.0, 0.0], [0.0, -1.0, -2.0, -8.0]]])
+        correction = torch.tensor([0.0, 0.0, 11.0, 0.0])
+        routes = reference.choose_experts(logits, routing, correction=correction)
+        assert routes.experts.tolist() == [[0, 2], [2, 0]]
+        scores = torch.tensor([-2.0, 0.0]).sigmoid()
+        expected = torch.stack([torch.tensor([1.5, 1.5]), 3 * scores / scores.sum()])
+        torch.testing.assert_close(routes.weights, expected)
+
     def test_groups_are_chosen_by_their_two_best_experts(self) -> None:
         """The best expert of all is in a group whose second is poor, and is passed over."""
         routing = Routing(num_experts=6, experts_per_token=2, scoring="sigmoid", num_groups=2, groups_per_token=1)

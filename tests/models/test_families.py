@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from checkpoints import tiny_model_config
+from checkpoints import edit_json, tiny_model_config, write_tiny_config
 from expert_shapes import EXPERT_SHAPES, LATENTS
 from model_facts import attention_of, rope_of, windows_of
 from nvcli.cli.main import app
@@ -26,6 +26,7 @@ from nvcli.models.rope import rope_frequencies
 from nvcli.tools.bench.shapes import SHAPES
 from nvcli.worker.distributed.stage import Stage
 
+NAMES = [name for family in FAMILIES for name in family.architectures]
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -176,6 +177,22 @@ def test_llama_4_of_the_hub_is_computed_up_to_a_chunk(tmp_path: Path) -> None:
         resolve_engine_config(run, tmp_path, config)
     with pytest.raises(LoadError, match="`moe_layers`"):
         read(tmp_path, "Llama4ForCausalLM", **{**keys, "moe_layers": [4]})
+
+
+@pytest.mark.parametrize("family", ["Cwm", "Flint", "Kolibri1", "Mellum", "VaultGemma"])
+def test_kinds_of_layers_that_are_left_out_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    settings = {"num_hidden_layers": 11, "sliding_window": 20, "rope_parameters": None, "num_experts": 8}
+    experts = {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 32}
+    write_tiny_config(tmp_path, family, **settings, **experts, shared_expert_intermediate_size=32)
+    architecture = next(name for name in NAMES if name.startswith(family.removesuffix("Text")))
+    edit_json(tmp_path / "config.json", architectures=[architecture])
+    config = load_model_config(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    left_out = ("layer_types", "mlp_layer_types", "mlp_only_layers", "layer_rope_theta", "rope_parameters")
+    kept = {key: value for key, value in values.items() if key not in left_out}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    assert load_model_config(tmp_path) == config
+    assert len(config.decoder.layer_kinds) > 1 or family == "Mellum"
 
 
 def test_internlm3_has_names_of_its_own_for_biases(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ class Routing:
     not chosen before it and whose logits are near its own."""
     tolerance: float = 0.0
     """With `sparsemixer`, logits are near if they differ by at most this part of the larger one's magnitude."""
+    corrects_logits: bool = False
+    """Whether a correction is added to the logits for the choice, and not to the scores."""
     renormalise: bool = False
     """Whether the weights of a token's experts are divided by their sum."""
     scale: float = 1.0

@@ -7,6 +7,8 @@ that a half type cannot tell them apart.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -84,11 +86,34 @@ def _mix_sparsely(logits: Tensor, experts: Tensor, tolerance: float) -> Tensor:
     return torch.cat(weights, dim=1)
 
 
+def choose_experts(
+    logits: Tensor,
+    routing: Routing,
+    *,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> Routes:
+    """Do what `route` does with the same arguments, also where the correction belongs to the logits
+    (`Routing.corrects_logits`): then the experts of the largest corrected logits are chosen, and weighed by the sigmoid
+    of their plain ones. Few families need that, so it has no kernel of its own."""
+    if not routing.corrects_logits:
+        return route(logits, routing, bias=bias, correction=correction, factors=factors)
+    assert bias is None, "no family has one"
+    assert factors is None, "no family has them"
+    by_logits = replace(routing, scoring="softmax", renormalise=True)
+    experts = route(logits, by_logits, bias=correction).experts
+    weights = logits.sum(dim=0).gather(1, experts.long()).sigmoid()
+    if routing.renormalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+    return Routes(experts, weights * routing.scale)
+
+
 def route_row_by_row(logits: Tensor, routing: Routing, **terms: Tensor | None) -> Routes:
-    """Do what `route` does with the same arguments, on a CPU for each token alone (see `row_by_row`)."""
+    """Do what `choose_experts` does with the same arguments, on a CPU for each token alone (see `row_by_row`)."""
     if logits.is_cuda or logits.shape[1] < 2:
-        return route(logits, routing, **terms)
-    routes = [route(row, routing, **terms) for row in torch.split(logits, 1, dim=1)]
+        return choose_experts(logits, routing, **terms)
+    routes = [choose_experts(row, routing, **terms) for row in torch.split(logits, 1, dim=1)]
     return Routes(*(torch.cat(columns) for columns in zip(*routes, strict=True)))
 
 

@@ -22,7 +22,7 @@ from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_rows
 from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import sum_in_order
-from nvcli.kernels.routing import route, route_row_by_row, router_logits
+from nvcli.kernels.routing import choose_experts, route_row_by_row, router_logits
 from nvcli.models.layers import FeedForward, GatedMLP
 from nvcli.models.mixers.experts import FROM_LATENTS, TO_LATENTS, ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
@@ -119,7 +119,7 @@ class Router(TensorShards):
 
     def forward(self, x: Tensor) -> Routes:
         logits = router_logits(x, self.weight, batch_invariant=self.batch_invariant)
-        choose = route_row_by_row if self.batch_invariant else route
+        choose = route_row_by_row if self.batch_invariant else choose_experts
         return choose(
             logits,
             self.routing,

@@ -50,6 +50,7 @@ from nvcli.models.families.qwen import (
 from nvcli.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nvcli.models.families.seed_oss import SEED_OSS
 from nvcli.models.families.stablelm import STABLELM
+from nvcli.models.families.windowed_experts import FLINT, KOLIBRI, MELLUM
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -142,6 +143,9 @@ FAMILIES: tuple[Family, ...] = (
     JAIS2,
     AFMOE,
     LAGUNA,
+    MELLUM,
+    FLINT,
+    KOLIBRI,
     APERTUS,
     NEMOTRON,
     NEMOTRON_H,

@@ -14,7 +14,7 @@ from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.vision.glm import read_glm4v_vision, read_glm_ocr_vision
 
-_GLM4_NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+NORMS_OF_GLM4 = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
 def read_glm(config: ModelFile) -> DecoderConfig:
@@ -24,7 +24,7 @@ def read_glm(config: ModelFile) -> DecoderConfig:
 
 def read_glm4(config: ModelFile) -> DecoderConfig:
     """Read GLM-4-0414, with norms before and after the blocks."""
-    return _read(config, _GLM4_NORMS, qkv_bias=config.bias(default=True))
+    return _read(config, NORMS_OF_GLM4, qkv_bias=config.bias(default=True))
 
 
 def _read(config: ModelFile, norms: LayerNorms, *, qkv_bias: bool, default_partial: float = 0.5) -> DecoderConfig:
@@ -51,12 +51,12 @@ GLM4 = Family(
 
 def read_glm4v(config: ModelFile) -> DecoderConfig:
     """Read GLM-4-0414, whose heads are rotated whole unless the file says otherwise."""
-    return _read(config, _GLM4_NORMS, qkv_bias=True, default_partial=1.0)
+    return _read(config, NORMS_OF_GLM4, qkv_bias=True, default_partial=1.0)
 
 
 def read_glm_ocr(config: ModelFile) -> DecoderConfig:
     """Read GLM-OCR, without biases; a layer for multi-token prediction stays on disk."""
-    decoder = _read(config, _GLM4_NORMS, qkv_bias=False, default_partial=1.0)
+    decoder = _read(config, NORMS_OF_GLM4, qkv_bias=False, default_partial=1.0)
     return replace(decoder, layout=replace(decoder.layout, left=(f"model.layers.{config.num_layers()}.",)))
 
 

@@ -3,7 +3,7 @@ mixture of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nvcli.core.validation import show
@@ -118,13 +118,17 @@ def read_mlps(
     """Read each layer's MLP: every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
     routing = config.routing(renormalise=config.get("norm_topk_prob", bool, False))
     experts = config.experts(routing, shared=shared, gates_shared=gates_shared)
+    return (config.mlp() if is_dense else experts for is_dense in layers_without_experts(config))
+
+
+def layers_without_experts(config: ModelFile, default: Sequence[int] = ()) -> list[bool]:
+    """Read which layers have no experts. `default`: that of `mlp_only_layers`."""
     step = config.positive("decoder_sparse_step", 1)
-    without = config.values.get("mlp_only_layers") or []
+    without = config.values.get("mlp_only_layers")
+    without = list(default) if without is None else without
     if not isinstance(without, list):
         raise config.error("mlp_only_layers", f"{show(without)} is not a list")
-    for number in range(config.num_layers()):
-        is_dense = number in without or (number + 1) % step
-        yield config.mlp() if is_dense else experts
+    return [number in without or (number + 1) % step != 0 for number in range(config.num_layers())]
 
 
 def read_qwen3_vl_moe(config: ModelFile) -> DecoderConfig:
