@@ -125,6 +125,7 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Llama4Vision",
         {**_VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
     ),
+    "MuseGlimmer": ("MuseGlimmerText", "MuseGlimmerVision", {**_VISION, "image_size": 32, "patch_size": 4}),
     "LightOnOcr": ("Qwen3", "PixtralVision", _PIXTRAL),
     "Llava": ("Llama", "CLIPVision", {**_VISION, "num_hidden_layers": 3, "image_size": 32, "patch_size": 8}),
     "LlavaNext": (
@@ -178,6 +179,7 @@ _WHOLE: dict[str, dict[str, Any]] = {
     },
     "AyaVision": {"image_token_index": IMAGE_TOKEN},
     "Cohere2Vision": {"image_token_id": IMAGE_TOKEN, "alignment_intermediate_size": 24},
+    "MuseGlimmer": {"image_token_id": IMAGE_TOKEN, "out_hidden_size": 64, "projector_hidden_size": 16},
     "Gemma4": {
         "image_token_id": IMAGE_TOKEN,
         "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16},

@@ -226,6 +226,21 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Laguna",
         {**_EXPERTS, "num_experts": 6, "gating": "per-element", "rope_parameters": None},
     ),
+    "beam": (
+        "Beam",
+        {
+            **_EXPERTS,
+            "num_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "rms_norm_eps": 0.01,
+            "sliding_window": 20,
+            "num_hidden_layers": 3,
+            "layer_types": [SLIDING, FULL, FULL],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "rope_parameters": None,
+        },
+    ),
     "mellum 2": (
         "Mellum",
         {

@@ -128,6 +128,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llava-onevision": ("LlavaOnevision", {"head_dim": 8, "tie_word_embeddings": True}),
     "llava 1.5": ("Llava", {"head_dim": 8}),
     "idefics 3": ("Idefics3", {"head_dim": 8}),
+    "muse glimmer with vision": (
+        "MuseGlimmer",
+        {"sliding_window": 20, "num_hidden_layers": 3, "final_logit_softcapping": 5.0, "output_multiplier": 0.5},
+    ),
     "gemma 4, keys as values": (
         "Gemma4Text",
         {
@@ -361,6 +365,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "arcee": ("Arcee", {"mlp_bias": True}),
     "jais 2": ("Jais2", {"hidden_act": "relu2"}),
+    "nanochat": ("NanoChat", {"hidden_act": "relu2"}),
     "apertus": ("Apertus", {"hidden_act": "xielu"}),
     "nemotron": ("Nemotron", {"hidden_act": "relu2", "rope_parameters": HALF}),
     "starcoder 2": ("Starcoder2", {"sliding_window": 20, "head_dim": 8}),

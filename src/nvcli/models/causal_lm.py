@@ -50,6 +50,9 @@ class Decoder(nn.Module):
         if decoder.rounds_embedding_scale:
             dtype = getattr(torch, build.dtype)
             self.embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype, device="cpu").item()
+        self.embedding_norm: InputNorm | None = None
+        if decoder.norms_embeddings and stage.is_first:
+            self.embedding_norm = InputNorm(own, "model.embedding_norm", replace(decoder.norm, has_weight=False))
         inputs = decoder.layer_inputs
         self.inputs = None if inputs is None else LayerInputs(build, inputs, decoder.norm, config.hidden_size)
         numbers, owners = decoder.stage_layers(stage), decoder.kv_owners
@@ -75,7 +78,8 @@ class Decoder(nn.Module):
         )
         # After a norm of the block's output, `delta` is identical on all ranks and need not be summed.
         self.is_summed = layers[numbers[-1]].norms.after_mlp is not None
-        self.norm = InputNorm(own, "model.norm", decoder.norm, is_summed=self.is_summed) if stage.is_last else None
+        last_norm = decoder.last_norm or decoder.norm
+        self.norm = InputNorm(own, "model.norm", last_norm, is_summed=self.is_summed) if stage.is_last else None
 
     def embed(self, ids: Tensor, images: ImageTokens | None = None) -> Tensor:
         """Return the embeddings of tokens and images, without those of positions: [T] → [T, H]."""
@@ -85,6 +89,8 @@ class Decoder(nn.Module):
             embeddings.mul_(self.embedding_scale)
         if images is not None and images.embeddings is not None:
             embeddings.index_copy_(0, images.rows, images.embeddings)
+        if self.embedding_norm is not None:
+            embeddings = self.embedding_norm(None, embeddings)
         return embeddings
 
     def angles(self, batch: ForwardBatch) -> Angles:

@@ -4,6 +4,7 @@ where its norms are."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -42,22 +43,24 @@ class DecoderLayer(nn.Module):
         self.group = own.group
         self.is_parallel = config.is_parallel
 
-        def before(name: str | None, *, is_summed: bool) -> InputNorm | None:
-            return None if name is None else InputNorm(own, f"{path}.{name}", norm, is_summed=is_summed)
-
-        def after(name: str | None, *, is_summed: bool = False) -> ResultNorm | None:
-            return None if name is None else ResultNorm(own, f"{path}.{name}", norm, is_summed=is_summed)
-
         norms = config.norms
+        of_places = [norm] * 4 if norms.epsilons is None else [replace(norm, eps=eps) for eps in norms.epsilons]
+
+        def before(name: str | None, of_place: NormConfig, *, is_summed: bool) -> InputNorm | None:
+            return None if name is None else InputNorm(own, f"{path}.{name}", of_place, is_summed=is_summed)
+
+        def after(name: str | None, of_place: NormConfig, *, is_summed: bool = False) -> ResultNorm | None:
+            return None if name is None else ResultNorm(own, f"{path}.{name}", of_place, is_summed=is_summed)
+
         self.adds_sum = norms.before_attention is None and not is_summed
         """Whether no norm adds up what the layer before gives."""
-        self.before_attention = before(norms.before_attention, is_summed=is_summed)
+        self.before_attention = before(norms.before_attention, of_places[0], is_summed=is_summed)
         self.mixer: TokenMixer = config.mixer.build(own, path, norm, specs[0], cache_layer)
         self.beside: TokenMixer | None = None
         if config.beside is not None:
             self.beside = config.beside.build(own, path, norm, specs[1], cache_layer)
-        self.after_attention = after(norms.after_attention)
-        self.before_mlp = before(norms.before_mlp, is_summed=norms.after_attention is not None)
+        self.after_attention = after(norms.after_attention, of_places[1])
+        self.before_mlp = before(norms.before_mlp, of_places[2], is_summed=norms.after_attention is not None)
 
         def feed_forward(block: FeedForward) -> FeedForward:
             return RowsOfRanks(build.group, block) if build.has_own_rows else block
@@ -70,7 +73,7 @@ class DecoderLayer(nn.Module):
             self.shortcut = feed_forward(config.shortcut.build_at(build, f"{path}.{SHORTCUT}", norm))
         self.batch_invariant = build.batch_invariant
         gives_sum = self.mlp is not None and self.mlp.is_summed
-        self.after_mlp = after(norms.after_mlp, is_summed=gives_sum)
+        self.after_mlp = after(norms.after_mlp, of_places[3], is_summed=gives_sum)
         self.gives_stream = self.after_mlp is None or gives_sum
         if not self.is_parallel:  # norms quantise for the projections after them, where nothing else reads the result
             readers = (

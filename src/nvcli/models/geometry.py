@@ -107,7 +107,8 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
     for number in decoder.stage_layers(stage):
         yield from _layer(f"model.layers.{number}", layers[number], context, inputs.size if inputs else None)
     if stage.is_last:
-        yield from context.norm_tensors("model.norm", factor=decoder.logit_scale)
+        of_last = replace(context, norm=decoder.last_norm or decoder.norm)
+        yield from of_last.norm_tensors("model.norm", factor=decoder.logit_scale)
         if not config.tie_word_embeddings:
             yield matrix(HEAD, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "LM head")
         elif not stage.is_first:

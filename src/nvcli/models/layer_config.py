@@ -36,6 +36,8 @@ class LayerNorms:
     """Whether the norm before the MLP reads the stream as it was before the mixer."""
     factor_after: float = 1.0
     """Weights of the norms after blocks are multiplied by it when they are loaded."""
+    epsilons: tuple[float, float, float, float] | None = None
+    """The epsilons of the norms at these four places; None: that of all norms of the decoder."""
 
     @property
     def is_parallel(self) -> bool:
@@ -138,10 +140,14 @@ class DecoderConfig:
     kind_of_layer: tuple[int, ...]
     """The index of each layer's kind."""
     norm: NormConfig
+    last_norm: NormConfig | None = None
+    """The norm after the last layer; None: it is as all others."""
     embedding_scale: float = 1.0
     """Embeddings are multiplied by it."""
     rounds_embedding_scale: bool = False
     """Whether `embedding_scale` is rounded to the type of the weights first."""
+    norms_embeddings: bool = False
+    """Whether embeddings are normed before the first layer, by a norm that has no weight."""
     logit_scale: float = 1.0
     has_head_bias: bool = False
     """Whether the LM head has a bias."""

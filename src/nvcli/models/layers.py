@@ -29,7 +29,7 @@ from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import add_normed, add_rms_norm, rms_norm
 from nvcli.kernels.rotary import norm_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
-from nvcli.models.mixers.attention import GATE, AttentionConfig
+from nvcli.models.mixers.attention import GATE, GATE_BIAS, AttentionConfig
 from nvcli.models.mixers.mixer import NormConfig, Rotation
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.parallel import (
@@ -46,28 +46,26 @@ from nvcli.models.rope import RotaryTable
 from nvcli.models.weights import DerivedModule
 
 
-class Norm(TensorShards):
-    """The weight of a norm, which every rank holds whole, and its bias if it has one."""
+class Norm(TensorShards, DerivedModule):
+    """The weight of a norm, which every rank holds whole, and its bias if it has one. Without a weight in the
+    checkpoint it is all ones."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, build: BuildContext, path: str, config: NormConfig) -> None:
-        super().__init__(build, {name: f"{path}.{name}" for name in ("weight", "bias")})
+    def __init__(self, build: BuildContext, path: str, config: NormConfig, *, size: int | None = None) -> None:
+        """`size`: the number of features that are normed; None: those of the residual stream."""
+        names = ("weight", "bias") if config.has_weight else ("bias",)
+        super().__init__(build, {name: f"{path}.{name}" for name in names})
         self.eps = config.eps
         self.is_centered = config.kind == "layer"
-
-
-class UnitNorm(DerivedModule):
-    """The weight of a norm without one: ones."""
-
-    weight: Tensor
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.empty(size, dtype=torch.float32), persistent=False)
+        if not config.has_weight:
+            ones = torch.ones(build.hidden_size if size is None else size, dtype=getattr(torch, build.dtype))
+            self.register_buffer("weight", ones, persistent=False)
 
     def derive(self, device: torch.device) -> None:
-        self.weight = torch.ones(self.weight.shape, dtype=self.weight.dtype, device=device)
+        """Make a weight that the checkpoint does not have."""
+        if "weight" in self._buffers:
+            self.register_buffer("weight", torch.ones_like(self.weight, device=device), persistent=False)
 
 
 class InputNorm(Norm):
@@ -267,11 +265,13 @@ class Attention(TokenMixer):
         self.head_gates: ColumnParallelLinear | None = None
         if gate is not None and gate.is_of_heads:
             self.head_gates = ColumnParallelLinear(build, f"{path}.{GATE}", (GATE,))
+        has_bias = gate is not None and gate.has_bias
+        self.gate_bias = TensorShard(build, f"{path}.{GATE_BIAS}") if has_bias else None
         norms_heads = config.qk_norm == "head"
-        self.q_norm = _head_norm(build, f"{path}.q_norm", config, norm) if norms_heads else None
-        self.k_norm: Norm | UnitNorm | None = None
-        if norms_heads and not config.shares_kv:
-            self.k_norm = _head_norm(build, f"{path}.k_norm", config, norm)
+        size, of_head = config.head_dim, replace(norm, has_weight=config.weighs_norms)
+        has_keys = not config.shares_kv
+        self.q_norm = Norm(build, f"{path}.q_norm", of_head, size=size) if norms_heads else None
+        self.k_norm = Norm(build, f"{path}.k_norm", of_head, size=size) if norms_heads and has_keys else None
         self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
         self.prepare = QKVPreparation(build, path, config, norm) if QKVPreparation.is_needed(config) else None
         self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
@@ -290,6 +290,8 @@ class Attention(TokenMixer):
             qkv = qkv[:, : -gates.shape[1]]
         elif self.head_gates is not None:
             gates = self.head_gates(x, batch.token_adapters)
+        if gates is not None and self.gate_bias is not None:
+            gates.view(len(gates), self.spec.num_heads, -1).add_(self.gate_bias.weight.unsqueeze(1))
         if self.config.shares_kv:
             return self._attend_to_cache(qkv, angles, batch)
         scales = batch.kv_cache.scales(self.cache_layer)
@@ -355,7 +357,3 @@ def _queries_and_gates(piece: LinearPiece, head_dim: int) -> tuple[list[LinearPi
 
     heads = range(piece.rows.start, piece.rows.stop, 2 * head_dim)
     return [part(first, in_order=False) for first in heads], [part(first + head_dim, in_order=True) for first in heads]
-
-
-def _head_norm(build: BuildContext, path: str, config: AttentionConfig, norm: NormConfig) -> Norm | UnitNorm:
-    return Norm(build, path, norm) if config.weighs_norms else UnitNorm(config.head_dim)

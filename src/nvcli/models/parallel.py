@@ -181,6 +181,8 @@ class BuildContext:
     """Chooses the method of one layer, from its pieces (`linear_methods.py`)."""
     max_positions: int
     """Rotary tables cover positions below it."""
+    hidden_size: int
+    """The size of the residual stream."""
     stage: Stage
     """The part of the model that is built."""
     dtype: StoredDtype

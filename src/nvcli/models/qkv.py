@@ -102,9 +102,11 @@ class QueryScaleTable(DerivedModule):
 
     def derive(self, device: torch.device) -> None:
         positions = torch.arange(self.table.shape[0], dtype=torch.float32, device=device)
-        self.table = 1 + self.scaling.beta * torch.log(
-            1 + torch.floor((positions + self.scaling.offset) / self.scaling.length)
-        )
+        places = (positions + self.scaling.offset) / self.scaling.length
+        if self.scaling.is_power:
+            self.table = torch.exp(self.scaling.beta * torch.log1p(places))
+        else:
+            self.table = 1 + self.scaling.beta * torch.log(1 + torch.floor(places))
 
     def forward(self, positions: Tensor) -> Tensor:
         return self.table.index_select(0, positions).view(-1, 1, 1)
@@ -112,6 +114,6 @@ class QueryScaleTable(DerivedModule):
 
 def query_scale_table(scaling: QueryScaling | None, max_positions: int) -> QueryScaleTable | None:
     """Return the table for runs of `max_positions` tokens; None: no factor is other than 1."""
-    if scaling is None or max_positions + scaling.offset <= scaling.length:
+    if scaling is None or (max_positions + scaling.offset <= scaling.length and not scaling.is_power):
         return None
     return QueryScaleTable(scaling, max_positions)

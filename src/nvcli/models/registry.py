@@ -58,6 +58,7 @@ def build_model(
             fp8_accumulation=fp8_accumulation,
         ),
         max_positions=max_positions or config.max_position_embeddings,
+        hidden_size=config.hidden_size,
         stage=stage,
         dtype=plain_dtype,
         has_fp8_units=has_fp8_units,

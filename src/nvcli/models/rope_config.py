@@ -27,6 +27,8 @@ class RopeConfig:
     is_interleaved: bool = False
     """Whether neighbouring dimensions of a head are rotated as pairs; otherwise dimension i is paired with i + half the
     number of rotated dimensions."""
+    turns_back: bool = False
+    """Whether heads are turned the other way: by the negative of each angle."""
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     """The context length before llama3, yarn or longrope stretched it."""
@@ -57,12 +59,14 @@ class RopeConfig:
         in this order, and one rotation serves all.
         """
         half, turned = head_dim // 2, self.rotary_dim(head_dim)
-        if not self.is_interleaved and turned == head_dim:
+        if not self.is_interleaved and not self.turns_back and turned == head_dim:
             return None
         if self.is_interleaved:
             first, second = range(0, turned, 2), range(1, turned, 2)
         else:
             first, second = range(turned // 2), range(turned // 2, turned)
+        if self.turns_back:  # (a, b) turned back is (b, a) turned
+            first, second = second, first
         middle = turned + half - turned // 2
         return *first, *range(turned, middle), *second, *range(middle, head_dim)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nvcli.models.families.afmoe import AFMOE, LAGUNA
 from nvcli.models.families.bamba import BAMBA
+from nvcli.models.families.beam import BEAM
 from nvcli.models.families.cohere2 import AYA_VISION, COHERE, COHERE2, COHERE2_MOE, COMMAND_A_VISION
 from nvcli.models.families.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
@@ -31,11 +32,12 @@ from nvcli.models.families.mamba2 import MAMBA2
 from nvcli.models.families.minicpm import MINICPM3
 from nvcli.models.families.minimax import MINIMAX_M2
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
+from nvcli.models.families.muse import MUSE_GLIMMER
 from nvcli.models.families.nemotron_h import NEMOTRON_H
 from nvcli.models.families.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE, OLMO_HYBRID
 from nvcli.models.families.opt import OPT
 from nvcli.models.families.phi3 import PHI, PHI3, PHI_MOE
-from nvcli.models.families.plain_mlps import APERTUS, ARCEE, JAIS2, NEMOTRON, STARCODER2
+from nvcli.models.families.plain_mlps import APERTUS, ARCEE, JAIS2, NANOCHAT, NEMOTRON, STARCODER2
 from nvcli.models.families.qwen import (
     LIGHTON_OCR,
     QWEN2,
@@ -141,8 +143,11 @@ FAMILIES: tuple[Family, ...] = (
     SOLAR_OPEN,
     ARCEE,
     JAIS2,
+    NANOCHAT,
     AFMOE,
     LAGUNA,
+    BEAM,
+    MUSE_GLIMMER,
     MELLUM,
     FLINT,
     KOLIBRI,

@@ -26,7 +26,7 @@ def read_experts(
     config: ModelFile,
     *,
     renormalises: bool = True,
-    keys: tuple[str, ...] = ("n_routed_experts", "num_local_experts"),
+    keys: tuple[str, ...] = ("n_routed_experts", "num_local_experts", "num_experts"),
     shared_key: str = "n_shared_experts",
 ) -> ExpertsConfig:
     """Read the experts. `renormalises` is the default of `norm_topk_prob`; the numbers of experts and of shared ones

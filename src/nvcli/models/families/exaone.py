@@ -29,7 +29,7 @@ def read(config: ModelFile) -> DecoderConfig:
 
 def read_moe(config: ModelFile) -> DecoderConfig:
     """Read K-EXAONE; its head for multi-token prediction stays on disk."""
-    experts = read_experts(config, keys=("num_experts",), shared_key="num_shared_experts")
+    experts = read_experts(config, shared_key="num_shared_experts")
     dense, layout = config.mlp(), CheckpointLayout(renamed=(CORRECTION_BESIDE_GATE, SHARED_EXPERT), left=(PREFIX,))
     layers = (
         LayerConfig(mixer=mixer, mlp=experts if is_sparse else dense)

@@ -1,14 +1,19 @@
 """Families whose MLPs have no gate: Arcee's AFM-4.5B (https://huggingface.co/arcee-ai/AFM-4.5B), Apertus
 (https://arxiv.org/abs/2509.14233), Nemotron (https://arxiv.org/abs/2402.16819), StarCoder 2
-(https://arxiv.org/abs/2402.19173) and Jais 2 (https://huggingface.co/inceptionai/Jais-2-8B-Chat). The last three have
-LayerNorm with biases."""
+(https://arxiv.org/abs/2402.19173), Jais 2 (https://huggingface.co/inceptionai/Jais-2-8B-Chat) and nanochat
+(https://github.com/karpathy/nanochat). Nemotron, StarCoder 2 and Jais 2 have LayerNorm with biases; nanochat has norms
+without weights."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.rope_config import read_rope
 
 _APERTUS_ROPE = {
     "rope_type": "llama3",
@@ -58,6 +63,24 @@ def read_jais2(config: ModelFile) -> DecoderConfig:
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp), norm=config.layer_norm())
 
 
+def read_nanochat(config: ModelFile) -> DecoderConfig:
+    """Read heads that the rotation turns back, and normed embeddings. A norm without weights may as well come before
+    the rotation."""
+    attention = config.attention(
+        rope=lambda dim: replace(read_rope(config, head_dim=dim, default_theta=10_000.0), turns_back=True),
+        qk_norm="head",
+        weighs_norms=False,
+        bias=config.bias(),
+    )
+    return config.decoder(
+        LayerConfig(mixer=attention, mlp=config.plain_mlp("relu2")),
+        norm=NormConfig(eps=config.positive_number("rms_norm_eps", 1e-6), has_weight=False),
+        norms_embeddings=True,
+        logit_soft_cap=config.optional_number("final_logit_softcapping", 15.0),
+        layout=CheckpointLayout(renamed=((".mlp.fc1", ".mlp.up_proj"), (".mlp.fc2", ".mlp.down_proj"))),
+    )
+
+
 ARCEE = Family(
     name="Arcee AFM",
     architectures=("ArceeForCausalLM",),
@@ -94,4 +117,11 @@ JAIS2 = Family(
     features="MLPs without a gate, with relu²; LayerNorm, and biases everywhere",
     examples=("inceptionai/Jais-2-8B-Chat", "inceptionai/Jais-2-70B-Chat"),
     read=read_jais2,
+)
+NANOCHAT = Family(
+    name="nanochat",
+    architectures=("NanoChatForCausalLM",),
+    features="MLPs without a gate, with relu²; norms without weights, of the embeddings too",
+    examples=("karpathy/nanochat-d32",),
+    read=read_nanochat,
 )

@@ -16,6 +16,8 @@ from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, m
 
 GATE = "g_proj"
 """The name of the projection of gates."""
+GATE_BIAS = "gate_bias"
+"""The name of the numbers of single heads that are added to gates."""
 QKNorm = Literal["head", "own", "row"]
 """How queries and keys are normed before they are rotated: each head by itself, with one weight for all heads or with
 weights of its own (by the decoder's kind of norm), or all heads of a token together."""
@@ -24,11 +26,12 @@ weights of its own (by the decoder's kind of norm), or all heads of a token toge
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScaling:
     """The scaling of queries by their position p: they are multiplied by
-    1 + beta × log(1 + floor((p + offset) / length))."""
+    1 + beta × log(1 + floor((p + offset) / length)), or as a power by (1 + (p + offset) / length)^beta."""
 
     beta: float
     length: int
     offset: int = 0
+    is_power: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class OutputGate:
     """Whether the query projection has the gates' rows, those of each head after those of its query; otherwise they
     are a projection of their own, `g_proj`."""
     is_of_heads: bool = False
+    has_bias: bool = False
+    """Whether each head has a number that is added to what the function reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,7 @@ class AttentionConfig(Mixer):
     """Whether each head has a learned score that belongs to no key in every softmax."""
     qk_norm: QKNorm | None = None
     weighs_norms: bool = True
-    """Whether the norms of heads have weights."""
+    """Whether the norms of single heads have weights."""
     norms_last: bool = False
     """Whether the heads are normed after the rotation."""
     norms_values: bool = False
@@ -170,6 +175,8 @@ class AttentionConfig(Mixer):
             shape = self.num_heads if gate.is_of_heads else query_size, hidden
             kept_with = () if gate.is_of_heads else fused
             yield matrix(f"{path}.{GATE}", shape, Sharding.ROWS, dtype, "attention", kept_with)
+            if gate.has_bias:
+                yield vector(f"{path}.{GATE_BIAS}", self.num_heads, Sharding.ROWS, "attention")
         o_proj = matrix(f"{path}.o_proj", (hidden, query_size), Sharding.COLUMNS, dtype, "attention", ("o_proj",))
         yield from with_bias(o_proj, bias=self.o_bias)
         if self.has_sinks:  # in float32, as kernels take them

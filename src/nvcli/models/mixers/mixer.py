@@ -34,6 +34,8 @@ class NormConfig:
     """RMSNorm or LayerNorm."""
     has_bias: bool = False
     """Whether the norms of the residual stream have biases."""
+    has_weight: bool = True
+    """Whether the norms have weights; otherwise nothing multiplies what they norm."""
     weight_offset: float = 0.0
     """A number that is added to the checkpoint's weights."""
 
@@ -67,8 +69,11 @@ class LayerContext:
     """Whether the checkpoint stores routers in float32 (`ModelConfig.stores_wide_routers`)."""
 
     def norm_tensors(self, name: str, *, factor: float = 1.0) -> Iterator[TensorSpec]:
-        """Yield the weight of a norm of the residual stream, and its bias if it has one; the weight's `factor` applies
-        to both."""
+        """Yield the weight of a norm of the residual stream, if it has one, and its bias if it has one; the weight's
+        `factor` applies to both."""
+        if not self.norm.has_weight:
+            assert factor == 1.0, "no family has one"
+            return
         weight = self.norm_weight(name, self.hidden_size, factor=factor)
         yield weight
         if self.norm.has_bias:
