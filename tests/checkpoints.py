@@ -126,6 +126,11 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
     ),
     "MuseGlimmer": ("MuseGlimmerText", "MuseGlimmerVision", {**_VISION, "image_size": 32, "patch_size": 4}),
+    "Kimi_K25": (
+        "DeepseekV3",
+        "Kimi_K25Vision",
+        {**_VISION, "pos_emb_height": 4, "pos_emb_width": 4, "patch_size": 4},
+    ),
     "LightOnOcr": ("Qwen3", "PixtralVision", _PIXTRAL),
     "Llava": ("Llama", "CLIPVision", {**_VISION, "num_hidden_layers": 3, "image_size": 32, "patch_size": 8}),
     "LlavaNext": (

@@ -350,6 +350,10 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_EXPERTS, "num_experts": 8, "sliding_window": 20, "sliding_window_pattern": 2, "num_hidden_layers": 3},
     ),
     "flexolmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 8}),
+    "kimi k2.5 with vision": (
+        "Kimi_K25",
+        {**_LATENT_EXPERTS, "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
     "glm 4.7 flash": ("Glm4MoeLite", _LATENT_EXPERTS),
     "mistral 4": (
         "Mistral4",

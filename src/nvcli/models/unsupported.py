@@ -63,8 +63,6 @@ _LACKING = {
     "GraniteDoclingForConditionalGeneration": f"{_NO_TOWER}; that of Granite Docling 258M is",
     "HunYuanVLForConditionalGeneration": "learned vectors stand among those of its images, which nvcli lacks",
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
-    "KimiK25ForConditionalGeneration": _NO_TOWER,
-    "Kimi_K25ForConditionalGeneration": _NO_TOWER,
     "KimiLinearForCausalLM": "its linear attention (KDA) is not computed by nvcli",
     "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
     "MPTForCausalLM": _ALIBI,

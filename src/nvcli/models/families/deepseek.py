@@ -1,6 +1,7 @@
 """DeepSeek-V2 (https://arxiv.org/abs/2405.04434) and DeepSeek-V3 (https://arxiv.org/abs/2412.19437), whose shape R1 and
 Kimi-K2 have too: latent attention, and a mixture of experts after dense layers. A.X-K1
-(https://arxiv.org/abs/2601.09200) norms what its experts give; Youtu-LLM is dense."""
+(https://arxiv.org/abs/2601.09200) norms what its experts give; Youtu-LLM is dense. Of Kimi-K2.5
+(https://arxiv.org/abs/2602.02276) the vision tower is not computed."""
 
 from __future__ import annotations
 
@@ -78,10 +79,14 @@ DEEPSEEK_V2 = Family(
     defaults={"q_lora_rank": 1536, "kv_lora_rank": 512},
 )
 DEEPSEEK_V3 = Family(
-    name="DeepSeek-V3, R1, Kimi-K2",
-    architectures=("DeepseekV3ForCausalLM",),
-    features="latent attention; a mixture of experts after dense layers, and an expert that all tokens share",
-    examples=("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1-0528"),
+    name="DeepSeek-V3, R1, Kimi-K2, K2.5",
+    architectures=(
+        "DeepseekV3ForCausalLM",
+        "KimiK25ForConditionalGeneration",
+        "Kimi_K25ForConditionalGeneration",
+    ),
+    features="latent attention; a mixture of experts after dense layers, and a shared one; of K2.5 text alone",
+    examples=("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1-0528", "moonshotai/Kimi-K2.5"),
     read=read_deepseek_v3,
     defaults={
         "q_lora_rank": 1536,
