@@ -51,26 +51,65 @@ _INERT = frozenset(
 """Keys that say nothing about what a model computes, or do so only together with others."""
 _MOST_UNREAD = 2
 """A family that reads all but at most this many keys may fit; the message names those keys."""
+_ALIBI = "its scores fall with the distance of tokens (ALiBi), which nvcli does not compute"
 _CLAMPS = "its gates are clamped by limits of each layer, which nvcli does not compute"
+_DSA = "its tokens attend to a sparse choice of keys (DSA), which nvcli does not compute"
+_KDA = "its linear attention (KDA) is not computed by nvcli"
+_LIGHTNING = "its lightning attention, and residuals of normed inputs, are not computed by nvcli"
+_OMNI = "its text is a part of files for audio and speech, which nvcli does not read"
+_RECURRENT = "its recurrent layers are of a kind that nvcli does not compute"
+_RELATIVE = "its scores depend on learned distances, and its layers convolve the stream, which nvcli does not compute"
+_SEVERAL_STREAMS = "its layers mix several residual streams, which nvcli does not compute"
+_SPARSE_BLOCKS = "its tokens attend to a sparse choice of blocks (MSA), which nvcli does not compute"
 _NO_TOWER = "its vision tower is not computed by nvcli"
 _NO_REFERENCE = "transformers has no model of it whose numbers nvcli could be held to"
-_ALIBI = "its scores fall with the distance of tokens (ALiBi), which nvcli does not compute"
 _LACKING = {
+    "BailingHybridForCausalLM": _KDA,
     "BailingMoeForCausalLM": _NO_REFERENCE,
     "BailingMoeV2ForCausalLM": _NO_REFERENCE,
     "BitNetForCausalLM": "its weights have three values, and its activations 8 bits, which nvcli does not compute",
     "BloomForCausalLM": _ALIBI,
+    "DbrxForCausalLM": "its experts are stored in a form that nvcli does not read",
+    "DiffLlamaForCausalLM": "its attention subtracts one softmax from another, which nvcli does not compute",
+    "DiffusionGemmaForBlockDiffusion": "it writes blocks of text by diffusion, and nvcli one token after another",
+    "Gemma3nForCausalLM": _SEVERAL_STREAMS,
+    "Gemma3nForConditionalGeneration": _SEVERAL_STREAMS,
+    "Glm5NextForConditionalGeneration": _SEVERAL_STREAMS,
     "GraniteDoclingForConditionalGeneration": f"{_NO_TOWER}; that of Granite Docling 258M is",
     "HunYuanVLForConditionalGeneration": "learned vectors stand among those of its images, which nvcli lacks",
+    "HYV4ForCausalLM": _SEVERAL_STREAMS,
+    "Inkling2ForCausalLM": _RELATIVE,
+    "Inkling2ForConditionalGeneration": _RELATIVE,
+    "InklingForCausalLM": _RELATIVE,
+    "InklingForConditionalGeneration": _RELATIVE,
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
-    "KimiLinearForCausalLM": "its linear attention (KDA) is not computed by nvcli",
+    "JetMoeForCausalLM": "its attention has experts, which nvcli does not compute",
+    "KimiLinearForCausalLM": _KDA,
     "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
+    "MiniMaxForCausalLM": _LIGHTNING,
+    "MiniMaxM1ForCausalLM": _LIGHTNING,
+    "MiniMaxM3SparseForConditionalGeneration": _SPARSE_BLOCKS,
+    "MiniMaxM3VLForCausalLM": _SPARSE_BLOCKS,
+    "MiniMaxText01ForCausalLM": _LIGHTNING,
+    "MllamaForConditionalGeneration": "some of its layers attend to images alone, which nvcli does not compute",
     "MPTForCausalLM": _ALIBI,
     "MptForCausalLM": _ALIBI,
+    "MuseSparkForConditionalGeneration": "the gates of its residual stream are not computed by nvcli",
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
     "PaliGemmaForConditionalGeneration": "its prompts attend both ways, which nvcli does not compute",
+    "Qwen2_5OmniForConditionalGeneration": _OMNI,
+    "Qwen2_5OmniModel": _OMNI,
+    "Qwen2_5OmniThinkerForConditionalGeneration": _OMNI,
+    "Qwen3OmniMoeForConditionalGeneration": _OMNI,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": _OMNI,
+    "Qwen4ExpForCausalLM": _SEVERAL_STREAMS,
+    "Qwen4ExpForConditionalGeneration": _SEVERAL_STREAMS,
+    "RecurrentGemmaForCausalLM": _RECURRENT,
+    "RwkvForCausalLM": _RECURRENT,
     "Step3p5ForCausalLM": _CLAMPS,
     "Step3p7ForConditionalGeneration": _CLAMPS,
+    "xLSTMForCausalLM": _RECURRENT,
+    "ZayaForCausalLM": "its attention convolves queries and keys (CCA), which nvcli does not compute",
 }
 """Well-known architectures that need more than is computed."""
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
@@ -86,7 +125,9 @@ def describe_unsupported(name: str, config: JsonFile, read: Callable[[JsonFile],
         return kind
     found = _nearest(name, config, read)
     if found is None:
-        return "its config.json fits no supported family"
+        parts = {"audio_config": "it reads audio, and nvcli reads text and images", "vision_config": _NO_TOWER}
+        told = (problem for key, problem in parts.items() if isinstance(config.values.get(key), dict))
+        return next(told, "its config.json fits no supported family")
     family, unread = found
     other = family.architectures[0]
     apart = f" but for {' and '.join(f'`{key}`' for key in unread)}" if unread else ""
@@ -109,8 +150,9 @@ def _kind(name: str, values: Mapping[str, Any]) -> str | None:
         return f"it is {kind}, and nvcli serves decoders that generate text"
     if any(key.startswith(("mamba_", "ssm_", "state_size")) for key in values):
         return "it has Mamba layers of a kind that nvcli does not compute"
-    if "index_topk" in values:
-        return "its tokens attend to a sparse choice of keys (DSA), which nvcli does not compute"
+    text = values.get("text_config")
+    if "index_topk" in values or (isinstance(text, dict) and "index_topk" in text):
+        return _DSA
     if "kv_lora_rank" in values:
         return "it has multi-head latent attention in layers of a form that nvcli does not compute"
     return None

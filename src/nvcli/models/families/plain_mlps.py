@@ -122,6 +122,6 @@ NANOCHAT = Family(
     name="nanochat",
     architectures=("NanoChatForCausalLM",),
     features="MLPs without a gate, with relu²; norms without weights, of the embeddings too",
-    examples=("karpathy/nanochat-d32",),
+    examples=("nanochat-students/nanochat-d20",),
     read=read_nanochat,
 )
