@@ -170,6 +170,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
         },
     ),
+    "olmo, clamped": ("Olmo", {"clip_qkv": 0.7, "head_dim": 8}),
     "olmo 2": ("Olmo2", {"num_hidden_layers": 3}),
     "olmo 3": ("Olmo3", {"sliding_window": 20, **FOUR_LAYERS}),
     "olmo hybrid": (

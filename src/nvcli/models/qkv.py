@@ -15,14 +15,15 @@ from nvcli.models.weights import DerivedModule
 
 
 class QKVPreparation(nn.Module):
-    """Norms queries and keys by row or with weights of each head, and copies keys as values, in layers that need it.
+    """Norms queries and keys by row or with weights of each head, copies keys as values, and clamps all of them, in
+    layers that need it.
 
     [T, (heads + KV heads, or 2 KV heads) × D] → [T, (heads + 2 KV heads) × D].
     """
 
     def __init__(self, build: BuildContext, path: str, attention: AttentionConfig, norm: NormConfig) -> None:
         super().__init__()
-        self.keys_are_values = attention.keys_are_values
+        self.keys_are_values, self.clip = attention.keys_are_values, attention.clip
         size = build.group.size
         self.query_size = attention.num_heads // size * attention.head_dim
         self.kv_size = attention.kv_heads_per_rank(size) * attention.head_dim
@@ -34,7 +35,8 @@ class QKVPreparation(nn.Module):
 
     @staticmethod
     def is_needed(attention: AttentionConfig) -> bool:
-        return not attention.shares_kv and (attention.qk_norm in ("row", "own") or attention.keys_are_values)
+        norms_here, is_clamped = attention.qk_norm in ("row", "own"), attention.clip is not None
+        return not attention.shares_kv and (norms_here or is_clamped or attention.keys_are_values)
 
     def forward(self, qkv: Tensor) -> Tensor:
         if self.keys_are_values:
@@ -42,6 +44,8 @@ class QKVPreparation(nn.Module):
         if self.norm is not None:
             q, k, _ = torch.split(qkv, [self.query_size, self.kv_size, self.kv_size], dim=1)
             self.norm(q, k)
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
         return qkv
 
 

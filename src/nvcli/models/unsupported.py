@@ -95,6 +95,7 @@ _LACKING = {
     "MPTForCausalLM": _ALIBI,
     "MptForCausalLM": _ALIBI,
     "MuseSparkForConditionalGeneration": "the gates of its residual stream are not computed by nvcli",
+    "OLMoForCausalLM": "its files are those of its own code; allenai's checkpoints whose names end in -hf run",
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
     "PaliGemmaForConditionalGeneration": "its prompts attend both ways, which nvcli does not compute",
     "Qwen2_5OmniForConditionalGeneration": _OMNI,

@@ -34,7 +34,7 @@ from nvcli.models.families.minimax import MINIMAX_M2
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
 from nvcli.models.families.muse import MUSE_GLIMMER
 from nvcli.models.families.nemotron_h import NEMOTRON_H
-from nvcli.models.families.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE, OLMO_HYBRID
+from nvcli.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from nvcli.models.families.opt import OPT
 from nvcli.models.families.phi3 import PHI, PHI3, PHI_MOE
 from nvcli.models.families.plain_mlps import APERTUS, ARCEE, JAIS2, NANOCHAT, NEMOTRON, STARCODER2
@@ -87,6 +87,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA4_UNIFIED,
     PHI3,
     PHI_MOE,
+    OLMO,
     OLMO2,
     OLMO3,
     OLMOE,

@@ -1,16 +1,17 @@
-"""OLMo 2 (https://arxiv.org/abs/2501.00656), OLMo 3, and OLMoE (https://arxiv.org/abs/2409.02060): norms over all heads
-together. OLMo has norms only after the blocks; OLMoE has small experts in every layer."""
+"""OLMo (https://arxiv.org/abs/2402.00838), with LayerNorm without weights; OLMo 2 (https://arxiv.org/abs/2501.00656),
+OLMo 3, and OLMoE (https://arxiv.org/abs/2409.02060), with norms over all heads together. OLMo 2 and 3 have norms only
+after the blocks; OLMoE has small experts in every layer."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, LINEAR, SLIDING, ModelFile
 from nvcli.models.families.qwen_hybrid import read_delta_net
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.rope_config import read_rope, rope_section
 
 NORMS_AFTER = LayerNorms(
@@ -20,6 +21,16 @@ NORMS_AFTER = LayerNorms(
     after_mlp="post_feedforward_layernorm",
 )
 """Norms of the blocks' outputs alone."""
+
+
+_OLMO_EPS = 1e-5
+
+
+def read_olmo(config: ModelFile) -> DecoderConfig:
+    """Read full attention in all layers, whose queries, keys and values may be clamped (`clip_qkv`)."""
+    attention = config.attention(bias=config.bias(), clip=config.optional_number("clip_qkv", None))
+    norm = NormConfig(eps=_OLMO_EPS, kind="layer", has_weight=False)
+    return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp()), norm=norm)
 
 
 def read_olmo2(config: ModelFile) -> DecoderConfig:
@@ -48,6 +59,13 @@ def _layer(config: ModelFile, kind: str, default_theta: float) -> LayerConfig:
     return LayerConfig(mixer=attention, mlp=config.mlp(), norms=NORMS_AFTER)
 
 
+OLMO = Family(
+    name="OLMo",
+    architectures=("OlmoForCausalLM",),
+    features="LayerNorm without weights",
+    examples=("allenai/OLMo-7B-0724-Instruct-hf", "allenai/OLMo-1B-hf"),
+    read=read_olmo,
+)
 OLMO2 = Family(
     name="OLMo 2",
     architectures=("Olmo2ForCausalLM",),
@@ -66,8 +84,6 @@ OLMO3 = Family(
 
 def read_olmoe(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers."""
-    if config.values.get("clip_qkv") is not None:
-        raise config.error("clip_qkv", f"{show(config.values['clip_qkv'])} is not supported, only null")
     return config.decoder(_layer_with_experts(config, LayerNorms()))
 
 
@@ -78,8 +94,9 @@ def read_flex_olmo(config: ModelFile) -> DecoderConfig:
 
 def _layer_with_experts(config: ModelFile, norms: LayerNorms, default_theta: float = 10_000.0) -> LayerConfig:
     routing = config.routing(renormalise=config.get("norm_topk_prob", bool, False))
+    clip = config.optional_number("clip_qkv", None)
     return LayerConfig(
-        mixer=config.attention(default_theta=default_theta, qk_norm="row", bias=config.bias()),
+        mixer=config.attention(default_theta=default_theta, qk_norm="row", bias=config.bias(), clip=clip),
         mlp=config.experts(routing, size_key="intermediate_size"),
         norms=norms,
     )

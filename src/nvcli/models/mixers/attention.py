@@ -68,6 +68,8 @@ class AttentionConfig(Mixer):
     has_sinks: bool = False
     """Whether each head has a learned score that belongs to no key in every softmax."""
     qk_norm: QKNorm | None = None
+    clip: float | None = None
+    """Queries, keys and values are clamped to its negative and to it, before heads are normed; None: they are not."""
     weighs_norms: bool = True
     """Whether the norms of single heads have weights."""
     norms_last: bool = False
