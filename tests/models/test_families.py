@@ -257,6 +257,12 @@ FALCON = {
 }
 
 
+def test_command_r_of_the_hub_has_a_longer_context_beside_that_of_its_first_training(tmp_path: Path) -> None:
+    config = read(tmp_path, "CohereForCausalLM", max_position_embeddings=8192, model_max_length=131_072)
+    assert config.max_position_embeddings == 131_072
+    assert read(tmp_path, "CohereForCausalLM", max_position_embeddings=8192).max_position_embeddings == 8192
+
+
 def test_falcon_of_the_hub(tmp_path: Path) -> None:
     """The files of Falcon-40B count KV heads; those of Falcon-7B have one, whatever they count."""
     values = {**FALCON, "num_kv_heads": 8, "parallel_attn": True, "alibi": False}

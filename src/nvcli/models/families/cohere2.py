@@ -118,6 +118,7 @@ COHERE = Family(
     examples=("CohereLabs/c4ai-command-r-08-2024", "CohereLabs/aya-expanse-8b"),
     read=read_cohere,
     ties_embeddings=True,
+    keys={"model_max_length": "max_position_embeddings"},
 )
 COHERE2 = Family(
     name="Command R7B, Command A",
