@@ -63,7 +63,6 @@ NONE = "its config.json fits no supported family"
         ("Qwen3ForSequenceClassification", LLAMA, "it is a classifier"),
         ("BitNetForCausalLM", {**LLAMA, "hidden_act": "relu2"}, "its weights have three values"),
         ("MiMoV2FlashForCausalLM", LLAMA, "its values have heads of another size than its keys"),
-        ("KimiK25ForConditionalGeneration", LLAMA, "its vision tower is not computed"),
         ("BailingMoeV2ForCausalLM", {**LLAMA, **EXPERTS}, "no model of it"),
         ("Step3p7ForConditionalGeneration", {"text_config": LLAMA}, "its gates are clamped"),
     ],
