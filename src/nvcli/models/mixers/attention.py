@@ -69,7 +69,8 @@ class AttentionConfig(Mixer):
     """Whether each head has a learned score that belongs to no key in every softmax."""
     qk_norm: QKNorm | None = None
     clip: float | None = None
-    """Queries, keys and values are clamped to its negative and to it, before heads are normed; None: they are not."""
+    """Queries, keys and values are clamped to its negative and to it, after norms of whole rows and before those of
+    heads; None: they are not."""
     weighs_norms: bool = True
     """Whether the norms of single heads have weights."""
     norms_last: bool = False
@@ -110,7 +111,7 @@ class AttentionConfig(Mixer):
     def batch_dependence(self) -> str | None:
         if self.qk_norm in (None, "head") and not self.norms_values:
             return None
-        return "norms of queries and keys, or of values, in plain operations, whose sums depend on the number of rows"
+        return "norms of queries, keys or values that may round otherwise where there are other numbers of rows"
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
         return AttentionSpec(
