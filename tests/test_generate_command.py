@@ -285,7 +285,7 @@ def test_stopped_engine_ends_the_run_within_the_step_timeout(tmp_path: Path) -> 
 def test_end_while_ranks_warm_up(tmp_path: Path, action: signal.Signals, code: int, message: bytes) -> None:
     """Ctrl-C reaches the command, the other signals a rank."""
     path = write_rows(tmp_path / "in.jsonl", questions(13))
-    settings = ["-m", "demo", "--tp", "2", "--set", "device=cpu", "--set", "step_timeout=1"]
+    settings = ["-m", "demo", "--tp", "2", "--set", "device=cpu", "--set", "step_timeout=2"]
     process = WarmPopen(
         nvcli_with_runner("SlowWarmUpRunner", "generate", str(path), *settings, cwd=tmp_path),
         env={**ENVIRON, "NVCLI_TEST_FOLDER": str(tmp_path)},

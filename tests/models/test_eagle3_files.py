@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoints import edit_json, edit_weights, write_tiny_model
@@ -149,11 +150,12 @@ def test_heads_are_found_by_name(target: Path, tmp_path: Path) -> None:
             find_head(name)
 
 
-def test_pickled_heads_are_refused(target: Path, tmp_path: Path) -> None:
+def test_heads_in_torchs_own_files(target: Path, tmp_path: Path) -> None:
     write_head(tmp_path, target)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(LoadError, match=r"pytorch_model.bin: .* write its tensors to model.safetensors"):
-        read(tmp_path, target)
+    from_safetensors = read(tmp_path, target)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert read(tmp_path, target).draft_ids == from_safetensors.draft_ids
 
 
 def test_a_head_has_to_divide_among_ranks(target: Path, tmp_path: Path) -> None:

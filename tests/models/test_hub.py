@@ -28,6 +28,7 @@ REPOSITORIES: dict[str, dict[str, str]] = {
     "someone/huge": {**SMALL, "model.safetensors": "w" * 1000},
     "someone/other-kind": {"config.json": '{"architectures": ["OtherForCausalLM"]}', "model.safetensors": "w"},
     "someone/pickles": SMALL,
+    "someone/other-weights": {"config.json": CONFIG, "model.pt": "w"},
     "someone/empty": {"README.md": "nothing"},
     "someone/gguf": {"README.md": "for llama.cpp", "model-Q4_K_M.gguf": "w" * 1000},
     "someone/adapter": {
@@ -181,7 +182,15 @@ def test_a_model_that_the_disk_cannot_hold_is_not_begun(answers: dict[str, dict[
     assert "still to be downloaded" in answer["finding"]
 
 
-@pytest.mark.parametrize(("name", "told"), [("someone/pickles", "no *.safetensors"), ("someone/empty", "config.json")])
+def test_torchs_own_files_are_fetched_where_there_are_no_safetensors(answers: dict[str, dict[str, Any]]) -> None:
+    folder = Path(answers["someone/pickles"]["answer"])
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "pytorch_model.bin", "tokenizer.json"]
+    assert "pytorch_model.bin" not in fetched("someone/good")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("someone/other-weights", "no *.safetensors files and no"), ("someone/empty", "config.json")]
+)
 def test_a_repository_that_holds_no_model(answers: dict[str, dict[str, Any]], name: str, told: str) -> None:
     assert answers[name]["answer"].startswith("LoadError: ")
     assert told in answers[name]["answer"]

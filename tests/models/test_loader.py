@@ -275,7 +275,7 @@ def test_header_that_contradicts_itself(single: Path) -> None:
 def test_missing_file_of_the_index(sharded: Path) -> None:
     file = sorted(sharded.glob("*.safetensors"))[1]
     file.unlink()
-    assert_refused(sharded, file.name, "no such file", INDEX)
+    assert_refused(sharded, file.name, "no such file", "though the index")
 
 
 def test_index_that_promises_a_tensor_its_file_lacks(sharded: Path) -> None:
@@ -298,8 +298,8 @@ def test_broken_index(sharded: Path, content: str) -> None:
 
 
 def test_weights_of_another_format(single: Path) -> None:
-    (single / "model.safetensors").rename(single / "pytorch_model.bin")
-    assert_refused(single, "no *.safetensors", "pytorch_model.bin", "save_pretrained")
+    (single / "model.safetensors").rename(single / "model.pt")
+    assert_refused(single, "no *.safetensors", "model.pt", "save_pretrained")
 
 
 def test_no_weights_at_all(single: Path) -> None:

@@ -1,4 +1,4 @@
-"""Locating a model's files: from its name to a folder, from the folder to safetensors files, from these to tensors.
+"""Locating a model's files: from its name to a folder, from the folder to files of weights, from these to tensors.
 
 Torch-free; the hub (`models.hub`) is asked only for a name that is neither `demo` nor a folder.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,42 @@ from nvcli.models.config_overrides import NO_OVERRIDES
 from nvcli.models.hub import cached_snapshot, download, download_small_files
 from nvcli.models.json_file import JsonFile
 from nvcli.models.other_checkpoints import check_kind, gguf_error, is_gguf, other_weights
-from nvcli.models.safetensors_header import INDEX_FILE, read_header, unreadable
+from nvcli.models.safetensors_header import SUFFIX, read_header, unreadable
 from nvcli.models.tensor_info import TensorInfo
+from nvcli.models.torch_file import read_torch_file
 
-SINGLE_FILE = "model.safetensors"
 _MOST_REF_BYTES = 1000
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WITH_REVISION = re.compile(_HUB_ID.pattern + "@.+")
 _HUB_URL = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """Names of files of weights."""
+
+    single: str
+    """The name of a checkpoint's only file; others begin and end like it."""
+    suffix: str
+
+    @property
+    def index(self) -> str:
+        """The name of the file that says which of several files holds which tensor."""
+        return f"{self.single}.index.json"
+
+    def files(self, path: Path) -> list[Path]:
+        """Return a folder's files without an index: all safetensors, or what begins as torch's do."""
+        if os.path.lexists(path / self.single):
+            return [path / self.single]
+        start = "" if self is _SAFETENSORS else self.single.removesuffix(self.suffix)
+        return sorted(path.glob(f"{start}*{self.suffix}"))
+
+    def is_in(self, path: Path) -> bool:
+        return os.path.lexists(path / self.index) or bool(self.files(path))
+
+
+_SAFETENSORS = _Format("model.safetensors", SUFFIX)
+_TORCH = _Format("pytorch_model.bin", ".bin")
 
 
 def resolve_model(
@@ -119,13 +148,11 @@ def is_hub_id(name: str) -> bool:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint folder: those that the index lists, if there is one. Raises
-    LoadError."""
+    """Return the files of a checkpoint folder: those that the index lists, if there is one. torch's own count where
+    there are no safetensors. Raises LoadError."""
     if index := read_index(path):
         return _files_of(path, index)
-    single = path / SINGLE_FILE
-    files = [single] if os.path.lexists(single) else sorted(path.glob("*.safetensors"))
-    if files:
+    if files := _format_of(path).files(path):
         return files
     other, hint = other_weights(path), ""
     if other is not None:
@@ -133,12 +160,21 @@ def weight_files(path: Path) -> list[Path]:
     raise LoadError(f"{path}: no *.safetensors file{hint}")
 
 
+def read_file(file: Path) -> dict[str, TensorInfo]:
+    """Read the entry of every tensor of one of `weight_files`; no weights are read. Raises LoadError."""
+    return (read_header if file.suffix == SUFFIX else read_torch_file)(file)
+
+
+def _format_of(path: Path) -> _Format:
+    return _TORCH if _TORCH.is_in(path) and not _SAFETENSORS.is_in(path) else _SAFETENSORS
+
+
 def check_weight_files(path: Path) -> None:
     """Raise LoadError if a weight file of a checkpoint folder is missing or not a regular file.
 
     A folder that names no weights at all is left to the loader. Only the index is opened.
     """
-    if not os.path.lexists(path / INDEX_FILE) and not any(path.glob("*.safetensors")):
+    if not _format_of(path).is_in(path):
         return
     for file in weight_files(path):
         try:
@@ -153,7 +189,8 @@ def read_index(path: Path) -> dict[str, str]:
     One that does not name the single file beside it does not count, as in transformers, whose `save_pretrained` leaves
     it behind when it takes away the files of an earlier save.
     """
-    index = JsonFile.read_if_present(path / INDEX_FILE)
+    form = _format_of(path)
+    index = JsonFile.read_if_present(path / form.index)
     if not index.values:
         if os.path.lexists(index.path):
             raise index.error("weight_map", "missing; download the file again")
@@ -165,12 +202,12 @@ def read_index(path: Path) -> dict[str, str]:
     for tensor, file in weight_map.items():
         if isinstance(file, str) and file in allowed:
             continue
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(form.suffix):
             raise index.error(
-                f"weight_map.{show(tensor)}", f"{show(file)} is no *.safetensors file of the folder; download it again"
+                f"weight_map.{show(tensor)}", f"{show(file)} is no *{form.suffix} file of the folder; download it again"
             )
         allowed.add(file)
-    return {} if SINGLE_FILE not in allowed and os.path.lexists(path / SINGLE_FILE) else weight_map
+    return {} if form.single not in allowed and os.path.lexists(path / form.single) else weight_map
 
 
 def _files_of(path: Path, index: Mapping[str, str]) -> list[Path]:
@@ -187,7 +224,7 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for file in _files_of(path, index) if index else weight_files(path):
         file_name = file.name
-        for name, info in read_header(file).items():
+        for name, info in read_file(file).items():
             if index and index.get(name) != file_name:
                 continue  # the index leaves it out, or names another file for it
             if name in tensors:
@@ -196,8 +233,8 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
     for name, file_name in index.items():
         if name not in tensors:
             raise LoadError(
-                f"{path / file_name}: tensor {name} is missing, though {INDEX_FILE} says that it is in this file; "
-                "download the file again"
+                f"{path / file_name}: tensor {name} is missing, though {_format_of(path).index} says that this file "
+                "has it; download the file again"
             )
     return tensors
 

@@ -26,9 +26,11 @@ _FILES: dict[str, Any] = {
 }
 _SMALL_FILES: dict[str, Any] = {
     "allow_patterns": [pattern for pattern in _FILES["allow_patterns"] if not pattern.endswith(".safetensors")],
-    "ignore_patterns": ["*.safetensors.index.json", *_FILES["ignore_patterns"]],
+    "ignore_patterns": ["*.safetensors.index.json", "*.bin.index.json", *_FILES["ignore_patterns"]],
 }
 """Everything but the weights: enough to build the rows' prompts."""
+_TORCH_FILES = {**_FILES, "allow_patterns": ["pytorch_model*.bin", *_FILES["allow_patterns"][1:]]}
+"""Files of a repository without safetensors."""
 _OF_ADAPTER = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
 
@@ -46,7 +48,7 @@ def download(name: str, revision: str | None = None, *, overrides: Mapping[str, 
     as in `load_model_config`.
 
     Raises LoadError if the hub does not provide it and, before any weights are fetched, LoadError or ConfigError if its
-    config.json describes a model that cannot run, it has no safetensors files, or the disk has no room for it.
+    config.json describes a model that cannot run, it has no weights in files that are read, or the disk has no room.
     """
     check_reachable(name, revision)  # answers at once whether the download can work
     configs = [CONFIG_FILE, GENERATION_CONFIG_FILE, QUANTISATION_FILE, ADAPTER_CONFIG]
@@ -57,8 +59,9 @@ def download(name: str, revision: str | None = None, *, overrides: Mapping[str, 
         load_model_config(folder, overrides=overrides)
     except (ConfigError, LoadError) as error:
         raise reworded(error, f"model {name} was not downloaded, as its configuration is refused: {error}") from None
-    download_size(name, revision).check_room(f"model {name}", LoadError)
-    return Path(_snapshot(name, revision, **_FILES))
+    patterns, files = _wanted(name, revision)
+    missing_size(files).check_room(f"model {name}", LoadError)
+    return Path(_snapshot(name, revision, **patterns))
 
 
 def download_small_files(name: str, revision: str | None = None) -> Path:
@@ -76,12 +79,21 @@ def download_small_files(name: str, revision: str | None = None) -> Path:
 def download_size(name: str, revision: str | None = None) -> DownloadSize:
     """Ask the hub for the size of those files of the model `name` that are not in the cache.
 
-    Raises LoadError if the hub does not provide them, or there are no safetensors files among them.
+    Raises LoadError if the hub does not provide them, or there are no weights among them.
     """
-    files = _snapshot(name, revision, tqdm_class=no_progress(), dry_run=True, **_FILES)
-    if not any(file.filename.endswith(".safetensors") for file in files):
-        raise LoadError(f"model {name}: its repository has no *.safetensors files; choose one that has them")
-    return missing_size(files)
+    return missing_size(_wanted(name, revision)[1])
+
+
+def _wanted(name: str, revision: str | None) -> tuple[dict[str, Any], Any]:
+    """Return the patterns of a model's files, and what the hub has of them: torch's own where there are no
+    safetensors. Raises LoadError."""
+    for patterns, suffix in ((_FILES, ".safetensors"), (_TORCH_FILES, ".bin")):
+        files = _snapshot(name, revision, tqdm_class=no_progress(), dry_run=True, **patterns)
+        if any(file.filename.endswith(suffix) for file in files):
+            return patterns, files
+    raise LoadError(
+        f"model {name}: its repository has no *.safetensors files and no pytorch_model.bin; choose one that has them"
+    )
 
 
 def check_reachable(name: str, revision: str | None = None) -> None:

@@ -18,8 +18,7 @@ from nvcli.errors import LoadError
 from nvcli.models.json_file import GET_LFS, GIT_LFS
 from nvcli.models.tensor_info import StoredTensor, TensorInfo
 
-INDEX_FILE = "model.safetensors.index.json"
-"""The file that says which of several files holds which tensor."""
+SUFFIX = ".safetensors"
 _MOST_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
 _METADATA = "__metadata__"
@@ -80,7 +79,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def unreadable(file: Path, error: OSError) -> LoadError:
     """Return the error for a weight file that cannot be opened."""
     if isinstance(error, FileNotFoundError):
-        return LoadError(f"{file}: {error.strerror}, though {INDEX_FILE} or a link names it; download it")
+        return LoadError(f"{file}: {error.strerror}, though the index of the weights or a link names it; download it")
     return LoadError(f"{file}: cannot be read: {error.strerror}; download it again")
 
 

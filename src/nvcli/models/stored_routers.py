@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from nvcli.errors import LoadError
-from nvcli.models.checkpoint import read_index, weight_files
+from nvcli.models.checkpoint import read_file, read_index, weight_files
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import LayerConfig
 from nvcli.models.mixers.experts import CORRECTION, ExpertsConfig
-from nvcli.models.safetensors_header import read_header
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.tensor_spec import EXPERTS
 
@@ -59,6 +58,6 @@ def _first_of(model: ModelConfig, wanted: set[str], path: Path) -> TensorInfo | 
     index = read_index(path)
     if index:
         name = find(index)
-        return None if name is None else read_header(path / index[name]).get(name)
-    headers = (read_header(file) for file in weight_files(path))
+        return None if name is None else read_file(path / index[name]).get(name)
+    headers = (read_file(file) for file in weight_files(path))
     return next((header[name] for header in headers if (name := find(header)) is not None), None)

@@ -22,6 +22,7 @@ from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
 from nvcli.models.flat_codes import read_flat
 from nvcli.models.pinned_upload import PinnedUpload
+from nvcli.models.safetensors_header import SUFFIX
 from nvcli.models.seen_scales import SeenScales
 from nvcli.models.tensor_info import ALL_ROWS, FileRange, Packing, RowPlaces, StoredTensor, TensorInfo
 
@@ -74,6 +75,8 @@ class OpenFiles:
         """With `upload`, values are on its GPU as soon as they are read."""
         self._stack = ExitStack()
         self._handles: dict[Path, Any] = {}
+        self._mapped: dict[Path, Tensor] = {}
+        """The bytes of files that are no safetensors."""
         self._upload = upload
         self.scales = SeenScales()
         """The scales of the weights that were read."""
@@ -83,6 +86,7 @@ class OpenFiles:
 
     def __exit__(self, kind: object, *error: object) -> None:
         self._handles.clear()
+        self._mapped.clear()
         self._stack.close()
         if self._upload is not None:
             self._upload.close()
@@ -223,10 +227,13 @@ class OpenFiles:
             if part and info.stored.shape:
                 return self._read_rows(self._upload, info, info.stored, part)
             return self.read_together([info], ()).view([1] * len(part))
+        expert = [] if info.expert is None else [info.expert]
+        if info.stored is not None and info.file.suffix != SUFFIX:
+            mapped = self._map(info.file, info.stored)
+            return mapped[*expert, *part].clone() if mapped.dim() or not part else mapped.clone().view(1)
         if not part:
             scalar: Tensor = self._handle(info).get_tensor(info.name)
             return scalar
-        expert = [] if info.expert is None else [info.expert]
         stored = self._handle(info).get_slice(info.name)
         if not stored.get_shape():
             return self._slice(info, ()).view(1)
@@ -252,6 +259,15 @@ class OpenFiles:
             handle = safe_open(info.file, framework="pt", device="cpu")
             self._handles[info.file] = self._stack.enter_context(handle)
         return self._handles[info.file]
+
+    def _map(self, file: Path, stored: StoredTensor) -> Tensor:
+        """Return a tensor as it lies in a file of torch.save, not to be written to."""
+        if file not in self._mapped:
+            self._mapped[file] = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+        dtype = TORCH_TYPES[stored.dtype]
+        data = self._mapped[file][stored.offset :][: math.prod(stored.shape) * dtype.itemsize]
+        aligned = data if stored.offset % dtype.itemsize == 0 else data.clone()
+        return aligned.view(dtype).view(stored.shape)
 
 
 def ranges_of(infos: Sequence[TensorInfo], part: Sequence[slice]) -> list[FileRange]:

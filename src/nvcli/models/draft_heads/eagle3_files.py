@@ -19,7 +19,6 @@ from nvcli.models.draft_heads.eagle3_config import EMBEDDING, HEAD, LAYER, PREFI
 from nvcli.models.families.model_file import MAX_LAYERS, ModelFile
 from nvcli.models.json_file import JsonFile
 from nvcli.models.mixers.mixer import LayerContext
-from nvcli.models.other_checkpoints import other_weights
 from nvcli.models.safetensors_header import unreadable
 from nvcli.models.tensor_info import TensorInfo
 
@@ -60,7 +59,7 @@ def read_eagle3(folder: Path, target: ModelConfig, *, is_random: bool = False) -
     own = file if by_speculators else file.object(_OWN_CONFIG)
     layer = file.object(_LAYER_CONFIG) if by_speculators else file
     _check_form(file, own, layer)
-    infos = {} if is_random else {_name(name): info for name, info in _tensors_of(folder).items()}
+    infos = {} if is_random else {_name(name): info for name, info in read_tensors(folder).items()}
     offsets, is_drafted = (infos.pop(f"{PREFIX}{name}", None) for name in (_OFFSETS, _IS_DRAFTED))
     has_embedding, has_lm_head = (f"{name}.weight" in infos for name in (EMBEDDING, HEAD))
     has_lm_head |= is_random
@@ -89,18 +88,6 @@ def read_eagle3(folder: Path, target: ModelConfig, *, is_random: bool = False) -
         names = list_some([info.name for info in unknown], 3)
         raise LoadError(f"{unknown[0].file}: {names}: no tensor of the head that config.json describes")
     return config
-
-
-def _tensors_of(folder: Path) -> dict[str, TensorInfo]:
-    """Return the entries of a head's files. SafeAILab's are pickles, which run code when they are read."""
-    pickled = other_weights(folder)
-    if pickled is not None and not any(folder.glob("*.safetensors")):
-        raise LoadError(
-            f"{folder / pickled}: a file of PyTorch's own format, which nvcli does not read; write its tensors to "
-            "model.safetensors beside it: torch.load with weights_only=True reads them, and save_file of "
-            "safetensors.torch writes them"
-        )
-    return read_tensors(folder)
 
 
 def _name(stored: str) -> str:

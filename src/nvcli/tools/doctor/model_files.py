@@ -20,11 +20,10 @@ from nvcli.job.run.engine_settings import load_checkpoint
 from nvcli.job.run.row_settings import describe_not_applied
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_local_adapter
-from nvcli.models.checkpoint import find_model, read_tensors, weight_files
+from nvcli.models.checkpoint import find_model, read_file, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
 from nvcli.models.hub import check_reachable, download_size
-from nvcli.models.safetensors_header import read_header
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.tools.doctor.findings import Finding, format_gib, note, ok, problem, warning
 
@@ -177,7 +176,7 @@ def _read_weights(path: Path) -> tuple[Mapping[str, TensorInfo] | None, list[Fin
     broken = []
     for file in files:
         try:
-            read_header(file)
+            read_file(file)
         except LoadError as error:
             broken.append(problem("weights", str(error), advice))
     if len(broken) > _MOST_FILES_SHOWN:
