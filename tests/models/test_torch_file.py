@@ -24,7 +24,7 @@ from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_tensors
 from nvcli.models.config import load_model_config
 from nvcli.models.registry import build_model
-from nvcli.models.stored_values import OpenFiles
+from nvcli.models.stored_values import OpenFiles, reading
 from nvcli.models.torch_file import read_torch_file
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
@@ -50,6 +50,16 @@ def test_tensors_are_those_that_torch_loads(protocol: int, tmp_path: Path) -> No
     assert list(found) == [name for name in saved if name != "step"]
     for name, tensor in found.items():
         assert torch.equal(tensor, saved[name].detach()), name
+
+
+def test_files_that_change_before_they_are_read_are_errors(tmp_path: Path) -> None:
+    file = tmp_path / FILE
+    torch.save({"a.weight": torch.ones(40)}, file)
+    info = read_torch_file(file)["a.weight"]
+    for spoil in (lambda: os.truncate(file, info.num_bytes), file.unlink):
+        spoil()
+        with pytest.raises(LoadError, match=rf"{FILE}: cannot be read"), reading(file), OpenFiles() as files:
+            files.read(info, [slice(0, 40)], CPU)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

@@ -7,6 +7,7 @@ its values are (code - zero) × scale.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nvcli.core.system.regular_file import open_regular
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
@@ -263,9 +265,14 @@ class OpenFiles:
     def _map(self, file: Path, stored: StoredTensor) -> Tensor:
         """Return a tensor as it lies in a file of torch.save, not to be written to."""
         if file not in self._mapped:
-            self._mapped[file] = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+            with open_regular(file) as opened:
+                memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._mapped[file] = torch.frombuffer(memory, dtype=torch.uint8)
         dtype = TORCH_TYPES[stored.dtype]
-        data = self._mapped[file][stored.offset :][: math.prod(stored.shape) * dtype.itemsize]
+        end = stored.offset + math.prod(stored.shape) * dtype.itemsize
+        if end > len(self._mapped[file]):
+            raise OSError(f"it ends at byte {len(self._mapped[file]):,}")
+        data = self._mapped[file][stored.offset : end]
         aligned = data if stored.offset % dtype.itemsize == 0 else data.clone()
         return aligned.view(dtype).view(stored.shape)
 
