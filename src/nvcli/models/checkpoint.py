@@ -35,8 +35,13 @@ class _Format:
     """Names of files of weights."""
 
     single: str
-    """The name of a checkpoint's only file; others begin and end like it."""
-    suffix: str
+    """The name of a checkpoint's only file."""
+    pattern: str
+    """Names of several files."""
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.single).suffix
 
     @property
     def index(self) -> str:
@@ -44,18 +49,17 @@ class _Format:
         return f"{self.single}.index.json"
 
     def files(self, path: Path) -> list[Path]:
-        """Return a folder's files without an index: all safetensors, or what begins as torch's do."""
+        """Return a folder's files without an index."""
         if os.path.lexists(path / self.single):
             return [path / self.single]
-        start = "" if self is _SAFETENSORS else self.single.removesuffix(self.suffix)
-        return sorted(path.glob(f"{start}*{self.suffix}"))
+        return sorted(path.glob(self.pattern))
 
     def is_in(self, path: Path) -> bool:
         return os.path.lexists(path / self.index) or bool(self.files(path))
 
 
-_SAFETENSORS = _Format("model.safetensors", SUFFIX)
-_TORCH = _Format("pytorch_model.bin", ".bin")
+_SAFETENSORS = _Format("model.safetensors", f"*{SUFFIX}")
+_TORCH = _Format("pytorch_model.bin", "pytorch_model*.bin")
 
 
 def resolve_model(

@@ -46,6 +46,19 @@ _LITERALS = frozenset(
     )
 )
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_DAMAGED = (
+    ValueError,
+    TypeError,
+    IndexError,
+    KeyError,
+    EOFError,
+    RuntimeError,
+    OverflowError,
+    MemoryError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""Exceptions of a damaged archive, and of walking what it describes."""
 _SAVE = "save the model with transformers' save_pretrained"
 
 
@@ -96,10 +109,7 @@ def _read(file: Path, stream: BinaryIO) -> dict[str, TensorInfo]:
         found = {} if not isinstance(described, dict) else described
         tensors = {key: value for key, value in found.items() if isinstance(value, _Tensor)}
         infos = {key: _locate(file, stream, size, entries, prefix, key, value) for key, value in tensors.items()}
-    except (
-        *(ValueError, TypeError, IndexError, KeyError, EOFError, RuntimeError, OverflowError, MemoryError),
-        *(zipfile.BadZipFile, zlib.error),
-    ) as error:
+    except _DAMAGED as error:
         raise LoadError(
             f"{file}: damaged, or not as torch.save writes it since version 1.6 ({error}): download it again, or "
             f"{_SAVE}"

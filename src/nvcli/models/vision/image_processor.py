@@ -38,6 +38,12 @@ Channels = tuple[float, float, float]
 Resampling = Literal["lanczos", "bilinear", "bicubic"]
 _RESAMPLING: dict[int, Resampling] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's numbers of them."""
+_MOST_TILES = 64
+_MOST_SIDE = 4096
+"""The most pixels of a side from which tiles are cut."""
+_GRIDS_OF_FEW = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+_GRIDS_OF_MANY = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
+"""`image_grid_pinpoints` of processors that leave them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +171,6 @@ def _tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 384), least=least, most=most)
 
 
-_MOST_TILES = 64
-_MOST_SIDE = 4096
-
-
 def _scaled_tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     most = file.positive("max_patches", 12) if file.get("crop_to_patches", bool, True) else 1
     if most > _MOST_TILES:
@@ -227,10 +229,6 @@ def _grid_rule(file: JsonFile, vision: VisionConfig, *, squares: bool = False) -
         most_tiles=vision.most_tiles,
         square=(red, green, blue) if squares else None,
     )
-
-
-_GRIDS_OF_FEW = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-_GRIDS_OF_MANY = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
 
 
 def _margin(file: JsonFile, vision: VisionConfig) -> int:

@@ -85,16 +85,17 @@ class SamplingTable:
         samplings = [new.sampling for new in new_slots]
         slots = np.array([new.slot for new in new_slots])
         floats = np.array([[getattr(s, name) for name in _FLOATS] for s in samplings], dtype=np.float32)
+        forbidden = [_num_forbidden(new) for new in new_slots]
         ints = [
-            (new.sampling.top_k, new.sampling.prompt_len, new.sampling.prompt_len + new.sampling.min_tokens, forbidden)
-            for new, forbidden in zip(new_slots, map(_num_forbidden, new_slots), strict=True)
+            (s.top_k, s.prompt_len, s.prompt_len + s.min_tokens, count)
+            for s, count in zip(samplings, forbidden, strict=True)
         ]
         clipped = np.array([[min(value, MAX_INT32) for value in row] for row in ints], dtype=np.int32)
         longs = np.array([[getattr(s, name) for name in _LONGS] for s in samplings], dtype=np.int64)
         values = np.concatenate([floats.view(np.int32), clipped, longs.view(np.int32)], axis=1)
         slots_there, values_there = upload(slots, values.ravel())
         fill_columns(self._words, self._longs, slots_there, values_there.view(values.shape))
-        self.flags_host[slots] = [_flags(new) for new in new_slots]
+        self.flags_host[slots] = list(map(_flags, new_slots, forbidden))
         self.num_logprobs_host[slots] = [max(0, s.num_logprobs) for s in samplings]
         had_entries = self.num_adjusted_host[slots] > 0
         self.num_adjusted_host[slots] = [
@@ -139,7 +140,7 @@ def _num_forbidden(new: NewSlot) -> int:
     return len(s.bias_ids) + len(_held_back(new)) if is_all else 0
 
 
-def _flags(new: NewSlot) -> int:
+def _flags(new: NewSlot, num_forbidden: int) -> int:
     s, flags = new.sampling, SamplingFlag(0)
     if new.constraint is not None:
         flags |= SamplingFlag.CONSTRAINED
@@ -149,7 +150,7 @@ def _flags(new: NewSlot) -> int:
         flags |= SamplingFlag.OTHER_LIMITS
     if s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1:
         flags |= SamplingFlag.PENALTIES
-    if (s.bias_ids or _held_back(new)) and not _num_forbidden(new):
+    if (s.bias_ids or _held_back(new)) and not num_forbidden:
         flags |= SamplingFlag.ADJUSTED
     if s.allowed_ids:
         flags |= SamplingFlag.ALLOWED

@@ -16,6 +16,15 @@ from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
 
 
 @triton.jit
+def _sum_of_parts(x_ptrs, part_stride, inside, NUM_PARTS: tl.constexpr):
+    """Load a row's parts, part_stride apart, and add them up in float32."""
+    x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        x += tl.load(x_ptrs + part * part_stride, mask=inside, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,  # [NUM_PARTS, T, SIZE], parts x_part_stride apart, rows x_row_stride
     residual_ptr,  # [T, SIZE], rows residual_row_stride apart, written with ADD
@@ -45,10 +54,7 @@ def _rms_norm_kernel(
     inside = columns < SIZE
     # Both loads are on their way before either is waited for.
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, NUM_PARTS):
-        part_ptrs = x_ptr + part * x_part_stride + row * x_row_stride + columns
-        x += tl.load(part_ptrs, mask=inside, other=0.0).to(tl.float32)
+    x = _sum_of_parts(x_ptr + row * x_row_stride + columns, x_part_stride, inside, NUM_PARTS)
     if ADD:
         residual_ptrs = residual_ptr + row * residual_row_stride + columns
         total = (tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
@@ -91,10 +97,7 @@ def _add_normed_kernel(
     residual_ptrs = residual_ptr + row * residual_row_stride + columns
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, NUM_PARTS):
-        part_ptrs = x_ptr + part * x_part_stride + row * x_row_stride + columns
-        x += tl.load(part_ptrs, mask=inside, other=0.0).to(tl.float32)
+    x = _sum_of_parts(x_ptr + row * x_row_stride + columns, x_part_stride, inside, NUM_PARTS)
     mean_square = tl.sum(x * x, axis=0) / SIZE
     normed = x * tl.rsqrt(mean_square + eps) * weight
     total = (residual + normed.to(dtype).to(tl.float32)).to(dtype)
