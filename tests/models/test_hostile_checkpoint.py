@@ -16,8 +16,9 @@ from model_facts import rope_of
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.checkpoint import check_weight_files, read_tensors, weight_files
 from nvcli.models.config import load_model_config
-from nvcli.models.json_file import read_json
+from nvcli.models.json_file import JsonFile, read_json
 from nvcli.models.safetensors_header import read_header
+from nvcli.models.vision.llava import read_onevision_vision
 
 DEEP = '{"a":' * 100_000
 HUGE = 2**70
@@ -219,3 +220,9 @@ def test_pickled_weights_are_not_run(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "pytorch_model.bin").read_bytes())
     assert_refused(lambda: read_tensors(tmp_path), "truncated or not a safetensors file")
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("ratio", ["anyres", "anyres_max_0", "anyres_max_" + "9" * 5000])
+def test_a_number_within_text(tmp_path: Path, ratio: str) -> None:
+    config = JsonFile(tmp_path / "config.json", {"vision_aspect_ratio": ratio, "vision_config": {}})
+    assert_refused(lambda: read_onevision_vision(config, config), "`vision_aspect_ratio`: ", "anyres_max_9")

@@ -20,6 +20,7 @@ from nvcli.models.vision.vision_file import read_sizes, side_of, vision_section
 _PIXTRAL, _CLIP, _SIGLIP = "pixtral", "clip_vision_model", "siglip_vision_model"
 _STRATEGIES = {_CLIP: "default", _SIGLIP: "full"}
 """Whether the class token, which only CLIP has, is left out."""
+_MOST_DIGITS = 9
 _RENAMED = (("embeddings.class_embedding", "cls_token.weight"), ("pre_layrnorm.", "first_norm."))
 _ACTIVATIONS: dict[str, Literal["quick_gelu", "gelu", "gelu_tanh"]] = {
     "quick_gelu": "quick_gelu",
@@ -47,7 +48,7 @@ def read_onevision_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LLaVA-OneVision, which shows large images in fewer tokens."""
     ratio = config.get("vision_aspect_ratio", str, "anyres_max_9")
     most = ratio.removeprefix("anyres_max_")
-    if not most.isdecimal() or not int(most):
+    if not most.isdecimal() or len(most) > _MOST_DIGITS or not int(most):
         raise config.error("vision_aspect_ratio", f"{show(ratio)} is not supported; supported: anyres_max_9")
     return _read(
         config,
