@@ -90,6 +90,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "30B-A3B in FP8": ("qwen3-30b-a3b", {"quantization": "fp8"}),
     "gpt-oss in FP8": ("gpt-oss-20b", {"quantization": "fp8"}),
     "gpt-oss in 4 bits": ("gpt-oss-20b", {"quantization": "w4a16"}),
+    "gpt-oss in 4 bits and FP8": ("gpt-oss-20b", {"quantization": "w4a8"}),
     "Phi-3.5-MoE": ("mixtral-8x7b", {"hf_overrides": _PHI_MOE}),
     "DeepSeek-V2-Lite": ("deepseek-v2-lite", {}),
     "DeepSeek-V2-Lite with an FP8 cache": ("deepseek-v2-lite", {"kv_cache_dtype": "fp8"}),

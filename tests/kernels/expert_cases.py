@@ -24,6 +24,7 @@ FORMATS: dict[str, Format] = {
     "channel": "channel",
     "block": "block",
     "mxfp4": W4Format("mxfp4", 32),
+    "mxfp4 for fp8": W4Format("mxfp4 for fp8", 32),
     "nvfp4": W4Format("nvfp4", 16),
     "groups of 32": W4Format("integer", 32),
     "groups of 128": W4Format("integer", 128),
@@ -87,12 +88,11 @@ def _make_weight(values: Tensor, format: Format, dtype: torch.dtype) -> tuple[Te
         return codes, scales, dequantise_weight(codes, scales)
     rows, columns = values.shape
     bits = (values * 1e4).to(torch.int32) & 0xFF  # as good as random
-    if format.kind == "mxfp4":
+    if format.kind in ("mxfp4", "mxfp4 for fp8"):
         blocks = bits[:, : columns // 2].reshape(rows, columns // 32, 16).to(torch.uint8)
         exponents = 119 + (bits[:, : columns // 32] & 3).to(torch.uint8)
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
-        scales = w4.join_exponents(exponents, format)
-        return w4.pack(codes, format), scales, dequantise(blocks, exponents).float()
+        return *w4.pack_mxfp4(codes, exponents, format), dequantise(blocks, exponents).float()
     if format.kind == "nvfp4":
         block_scales = (bits[:, : columns // 16] >> 1).clamp(max=126).to(torch.uint8).view(FP8)
         factor = values[:, 0].abs() * 1e-2 + 1e-4

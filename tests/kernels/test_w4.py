@@ -7,6 +7,7 @@ import torch
 
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels import w4
+from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
 from nvcli.kernels.triton.products import w4_linear as kernels
 from nvcli.kernels.triton.products.product_launch import Kind, ProductLaunch, for_format
 from nvcli.kernels.triton.products.products import multiply
@@ -40,6 +41,20 @@ def test_nothing_is_lost(rows: int, columns: int, group: int) -> None:
     assert torch.equal(w4.dequantise(words, scales, columns, W4Format("integer", group)), values)
     found = kernels.dequantise(words.to(DEVICE), scales.to(DEVICE), columns, W4Format("integer", group), torch.float32)
     assert torch.equal(found.cpu(), values)
+
+
+def test_mxfp4_for_fp8_is_exact_but_for_blocks_far_below_a_row() -> None:
+    format, generator = W4Format("mxfp4 for fp8", 32), torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (64, 288), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(108, 120, (64, 9), generator=generator, dtype=torch.uint8)
+    scales[:, 0], scales[:, 8] = 119, 107
+    words, joined = w4.pack_mxfp4(codes, scales, format)
+    kept = codes.clone()
+    kept[:, -32:] = 0  # 2^-12 of the row's largest block
+    assert torch.equal(w4.unpack(words, 288, format), kept)
+    values = numbers_of_codes(kept).float() * powers_of_scales(scales).float().repeat_interleave(32, 1)
+    assert torch.equal(w4.dequantise(words, joined, 288, format), values)
+    assert words.numel() * 2 + joined.numel() * 4 == format.num_bytes(64, 288)
 
 
 @pytest.mark.parametrize("multiplied", [pytest.param(127, marks=() if HAS_GPU else pytest.mark.full), 9])

@@ -58,6 +58,11 @@ class W4Scales(NamedTuple):
     gate_up_format: W4Format
     down_format: W4Format
 
+    @property
+    def is_for_fp8(self) -> bool:
+        """Whether the weights are multiplied by activations in FP8."""
+        return self.gate_up_format.kind == "mxfp4 for fp8"
+
 
 WeightKind = FP8Scaling | W4Kind | Literal["plain"]
 """The format of a weight: plain numbers, FP8 with scales of rows or blocks, or 4 bits."""

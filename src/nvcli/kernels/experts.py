@@ -62,7 +62,7 @@ def apply_experts(
         out = torch.empty(experts_per_token, num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    quantises = quantises and isinstance(scales, ExpertScales)
+    quantises = quantises and (isinstance(scales, ExpertScales) or (scales is not None and scales.is_for_fp8))
     if x.is_cuda:
         from nvcli.kernels.triton.products import experts as kernels
 
@@ -90,6 +90,9 @@ def _multiply(x: Tensor, matrix: ExpertMatrix, *, quantises: bool, batch_invaria
         return invariant_linear(x, weight, bias) if batch_invariant else F.linear(x, weight, bias)
     if matrix.format is not None:
         values = w4.dequantise(weight, scales, x.shape[1], matrix.format)
+        if quantises:
+            rows = quantise(x, "channel")
+            x = (rows.codes.float() * rows.scales.unsqueeze(1)).to(x.dtype)
         return F.linear(x.float(), values, None if bias is None else bias.float()).to(x.dtype)
     if quantises:
         return fp8_linear(quantise(x, "channel" if scales.dim() == 1 else "block"), weight, scales, bias, None)

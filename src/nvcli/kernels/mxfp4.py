@@ -8,7 +8,7 @@ from torch import Tensor
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of E2M1 without the sign, by their lower three bits."""
-_SCALE_BIAS = 127
+SCALE_BIAS = 127
 _NAN_SCALE = 255
 
 
@@ -54,7 +54,7 @@ def byte_pairs(device: torch.device) -> Tensor:
 
 def _powers(device: torch.device) -> Tensor:
     """The factor of each scale, [256] bfloat16."""
-    exponents = torch.arange(256, dtype=torch.float64, device=device) - _SCALE_BIAS
+    exponents = torch.arange(256, dtype=torch.float64, device=device) - SCALE_BIAS
     powers = torch.exp2(exponents)
     powers[_NAN_SCALE] = torch.nan
     return powers.to(torch.bfloat16)

@@ -1,5 +1,5 @@
-"""W4A16: weights of 4 bits, which are multiplied by activations of 16 bits or more. Plain torch is the reference; CUDA
-tensors take the Triton kernels that are held to it.
+"""Weights of 4 bits, which are multiplied by activations of 16 bits or more (W4A16), or those of experts in MXFP4 also
+by activations in FP8 (W4A8). Plain torch is the reference; CUDA tensors take the Triton kernels that are held to it.
 
 Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
 
@@ -11,6 +11,17 @@ Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
             MXFP4: [tiles, out] int32, the scales of a tile's four blocks, 8 bits each, from the lowest bits on.
             NVFP4: [1 + tiles, out] int32, first the float32 by which all scales of a row are multiplied, then those of
             each tile's four blocks in e4m3, as for MXFP4.
+
+For activations in FP8 a number of MXFP4 becomes one of e4m3: its bits are looked up in a table of eight bytes that
+holds the numbers of its block. The words are in an order for this, and 32 rows of a tile follow one another:
+
+    words   [out / 32, tiles, 32, 32] int16. Of columns 4 j to 4 j + 3 of a tile's first two parts, words 4 j and
+            4 j + 1 hold the codes, and the next two words those of the other parts. In these 32 bits are the codes of
+            the four columns for the first part, from the lowest bits on, then those for the second part; where codes
+            have their signs, bit 8 k + 7 has the sign of column k for the first part, bit 8 k + 3 for the second.
+    scales  [1 + tiles, out] int32: first a power of 2 in float32, by which a row's sums are multiplied, then how many
+            times each of a tile's four blocks is doubled relative to 2^-5, 0 to 11. Blocks of a row that are smaller
+            by 2^12 than its largest are 0.
 
 The scales of integers lose 8 bits of 24, those that scales in 16 bits do not have. Products of few rows are exact but
 for the order of their sums: (code - zero) is a number of any half type, and its scale is applied to sums in float32.
@@ -28,24 +39,56 @@ from torch import Tensor
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
-from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
-from nvcli.kernels.weight_formats import W4_PARTS, W4Format
+from nvcli.kernels.mxfp4 import SCALE_BIAS, numbers_of_codes, powers_of_scales
+from nvcli.kernels.weight_formats import ROWS_TOGETHER, W4_PARTS, W4Format
 
 LARGEST_FP4_SCALE = 128
 """The largest scale of MXFP4 that can be kept: 2, with a bias of 127. Kernels have it 2^126 times as large."""
+_LEAST_POWER, _NUM_POWERS = -5, 12
+"""The powers of 2 by which e4m3 holds all numbers of FP4: from 2^-5 on, 12 of them."""
 
 
 def pack(codes: Tensor, format: W4Format) -> Tensor:
     """Pack codes [out, in] uint8, each below 16, into words [out, in / 4] int16."""
     rows, columns = codes.shape
     padded = F.pad(codes, (0, -columns % format.tile))
+    if format.kind == "mxfp4 for fp8":
+        return _pack_for_fp8(padded)
     first, second, third, fourth = padded.view(rows, -1, W4_PARTS, format.part).unbind(2)
     halves = torch.stack((first | (second << 4), third | (fourth << 4)), dim=-1)  # the lower byte comes first
     return halves.view(torch.int16).flatten(1)
 
 
+def _pack_for_fp8(codes: Tensor) -> Tensor:
+    """Pack codes [out, tiles × 128] into words in the order for activations in FP8."""
+    rows = len(codes)
+    parts = codes.view(rows // ROWS_TOGETHER, ROWS_TOGETHER, -1, 2, 2, 8, 4).permute(0, 2, 1, 5, 3, 4, 6).int()
+    words = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=codes.device)
+    for half in range(2):
+        for column in range(4):
+            code = parts[..., half, column]
+            words |= (code & 7) << (16 * half + 4 * column)
+            words |= (code >> 3) << (8 * column + 7 - 4 * half)
+    return words.view(rows, -1).view(torch.int16)
+
+
+def _unpack_for_fp8(words: Tensor) -> Tensor:
+    """Undo `_pack_for_fp8`."""
+    rows = len(words)
+    pairs = words.contiguous().view(torch.int32).view(rows // ROWS_TOGETHER, -1, ROWS_TOGETHER, 8, 2)
+    found = [
+        ((pairs >> (16 * half + 4 * column)) & 7) | (((pairs >> (8 * column + 7 - 4 * half)) & 1) << 3)
+        for half in range(2)
+        for column in range(4)
+    ]
+    halves = torch.stack(found, dim=-1).view(*pairs.shape, 2, 4)
+    return halves.permute(0, 2, 1, 4, 5, 3, 6).reshape(rows, -1).to(torch.uint8)
+
+
 def unpack(words: Tensor, columns: int, format: W4Format) -> Tensor:
     """Return the codes of words: [out, columns] uint8."""
+    if format.kind == "mxfp4 for fp8":
+        return _unpack_for_fp8(words)[:, :columns]
     shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device).view(1, 1, -1, 1)
     codes = (words.view(len(words), -1, 1, format.part) >> shifts) & 15
     return codes.flatten(1)[:, :columns].to(torch.uint8)
@@ -69,6 +112,19 @@ def join_exponents(scales: Tensor, format: W4Format) -> Tensor:
     return padded.view(torch.int32).t().contiguous()
 
 
+def pack_mxfp4(codes: Tensor, scales: Tensor, format: W4Format) -> tuple[Tensor, Tensor]:
+    """Return the words and the joined scales of MXFP4: codes [out, in] uint8, scales [out, in / 32] uint8."""
+    if format.kind == "mxfp4":
+        return pack(codes, format), join_exponents(scales, format)
+    exponents = scales.int()
+    lowest = exponents.amax(1, keepdim=True) - (_NUM_POWERS - 1)
+    powers = exponents - lowest
+    codes = codes.masked_fill((powers < 0).repeat_interleave(format.group, 1), 0)
+    factors = torch.exp2((lowest - (SCALE_BIAS + _LEAST_POWER)).float()).view(torch.int32).t()
+    joined = join_exponents(powers.clamp(min=0).to(torch.uint8), format)
+    return pack(codes, format), torch.cat((factors, joined)).contiguous()
+
+
 def join_block_scales(scales: Tensor, factor: Tensor, format: W4Format) -> Tensor:
     """Join the scales of NVFP4, [out, in / 16] e4m3, and the number by which a row's are multiplied, [out] float32:
     [1 + tiles, out] int32."""
@@ -79,12 +135,17 @@ def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format) ->
     """Return the values of a weight in float32: [out, columns]."""
     codes = unpack(words, columns, format)
     if format.kind != "integer":
-        is_nv = format.kind == "nvfp4"
+        has_factors = format.has_row_factors
         places = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
-        eights = ((scales[is_nv:].t().unsqueeze(-1) >> places) & 255).to(torch.uint8).flatten(1)
-        factors = numbers(eights.view(FP8)) if is_nv else powers_of_scales(eights).float()
+        eights = ((scales[has_factors:].t().unsqueeze(-1) >> places) & 255).to(torch.uint8).flatten(1)
+        if format.kind == "nvfp4":
+            factors = numbers(eights.view(FP8))
+        elif format.kind == "mxfp4":
+            factors = powers_of_scales(eights).float()
+        else:
+            factors = torch.exp2(eights.float() + _LEAST_POWER)
         values = numbers_of_codes(codes).float() * factors.repeat_interleave(format.group, 1)[:, :columns]
-        return values * scales[0].view(torch.float32).unsqueeze(1) if is_nv else values
+        return values * scales[0].view(torch.float32).unsqueeze(1) if has_factors else values
     factors, zeros = (part.repeat_interleave(format.group, 1)[:, :columns] for part in part_scales(scales))
     return (codes.float() - zeros) * factors
 

@@ -22,6 +22,9 @@ W4_PARTS = 4
 """Codes of a word, where ranks keep a weight in 4 bits (`kernels/w4.py`)."""
 _PART = 32
 """The words of a tile: the smallest group, so that groups have whole parts."""
+ROWS_TOGETHER = 32
+"""How many rows of a tile follow one another, where words are for activations in FP8. Weights have whole ones: the rows
+of one expert's matrix are the blocked columns of the other."""
 NVFP4_BLOCK = 16
 """How many neighbours of a row share a scale in NVFP4."""
 W4_GROUPS = (128, 64, 32)
@@ -30,8 +33,9 @@ W4_GROUPS = (128, 64, 32)
 FP8Scaling = Literal["channel", "block"]
 """The part of a weight in FP8 that shares a scale: a row, or a block of 128 × 128."""
 
-W4Kind = Literal["integer", "mxfp4", "nvfp4"]
-"""The kind of codes of 4 bits: integers, or numbers of FP4 with the scales of one of its formats."""
+W4Kind = Literal["integer", "mxfp4", "mxfp4 for fp8", "nvfp4"]
+"""The kind of codes of 4 bits: integers, or numbers of FP4 with the scales of one of its formats. "mxfp4 for fp8":
+they are multiplied by activations in FP8 and become FP8 themselves."""
 
 
 def scale_shape(rows: int, columns: int, scaling: FP8Scaling) -> tuple[int, ...]:
@@ -58,14 +62,19 @@ class W4Format:
         """Columns of a weight that stand in the same words."""
         return W4_PARTS * self.part
 
+    @property
+    def has_row_factors(self) -> bool:
+        """Whether the sums of a row are multiplied by a factor of its own."""
+        return self.kind in ("nvfp4", "mxfp4 for fp8")
+
     def words_of_row(self, columns: int) -> int:
         """Count the 16-bit words of a row of `columns`."""
         return -(-columns // self.tile) * self.part
 
     def scales_of_row(self, columns: int) -> int:
         """Count the words of 32 bits that hold a row's scales: one for each group, or of FP4 for the four groups of a
-        tile, and of NVFP4 one for the row."""
-        return (self.kind == "nvfp4") - (-columns // (self.group if self.kind == "integer" else self.tile))
+        tile, and one for the row if it has a factor."""
+        return self.has_row_factors - (-columns // (self.group if self.kind == "integer" else self.tile))
 
     def num_bytes(self, rows: int, columns: int) -> int:
         """Count the bytes of a weight [rows, columns]."""
@@ -85,8 +94,8 @@ class StoredGroups:
     def kept(self, columns: int) -> W4Format | None:
         """Return how a rank keeps `columns` of a weight, from a multiple of so many on: with the largest groups that
         neither a group nor the cut ends in. None: there are none."""
-        if self.kind == "mxfp4":
-            return None if columns % MXFP4_BLOCK else W4Format("mxfp4", MXFP4_BLOCK)
+        if self.kind == "mxfp4" or self.kind == "mxfp4 for fp8":
+            return None if columns % MXFP4_BLOCK else W4Format(self.kind, MXFP4_BLOCK)
         if self.kind == "nvfp4":
             return None if columns % NVFP4_BLOCK else W4Format("nvfp4", NVFP4_BLOCK)
         fitting = (size for size in W4_GROUPS if columns % size == 0 and (self.size is None or self.size % size == 0))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_types import WeightKind
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
+from nvcli.kernels.weight_formats import ROWS_TOGETHER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,12 @@ class TileKind:
     @property
     def is_in_4_bits(self) -> bool:
         """Whether the weight is words of four codes."""
-        return self.weight in ("integer", "mxfp4", "nvfp4")
+        return self.weight in ("integer", "mxfp4", "mxfp4 for fp8", "nvfp4")
+
+    @property
+    def rows_together(self) -> int:
+        """How many rows' words of a tile follow one another (`kernels/w4.py`)."""
+        return ROWS_TOGETHER if self.weight == "mxfp4 for fp8" else 1
 
 
 @triton.jit

@@ -8,7 +8,7 @@ What a weight of each kind is made of:
     block    e4m3, with a scale for 128 × 128 numbers, and of activations for 128 of a row, by which the sum of each 128
              products is multiplied
     integer  words of four codes (`kernels/w4.py`) with scales for groups of a row's codes
-    mxfp4    the same, with numbers of FP4 and scales that are powers of two
+    mxfp4    the same, with numbers of FP4 and scales that are powers of two; for activations in FP8 in another order
     nvfp4    the same, with scales in e4m3, and each row with a factor, which the whole sum is multiplied by
 
 FP8 units keep about 14 bits of a sum. They add up the products of 128 input features, and these sums are added up in
@@ -71,7 +71,13 @@ def multiply_tile(
             x_at = x + rows[:, None] * in_features + inner[None, :]
     if not KIND.weight_by_tma:
         first_rows = first_row + tl.arange(0, KIND.out_tile)
-        weight_at = weight + first_rows[:, None].to(tl.int64) * row_size + inner[None, :]
+        if KIND.rows_together > 1:  # `out_features` is a multiple of it
+            TOGETHER: tl.constexpr = KIND.rows_together
+            offsets = first_rows % TOGETHER * PART
+            weight_at = weight + (first_rows // TOGETHER * TOGETHER).to(tl.int64)[:, None] * row_size
+            weight_at += offsets[:, None] + inner[None, :]
+        else:
+            weight_at = weight + first_rows[:, None].to(tl.int64) * row_size + inner[None, :]
         up_at = weight_at + tl.cast(out_features, tl.int64) * row_size
     if KIND.weight == "block":
         num_groups = tl.cdiv(in_features, KIND.group)
@@ -114,10 +120,16 @@ def multiply_tile(
         total *= row_scales * load_features(scale_ptrs, is_feature, KIND.rows_first)
         if KIND.is_gated:
             up *= row_scales * load_features(scale_ptrs + out_features, is_feature, KIND.rows_first)
-    if KIND.weight == "nvfp4":
-        total *= row_factors(scales_ptr, features, is_feature)[:, None]
+    if KIND.weight == "nvfp4" or KIND.weight == "mxfp4 for fp8":
+        IS_NVFP4: tl.constexpr = KIND.weight == "nvfp4"
+        total *= row_factors(scales_ptr, features, is_feature, IS_NVFP4)[:, None]
         if KIND.is_gated:
-            up *= row_factors(scales_ptr, out_features + features, is_feature)[:, None]
+            up *= row_factors(scales_ptr, out_features + features, is_feature, IS_NVFP4)[:, None]
+    if KIND.weight == "mxfp4 for fp8":
+        row_scales = per_row(load_row_scales(x_scales_ptr + rows, is_row, KIND.is_quantised), KIND.rows_first)
+        total *= row_scales
+        if KIND.is_gated:
+            up *= row_scales
     return total, up
 
 

@@ -26,6 +26,23 @@ _SIGN_AND_NUMBER = (
 _BF16_NUMBERS = tl.constexpr(
     tuple(_SIGN_AND_NUMBER.format(12 - 4 * part, "shl" if part < 2 else "shr", abs(6 - 4 * part)) for part in range(4))
 )
+_TABLES = "{{ .reg .b32 t, s; {}and.b32 t, t, 0x7777; prmt.b32 t, $3, $7, t; {}lop3.b32 $0, s, 0x80808080, t, 0xEA; }}"
+_FP8_NUMBERS = tl.constexpr(
+    tuple(
+        _TABLES.format(f"{move_codes} ", f"{move_signs} ")
+        for word in ("$1", "$2")
+        for move_codes, move_signs in (
+            (f"mov.b32 t, {word};", f"mov.b32 s, {word};"),
+            (f"shr.b32 t, {word}, 16;", f"shl.b32 s, {word}, 4;"),
+        )
+    )
+)
+"""For each part: words, and both halves of the table of its numbers → four numbers."""
+_LEAST_NUMBERS = tl.constexpr((0x14100800, 0x24201C18))
+"""The numbers of FP4 without signs, times 2^-5, in e4m3: those of codes 0 to 3, from the lowest byte on, and of codes 4
+to 7."""
+_DOUBLED = tl.constexpr((0x08080800, 0x08080808))
+"""The increments that double them."""
 _ZERO_MASK = tl.constexpr(0xFF)
 _NVFP4_UNIT = tl.constexpr(2.0**8)
 
@@ -91,6 +108,35 @@ def nvfp4_numbers(words, scales, PART: tl.constexpr, DTYPE: tl.constexpr, PACKED
 
 
 @triton.jit
+def fp8_numbers(words, powers, PART: tl.constexpr, PACKED: tl.constexpr):
+    """Return the numbers of one part of MXFP4 for activations in FP8, exactly, but for the factor of their row. words:
+    [N, 32] int16; powers: [N] int32, those of the tile's four parts (`kernels/w4.py`) → [N, 32] of e4m3."""
+    power = (powers >> (8 * PART)) & 255
+    low = power * _DOUBLED[0] + _LEAST_NUMBERS[0]
+    high = power * _DOUBLED[1] + _LEAST_NUMBERS[1]
+    if PACKED:
+        numbers = tl.inline_asm_elementwise(
+            _FP8_NUMBERS[PART],
+            "=r,r,r,r,r,r,r,r,r,r,r",
+            [words, low[:, None], high[:, None]],
+            dtype=tl.float8e4nv,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        ROWS: tl.constexpr = words.shape[0]
+        fours = (words.to(tl.int64) & 0xFFFF).reshape([ROWS, 8, 4])
+        column = tl.arange(0, 4)[None, None, :]
+        bits = tl.sum(fours << (16 * column), axis=2)[:, :, None] >> (32 * (PART // 2))
+        code = ((bits >> (4 * column + 16 * (PART % 2))) & 7).reshape([ROWS, 32])
+        sign = ((bits >> (8 * column + 7 - 4 * (PART % 2))) & 1).reshape([ROWS, 32])
+        table = tl.where(code < 4, low[:, None], high[:, None])
+        number = (table >> (8 * (code % 4)).to(tl.int32)) & 0x7F
+        numbers = (number | (sign.to(tl.int32) << 7)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return numbers
+
+
+@triton.jit
 def _fp4_codes(words, PART: tl.constexpr, PACKED: tl.constexpr):
     """Return the numbers of a part's codes, 2^126 times too small: in bfloat16 if PACKED, else in float32."""
     if PACKED:
@@ -104,10 +150,10 @@ def _fp4_codes(words, PART: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def row_factors(scales_ptr, features, is_feature):
-    """Load the factors by which sums of a weight in NVFP4 are multiplied: [N] float32, from its scales."""
+def row_factors(scales_ptr, features, is_feature, IS_NVFP4: tl.constexpr):
+    """Load the factors by which the sums of rows are multiplied: [N] float32, from the scales of a weight."""
     factors = tl.load(scales_ptr + features, mask=is_feature, other=0).to(tl.float32, bitcast=True)
-    return factors * _NVFP4_UNIT
+    return factors * _NVFP4_UNIT if IS_NVFP4 else factors
 
 
 @triton.jit
@@ -131,8 +177,15 @@ def add_tile(
     PARTS: tl.constexpr = 4
     TILE: tl.constexpr = KIND.in_tile
     PART: tl.constexpr = TILE // PARTS
-    codes = tl.load(words_ptrs + tile * PART, mask=is_feature[:, None], other=0)
-    if KIND.weight != "integer":
+    codes = tl.load(words_ptrs + tile * (PART * KIND.rows_together), mask=is_feature[:, None], other=0)
+    if KIND.weight == "mxfp4 for fp8":
+        powers = tl.load(scales_ptrs + (tile + 1) * scales_stride, mask=is_feature, other=0)
+        sums = tl.zeros_like(total)  # of at most 128 products by the units
+        for part in tl.static_range(PARTS):
+            inputs = _load_part(x_ptrs, tile * TILE, is_row, part, in_features, PART, KIND.is_whole)
+            sums = tl.dot(fp8_numbers(codes, powers, part, KIND.is_packed), inputs, sums)
+        total += sums
+    elif KIND.weight != "integer":
         group = tile + 1 if KIND.weight == "nvfp4" else tile  # the first are the factors of rows
         scales = tl.load(scales_ptrs + group * scales_stride, mask=is_feature, other=0)
         for part in tl.static_range(PARTS):

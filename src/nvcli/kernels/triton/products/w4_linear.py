@@ -174,7 +174,7 @@ def _dequantise_kernel(
     )
     out_ptrs = out_ptr + rows[:, None].to(tl.int64) * IN_FEATURES + tile * TILE + inner[None, :]
     if KIND == "nvfp4":
-        factors = row_factors(scales_ptr, rows, is_row)
+        factors = row_factors(scales_ptr, rows, is_row, True)
         scales_ptr += OUT_FEATURES
     for part in tl.static_range(4):
         first = tile * TILE + part * PART
