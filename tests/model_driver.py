@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
 from nvcli.attention.whole_images import WholeImage, plan_both_ways
+from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.lora import group_rows
 from nvcli.kernels.lora_types import BatchAdapters
 from nvcli.models.adapter_bank import LoadedAdapters
@@ -68,7 +68,7 @@ class ModelDriver:
         stage: Stage = WHOLE,
         max_positions: int | None = None,
         expert_parallel: bool = False,
-        quantization: Literal["none", "fp8", "w4a16"] = "none",
+        quantization: KeptWeights = "none",
         has_fp8_units: bool = True,
         lora: Path | None = None,
         row_loras: Sequence[Path] = (),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from model_driver import CPU, load_weights
+from nvcli.core.config_types import KeptWeights
 from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
@@ -26,7 +26,7 @@ def load_model(
     device: torch.device = CPU,
     *,
     dtype: torch.dtype = torch.float32,
-    quantization: Literal["none", "fp8", "w4a16"] = "none",
+    quantization: KeptWeights = "none",
     expert_parallel: bool = False,
     lora: Path | None = None,
 ) -> CausalLM:

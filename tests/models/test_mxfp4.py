@@ -25,6 +25,8 @@ from mxfp4 import BLOCKS_FILE, SCALES_FILE, quantise
 from nvcli.errors import ConfigError, LoadError
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.mxfp4 import dequantise
+from nvcli.kernels.w4 import dequantise as dequantise_words
+from nvcli.kernels.weight_formats import W4Format
 from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.config import load_model_config
 from nvcli.worker.distributed.stage import WHOLE, Stage
@@ -102,6 +104,20 @@ def test_experts_in_fp8_lose_nothing_unless_the_exponents_of_a_row_are_far_apart
         elif name in expected:
             assert torch.equal(parameter, expected[name]), name
     assert rounded == (spread > 14)
+
+
+@pytest.mark.parametrize(("rank", "size", "options"), [(0, 1, {}), (1, 2, {"expert_parallel": True})])
+def test_experts_in_4_bits_for_fp8_are_the_same_numbers(
+    rank: int, size: int, options: dict[str, Any], published: Path, plain: Path
+) -> None:
+    found, expected = load(published, rank, size, quantization="w4a8", **options), load(plain, rank, size, **options)
+    kept = [name for name, parameter in found.items() if parameter.dtype == torch.int16]
+    assert len(kept) == 2 * 4  # both matrices of four layers
+    for name in kept:
+        scales, values = found[name.replace("_proj", "_scale")], expected[name]
+        for expert, words in enumerate(found[name]):
+            number = dequantise_words(words, scales[expert], values.shape[-1], W4Format("mxfp4 for fp8", 32))
+            assert torch.equal(number, values[expert].float()), name
 
 
 def test_a_rank_reads_whole_experts(published: Path, plain: Path) -> None:

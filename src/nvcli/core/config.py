@@ -103,15 +103,16 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Flag(
             "--quantization",
             MODEL,
-            "Format of weights: none: --dtype; fp8: linear layers in 8 bits; w4a16: a checkpoint's 4 bits; "
+            "Format of weights: none: --dtype; fp8: linear layers in 8 bits; w4a16, w4a8: a checkpoint's 4 bits; "
             "auto: what suits checkpoint and GPU.",
             "TYPE",
         ),
     ] = "auto"
     """Format of the weights of linear layers. none: `dtype`, whatever the checkpoint's format; fp8: 8 bits, with
-    activations quantised on the fly; w4a16: the 4 bits of the checkpoint, with activations in `dtype`. auto: fp8
-    for a checkpoint in FP8 on GPUs with FP8 units, w4a16 for one in 4 bits where 16 (of FP4: 8) would take too much of
-    a GPU's memory, else none."""
+    activations quantised on the fly; w4a16: the 4 bits of the checkpoint, with activations in `dtype`; w4a8: those
+    of experts in MXFP4, with activations quantised to FP8. auto: fp8
+    for a checkpoint in FP8 on GPUs with FP8 units, w4a16 (MXFP4: w4a8) for one in 4 bits where 16 (of FP4: 8) would
+    take too much of a GPU's memory, else none."""
     fp8_accumulation: FP8Accumulation = "exact"
     """Accumulation of FP8 products. exact: in float32, at least every 256 terms of a sum; fast:
     in the FP8 units, which keep about 14 bits, for the whole sum if weights have a scale for each row or tensor."""

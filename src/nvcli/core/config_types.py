@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -19,7 +20,9 @@ ParallelSize = NumProcesses | Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ModelDtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = ModelDtype | Literal["fp8"]
-KeptWeights = Literal["none", "fp8", "w4a16"]
+KeptWeights = Literal["none", "fp8", "w4a16", "w4a8"]
+FOUR_BITS: Sequence[KeptWeights] = ("w4a16", "w4a8")
+"""Formats that keep a checkpoint's 4 bits."""
 Quantization = Literal["auto"] | KeptWeights
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "bf16", "fp8"]

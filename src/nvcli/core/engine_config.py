@@ -153,9 +153,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def weights_type(self) -> str:
         """The type of the weights, for people."""
-        return (
-            self.dtype
-            + {"none": "", "fp8": ", linear layers in FP8", "w4a16": ", linear layers in 4 bits"}[self.quantization]
+        return self.dtype + {"none": "", "fp8": ", linear layers in FP8"}.get(
+            self.quantization, ", linear layers in 4 bits"
         )
 
     @property

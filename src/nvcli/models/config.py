@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nvcli.core.config_types import MAX_INT32, KeptWeights
+from nvcli.core.config_types import FOUR_BITS, MAX_INT32, KeptWeights
 from nvcli.core.validation import is_integer, show
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
@@ -120,7 +120,7 @@ class ModelConfig:
     @property
     def stored_groups(self) -> StoredGroups:
         """How the checkpoint groups its 4-bit weights. Raises ConfigError if it has none or ranks cannot keep them."""
-        return stored_groups(self.quantisation, has_experts=self.has_experts)
+        return stored_groups(self.quantisation, self.quantization, has_experts=self.has_experts)
 
     @property
     def has_experts(self) -> bool:
@@ -140,8 +140,8 @@ class ModelConfig:
         unquantised layers by patterns that cannot be used, or lacks the 4-bit weights that ranks are to keep."""
         if quantization != "none" and self.quantisation is not None:
             name_patterns(self.quantisation.left_alone)
-        if quantization == "w4a16":
-            stored_groups(self.quantisation, has_experts=self.has_experts)
+        if quantization in FOUR_BITS:
+            stored_groups(self.quantisation, quantization, has_experts=self.has_experts)
         return replace(self, quantization=quantization)
 
     def leaves_alone(self, module: str) -> bool:
@@ -235,7 +235,7 @@ class ModelConfig:
             pieces = [piece for block, ranks in shared if not problems for piece in block.pieces(ranks)]
             if self.quantization == "fp8" and not problems:
                 problems += self._problems_of_fp8(pieces)
-            elif self.quantization == "w4a16" and not problems:
+            elif self.quantization in FOUR_BITS and not problems:
                 problems += problems_of_cut_groups(self.stored_groups, self.hidden_size, pieces, size)
         for block in self.draft_head.blocks if self.draft_head is not None and not problems else ():
             problems += (f"{problem} in the head that drafts" for problem in block.check(self.ranks(size, block)))

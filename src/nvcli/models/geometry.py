@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+from nvcli.core.config_types import FOUR_BITS
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import LayerConfig
 from nvcli.models.mixers.mixer import LayerContext
@@ -67,7 +68,7 @@ def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator
         if tensor.is_of_experts:  # files name each expert
             parts = [part.replace(f".{EXPERTS}.", f".{EXPERTS}.0.") for part in parts]
         is_plain = has_experts_alone and not tensor.is_of_experts
-        is_plain |= config.quantization == "w4a16" and tensor.part == "draft head"  # few files have that in 4 bits
+        is_plain |= config.quantization in FOUR_BITS and tensor.part == "draft head"  # few files have that in 4 bits
         is_plain |= any(f"{parent}.{one}.{kind}" in scaled for one in tensor.kept_with)
         if kind != "weight" or is_plain or not parts or any(map(config.leaves_alone, parts)):
             yield tensor

@@ -38,6 +38,8 @@ _CODES_STD, _MIDDLE_CODE = 4.6, 8
 """Standard deviation and middle of random codes in 4 bits."""
 _MXFP4_SCALES = 0x78787878
 """Four scales of 2^-7, with which random MXFP4 codes have about the standard deviation of random weights."""
+_MXFP4_POWERS, _MXFP4_FACTOR = 0x05050505, 2.0**-7
+"""The same for activations in FP8."""
 _NVFP4_SCALES, _FP4_STD = 0x38383838, 2.9
 """Four scales of 1, and the standard deviation of random codes of FP4."""
 _RANDOM_ROWS = 4096
@@ -227,6 +229,9 @@ def _fill_scales(module: nn.Module, target: ScaleTarget) -> None:
         scales.fill_(_STD / _FP8_STD)
     elif target.scaling.kind == "mxfp4":
         scales.fill_(_MXFP4_SCALES)
+    elif target.scaling.kind == "mxfp4 for fp8":
+        scales.fill_(_MXFP4_POWERS)
+        scales[..., 0, :] = int(torch.tensor(_MXFP4_FACTOR).view(torch.int32))
     elif target.scaling.kind == "nvfp4":
         scales.fill_(_NVFP4_SCALES)
         scales[..., 0, :] = int(torch.tensor(_STD / _FP4_STD).view(torch.int32))

@@ -140,6 +140,11 @@ class TensorSpec:
         num_scales = math.prod((*outer, *scale_shape(rows, columns, self.scaling)))
         return num_bytes + num_scales * DTYPE_BYTES["float32"]
 
+    @property
+    def is_multiplied_in_fp8(self) -> bool:
+        """Whether products with it take activations in FP8."""
+        return self.scaling is not None or (self.w4 is not None and self.w4.kind == "mxfp4 for fp8")
+
     def w4_format(self, size: int) -> W4Format | None:
         """Return how each of `size` ranks keeps it in 4 bits; None: they keep it in another type."""
         if self.w4 is None:

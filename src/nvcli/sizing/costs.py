@@ -183,6 +183,6 @@ def _matrices(tensors: list[TensorSpec], tensor_parallel_size: int) -> MatrixCos
         num_weights=sum(math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices),
         num_bytes=sum(tensor.kept_bytes(tensor_parallel_size) for tensor in matrices),
         num_fp8_weights=sum(
-            math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices if tensor.scaling is not None
+            math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices if tensor.is_multiplied_in_fp8
         ),
     )

@@ -136,7 +136,7 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
     most = max(
         -(-count // config.num_homes) if isinstance(block, Mixer) else count for block, count in elements.items()
     )
-    if model.quantization == "fp8":
+    if model.quantization in ("fp8", "w4a8"):
         most += code_elements(hidden)
     most += model.decoder.has_shortcuts * hidden  # the result that waits for the next layer
     inputs = model.decoder.layer_inputs

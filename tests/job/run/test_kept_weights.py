@@ -47,9 +47,9 @@ def shape(name: str, folder: Path, quantization: Any = "w4a16") -> ModelConfig:
         ("gpt-oss-20b", 141, {}, "fp8"),
         ("gpt-oss-20b", 80, {}, "fp8"),
         ("gpt-oss-20b", 80, {"quantization": "none"}, "none"),
-        ("gpt-oss-20b", 40, {}, "w4a16"),
+        ("gpt-oss-20b", 40, {}, "w4a8"),
         ("gpt-oss-20b", 80, {"batch_invariant": True}, "none"),
-        ("gpt-oss-120b", 141, {}, "w4a16"),
+        ("gpt-oss-120b", 141, {}, "w4a8"),
         ("gpt-oss-120b", 141, {"tensor_parallel_size": 2}, "fp8"),
         ("gpt-oss-120b", 141, {"tensor_parallel_size": 4}, "fp8"),  # groups of 4 bits would be cut
         ("gpt-oss-120b", 141, {"tensor_parallel_size": 8}, "none"),  # and parts in FP8 would be too narrow
@@ -66,6 +66,15 @@ def test_experts_in_mxfp4_become_fp8_only_where_gpus_multiply_in_fp8(tmp_path: P
     for capability, kept in (((8, 0), "none"), ((8, 9), "fp8"), ((9, 0), "fp8")):
         gpus = [dataclasses.replace(card, capability=capability)]
         assert keep_weights(run, model, "cuda", gpus=gpus).quantization == kept
+    large, old_card = shape("gpt-oss-120b", tmp_path), dataclasses.replace(card, capability=(8, 0))
+    assert keep_weights(run, large, "cuda", gpus=[old_card]).quantization == "w4a16"
+    asked = RunConfig(model="m", quantization="w4a8")
+    assert keep_weights(asked, model, "cuda", gpus=[card]).quantization == "w4a8"
+    with pytest.raises(ConfigError, match=r"w4a8, and a has no units for FP8 products: use quantization: w4a16"):
+        keep_weights(asked, model, "cuda", gpus=[old_card])
+    with pytest.raises(ConfigError, match=r"w4a8, which .* MXFP4, .*, but this checkpoint is awq, 4 bits: use"):
+        keep_weights(asked, shape("qwen3-8b", tmp_path), "cuda", gpus=[card])
+    model = shape("gpt-oss-20b", tmp_path)
     cut = RunConfig(model="m", device="cuda", tensor_parallel_size=4)  # 720 features of each rank are no whole groups
     old = keep_weights(cut, model, "cuda", gpus=[dataclasses.replace(card, capability=(8, 0))])
     assert old.quantization == "none"

@@ -35,9 +35,9 @@ _KERNEL_SECONDS = 3.5e-6
 """Extra time of each kernel: its start and end, and the gap before it. One of Qwen3-0.6B takes 2.8 µs, of 8B 4.6."""
 _ROW_SECONDS = 1e-6
 """Extra time of a decode step per request: the sampler, and prompts in the same step."""
-_W4_FACTOR = 2
+_W4_FACTORS = {"w4a16": 2, "w4a8": 1.5}
 """Time of reading 4-bit weights, which are decoded, relative to others of as many bytes: the experts of gpt-oss-20b
-take 196 µs for 64 tokens, and their bytes 98."""
+take 196 and 146 µs for 64 tokens, and their bytes 98."""
 _ATTENTION_SHARE = 0.7
 """Rate of the products in the attention of prompts, relative to other products: 8,000 to 24,000 tokens."""
 _GATHER_SECONDS = 25e-6
@@ -123,7 +123,7 @@ def replica_seconds(
     costs = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=stage, kv_dtype=config.kv_dtype)
     head = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=Stage(pp - 1, pp)).lm_head
     operations = costs.operations_per_token + head.operations_per_row
-    read_factor = _W4_FACTOR if model.quantization == "w4a16" else 1
+    read_factor = _W4_FACTORS.get(model.quantization, 1)
     hidden_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
     row_bytes = costs.kv_read_bytes(lengths.prompt + lengths.answer * _MEAN_ANSWERED) + costs.state_bytes_per_row
     row_bytes += 2 * costs.activation_bytes

@@ -45,6 +45,8 @@ def keep_weights(
     """
     if run.quantization != "auto":
         kept = model.with_quantization(run.quantization)
+        if run.quantization == "w4a8":
+            _check_fp8_units(device, gpus)
         if adapter is not None:
             adapter.check_kept(kept)
         return kept
@@ -70,7 +72,19 @@ def keep_weights(
         in_fp8 = model.with_quantization("fp8")
         if not _is_large(run, in_fp8, smallest):
             return in_fp8
+    if numbers == "mxfp4" and format_kept == "w4a16" and has_fp8_units:
+        format_kept = "w4a8"
     return plain if fits_plain else model.with_quantization(format_kept)
+
+
+def _check_fp8_units(device: Literal["cpu", "cuda"], gpus: Sequence[SmiGpu] | None) -> None:
+    """Raise ConfigError if a GPU has no units for FP8 products, as far as is known (None: by nvidia-smi)."""
+    found = visible_gpus() if gpus is None and device == "cuda" else gpus
+    for gpu in () if found is None or isinstance(found, str) else found:
+        if gpu.capability is not None and gpu.capability < FP8_CAPABILITY:
+            raise ConfigError(
+                f"`quantization` is w4a8, and {gpu.name} has no units for FP8 products: use quantization: w4a16"
+            )
 
 
 def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig, *, adapter: Adapter | None = None) -> str:

@@ -72,8 +72,9 @@ class Adapter:
             changed = next((n for n in tensor.stored_names if n in self.changes or n in self.replaced), None)
             if changed is not None:
                 raise ConfigError(
-                    f"`quantization` is w4a16, and the adapter (`lora`) changes {changed}, whose new values the "
-                    "checkpoint's 4 bits do not hold: use quantization: none, or fp8, which quantises the new values"
+                    f"`quantization` is {model.quantization}, and the adapter (`lora`) changes {changed}, whose new "
+                    "values the checkpoint's 4 bits do not hold: use quantization: none, or fp8, which quantises the "
+                    "new values"
                 )
 
     def over(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

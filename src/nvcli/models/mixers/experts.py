@@ -122,7 +122,7 @@ class ExpertsConfig(FeedForward):
         inner = experts * self.intermediate_size // ranks.parts_of_expert
         if self.latent_size is not None:
             inner += (2 + experts) * self.latent_size
-        return (2 + results) * hidden_size + inner + (code_elements(inner) if quantization == "fp8" else 0)
+        return (2 + results) * hidden_size + inner + (code_elements(inner) if quantization in ("fp8", "w4a8") else 0)
 
     def unused_tensors(self, path: str) -> Iterator[str]:
         """Yield the weights that transformers writes for experts that return their input."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from nvcli.core.config_types import KeptWeights
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import NVFP4_BLOCK, W4_GROUPS, StoredGroups
 from nvcli.models.mixers.mixer import Piece
@@ -14,9 +15,17 @@ _LEAST_GROUP = W4_GROUPS[-1]
 _WAY_OUT = "use quantization: none, or fp8"
 
 
-def stored_groups(quantisation: Quantisation | None, *, has_experts: bool) -> StoredGroups:
-    """Return how a checkpoint groups its 4-bit weights. Raises ConfigError if it has none, or ranks cannot keep
-    them."""
+def stored_groups(quantisation: Quantisation | None, kept_as: KeptWeights, *, has_experts: bool) -> StoredGroups:
+    """Return how a checkpoint groups its 4-bit weights, which ranks keep as `kept_as` says. Raises ConfigError if it
+    has none, or ranks cannot keep them."""
+    if kept_as == "w4a8":
+        if quantisation is None or quantisation.numbers != "mxfp4":
+            found = "not quantised" if quantisation is None else quantisation.name
+            raise ConfigError(
+                "`quantization` is w4a8, which multiplies experts in MXFP4, such as gpt-oss's, by activations in FP8, "
+                f"but this checkpoint is {found}: use quantization: auto, or fp8"
+            )
+        return StoredGroups(kind="mxfp4 for fp8", size=None)
     if quantisation is not None and quantisation.has_nvfp4_alone:
         return StoredGroups(kind="nvfp4", size=NVFP4_BLOCK)
     if quantisation is None or quantisation.bits != 4 or quantisation.numbers in ("fp4", "table"):
@@ -45,7 +54,8 @@ def problems_of_cut_groups(groups: StoredGroups, hidden_size: int, pieces: Itera
     """Yield the 4-bit weights that cannot be cut over `size` ranks, by the number of input features per rank."""
     lengths = {"the hidden size": hidden_size}
     for piece in pieces:
-        if piece.cut_by_inputs is not None and (piece.is_of_experts or groups.kind != "mxfp4"):
+        has_experts_alone = groups.kind in ("mxfp4", "mxfp4 for fp8")
+        if piece.cut_by_inputs is not None and (piece.is_of_experts or not has_experts_alone):
             lengths[piece.cut_by_inputs] = piece.length
     for name, length in lengths.items():
         if groups.kept(length) is None:
