@@ -23,8 +23,8 @@ __all__ = ["exact_conversions"]
 @pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("num_heads", "plain_dim", "rope_dim", "latent_dim", "is_interleaved"),
-    [(20, 12, 8, 24, True), (3, 16, 16, 32, False)],
+    ("num_heads", "plain_dim", "rope_dim", "latent_dim", "is_interleaved", "rotates"),
+    [(20, 12, 8, 24, True, True), (3, 16, 16, 32, False, True), (3, 16, 12, 24, False, False)],
 )
 def test_rotated_queries_and_stored_keys(
     num_heads: int,
@@ -32,10 +32,11 @@ def test_rotated_queries_and_stored_keys(
     rope_dim: int,
     latent_dim: int,
     is_interleaved: bool,
+    rotates: bool,
     dtype: torch.dtype,
     in_fp8: bool,
 ) -> None:
-    """The queries of the first three tokens are absorbed, and those of the others rotated in place."""
+    """The queries of the first three tokens are absorbed, and those of the others rotated in place, or not at all."""
     heads = LatentHeads(
         num_heads=num_heads,
         plain_dim=plain_dim,
@@ -69,7 +70,7 @@ def test_rotated_queries_and_stored_keys(
         absorbed = torch.zeros(3, num_heads, key_dim, dtype=dtype, device=device)
         queries, latents = projected.to(device).split([projected.shape[1] - key_dim, key_dim], dim=1)
         queries = queries.unflatten(1, (num_heads, -1)).clone()
-        arguments: list[Any] = [queries, latents, cos_sin.to(device), absorbed, cache]
+        arguments: list[Any] = [queries, latents, cos_sin.to(device) if rotates else None, absorbed, cache]
         options: dict[str, Any] = {"weight": weight.to(device), "eps": 1e-6}
         if module is reference:
             arguments.append(None if scales is None else scales.k)

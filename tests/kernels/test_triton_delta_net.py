@@ -19,7 +19,8 @@ from nvcli.kernels import delta_net as reference
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import selective_scan as scan_reference
 from nvcli.kernels.kept_inputs import KeptInputs, PendingTokens
-from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, ScanGates
+from nvcli.kernels.recurrence import RecurrentInputs
+from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, ScanGates, unit_length
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.elementwise import norm
 from nvcli.kernels.triton.recurrent import (
@@ -52,9 +53,11 @@ HEADS = [
     RecurrentHeads(2, 16, 4, 32),
     RecurrentHeads(1, 24, 3, 20, beta_scale=2.0),
     RecurrentHeads(2, 24, 4, 20, rule="scan"),
+    RecurrentHeads(3, 24, 3, 20, decays_by_channel=True),
 ]
 if HAS_GPU:
     HEADS += [RecurrentHeads(1, 128, 2, 128), RecurrentHeads(1, 128, 2, 64, rule="scan")]
+    HEADS += [RecurrentHeads(2, 128, 2, 128, decays_by_channel=True)]
 RULES = {
     "delta": (rules.delta_rule, reference.delta_rule),
     "scan": (rules.selective_scan, scan_reference.selective_scan),
@@ -75,11 +78,18 @@ def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def num_steps(heads: RecurrentHeads) -> int:
+    """The numbers of a token that decays are computed from."""
+    return heads.num_value_heads * (heads.key_dim if heads.decays_by_channel else 1)
+
+
 def gates_of(heads: RecurrentHeads, both: Tensor, of_heads: Tensor) -> DeltaGates | ScanGates:
-    """The gates of tokens, whose numbers are `both` [T, 2 Hv] and those of heads `of_heads` [3, Hv]."""
-    first, second = both[:, : heads.num_value_heads], both[:, heads.num_value_heads :]
-    rates, biases, skip = of_heads
-    return DeltaGates(first, second, rates, biases) if heads.rule == "delta" else ScanGates(second, rates, biases, skip)
+    """The gates of tokens, whose numbers are `both` [T, Hv + steps], and those of heads, in `of_heads` [3, steps]."""
+    num_heads = heads.num_value_heads
+    first, second, (rates, biases, skip) = both[:, :num_heads], both[:, num_heads:], of_heads
+    if heads.rule == "delta":
+        return DeltaGates(first, second, rates[:num_heads], biases)
+    return ScanGates(second, rates, biases, skip)
 
 
 def on_device(rows: StateRows) -> StateRows:
@@ -119,14 +129,15 @@ def test_rules(step: str, heads: RecurrentHeads, dtype: torch.dtype) -> None:
     if heads.key_dim == 128 and dtype == torch.float32:
         pytest.skip("the compiler takes a minute")
     count, num_heads = len(rows.slot_mapping), heads.num_value_heads
-    qkv, both = rand(count, heads.num_channels, dtype=dtype), rand(count, 2 * num_heads, dtype=dtype, seed=1)
+    num_gates = num_heads + num_steps(heads)
+    qkv, both = rand(count, heads.num_channels, dtype=dtype), rand(count, num_gates, dtype=dtype, seed=1)
     qkv[:, : heads.num_key_heads * heads.key_dim] *= heads.key_dim**-0.5  # as results of about 1 need it in a scan
-    of_heads = rand(3, num_heads, dtype=dtype, seed=3)
+    of_heads = rand(3, num_steps(heads), dtype=dtype, seed=3)
     pool = rand(NUM_BLOCKS, num_heads, heads.key_dim, heads.value_dim, dtype=torch.float32, seed=5)
     found_pool = pool.to(DEVICE, copy=True)
     kernel, rule = RULES[heads.rule]
     gates = gates_of(heads, both.to(DEVICE), of_heads.to(DEVICE))
-    found = kernel(qkv.to(DEVICE), gates, found_pool, on_device(rows), heads)
+    found = kernel(qkv.to(DEVICE, copy=True), gates, found_pool, on_device(rows), heads)
     expected = rule(qkv, gates_of(heads, both, of_heads), pool, rows, heads)
     assert_close(found, expected, dtype)
     assert_close(found_pool[1:], pool[1:], dtype)
@@ -152,8 +163,8 @@ def test_rows_with_drafts(step: str, heads: RecurrentHeads, dtype: torch.dtype) 
     num_tokens, num_heads, channels = len(rows.slot_mapping), heads.num_value_heads, heads.num_channels
     state = num_heads, heads.key_dim, heads.value_dim
     x, weight = rand(num_tokens, channels, dtype=dtype), rand(channels, 4, dtype=dtype, seed=1)
-    both = rand(num_tokens, 2 * num_heads, dtype=dtype, seed=2)
-    of_heads, bias = rand(3, num_heads, dtype=dtype, seed=3), rand(channels, dtype=dtype, seed=4)
+    both = rand(num_tokens, num_heads + num_steps(heads), dtype=dtype, seed=2)
+    of_heads, bias = rand(3, num_steps(heads), dtype=dtype, seed=3), rand(channels, dtype=dtype, seed=4)
     conv_pools, pools = rand(2, 6, 3, channels, dtype=dtype, seed=5), rand(2, 6, *state, dtype=torch.float32, seed=6)
     counts = torch.tensor([*accepted, *[0] * (len(work) - num_drafts)], dtype=torch.int32)
 
@@ -162,14 +173,15 @@ def test_rows_with_drafts(step: str, heads: RecurrentHeads, dtype: torch.dtype) 
     def run(device: torch.device, conv: Any, rule: Any, end: Any, advance: Any) -> list[Tensor]:
         moved = on_device(rows) if device == DEVICE else rows
         conv_pool, pool = (tensor.to(device, copy=True) for tensor in (conv_pools, pools))
-        kept = KeptInputs.empty(2, num_tokens + 2, state, channels, heads.num_key_heads * heads.key_dim, dtype, device)
+        sizes = num_tokens + 2, state, channels, heads.num_key_heads * heads.key_dim
+        kept = KeptInputs.empty(2, *sizes, dtype, device, num_decays=num_steps(heads) // num_heads)
         gates = gates_of(heads, both.to(device), of_heads.to(device))
         outs = []
         for _ in range(3):  # the second step goes on from what the first one keeps of its rows in another order
             for layer in range(2):
                 own = kept.layer(layer)
                 outs += [conv(x.to(device), weight.to(device), conv_pool[layer], moved, own, bias.to(device))]
-                outs += [rule(x.to(device), gates, pool[layer], moved, heads, own)]
+                outs += [rule(x.to(device, copy=True), gates, pool[layer], moved, heads, own)]
             end(kept, conv_pool, moved, counts.to(device))
             moved.pending.turn.bitwise_xor_(1)
         advance(kept, pool, moved.pending, chosen.to(device), has_unit_keys=heads.rule == "delta")
@@ -197,12 +209,40 @@ def test_a_prompt_of_one_token_over_and_over(dtype: torch.dtype) -> None:
     assert_close(found, reference.delta_rule(qkv, gates, pool, rows, heads), dtype)
 
 
-@pytest.mark.parametrize(("shape", "gates_first"), [((40,), False), ((3, 40), True)])
-def test_gated_norm(shape: tuple[int, ...], gates_first: bool, dtype: torch.dtype) -> None:
+def test_decays_of_any_strength(dtype: torch.dtype) -> None:
+    """A state's rows keep what they have, or lose it at once, by factors down to e^-1000 in a token: chunks give what
+    single tokens do."""
+    heads = RecurrentHeads(2, 16, 2, 16, decays_by_channel=True)
+    qkv = rand(70, heads.num_channels, dtype=dtype)
+    steps, biases = 20 * rand(70, 32, dtype=dtype, seed=1), 20 * rand(32, dtype=dtype, seed=2)
+    gates = DeltaGates(rand(70, 2, dtype=dtype, seed=3), steps, torch.tensor([1.0, 3.0]), biases)
+    assert gates.decay().min() < -1000
+    expected, state = [], torch.zeros(1, 2, 16, 16)
+    q, k, v = (x.view(70, 2, 16) for x in qkv.float().split(32, dim=1))
+    q, k, beta = unit_length(q) / 4, unit_length(k), gates.beta.float().sigmoid()
+    inputs = RecurrentInputs(q, k, v, gates.decay(), beta)
+    for token in range(70):
+        out, state, _ = reference.delta_step(inputs.part(slice(token, token + 1)), state)
+        expected.append(out)
+    found, last = reference.delta_chunks(inputs, torch.zeros(2, 16, 16))
+    assert_close(found, torch.cat(expected), torch.float32)
+    assert_close(last, state[0], torch.float32)
+    rows, pool = make_rows([(0, 70)], [[1, 2]], block_size=64), torch.zeros(3, 2, 16, 16, device=DEVICE)
+    moved = DeltaGates(*(gate.to(DEVICE) for gate in gates))
+    found = rules.delta_rule(qkv.to(DEVICE, copy=True), moved, pool, on_device(rows), heads)
+    assert_close(found.float(), torch.cat(expected), dtype)
+    assert_close(pool[2], state[0], dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [((40,), {}), ((3, 40), {"gates_first": True}), ((40,), {"function": "sigmoid"})],
+)
+def test_gated_norm(shape: tuple[int, ...], settings: dict[str, Any], dtype: torch.dtype) -> None:
     x, wide, weight = rand(5, 3, 40, dtype=dtype), rand(5, 200, dtype=dtype, seed=1), rand(*shape, dtype=dtype, seed=2)
     gate, moved = wide[:, 8:128].unflatten(1, (3, 40)), wide.to(DEVICE)[:, 8:128].unflatten(1, (3, 40))
-    found = norm.gated_rms_norm(x.to(DEVICE), moved, weight.to(DEVICE), 1e-6, gates_first=gates_first)
-    expected = norm_reference.gated_rms_norm(x, gate, weight, 1e-6, gates_first=gates_first)
+    found = norm.gated_rms_norm(x.to(DEVICE), moved, weight.to(DEVICE), 1e-6, **settings)
+    expected = norm_reference.gated_rms_norm(x, gate, weight, 1e-6, **settings)
     assert_close(found, expected, dtype)
 
 

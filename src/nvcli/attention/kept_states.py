@@ -28,6 +28,7 @@ class KeptStates:
                 state.key_size,
                 spec.dtype,
                 device,
+                num_decays=state.num_decays,
             )
             for group in spec.state_groups
             if (state := spec.group_states[group]) is not None

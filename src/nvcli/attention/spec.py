@@ -102,6 +102,8 @@ class StateSpec:
     """(heads, key size, value size), kept in float32; zeros for layers that only keep the convolution's inputs."""
     has_unit_keys: bool = True
     """Whether states are written along keys of length 1, as delta nets do."""
+    num_decays: int = 1
+    """The decays of a head: one, or one for each number of its key."""
     kv_group: int = 0
 
     is_state: ClassVar[bool] = True
@@ -124,7 +126,7 @@ class StateSpec:
         """The bytes that a layer has for each token of rows with drafts (`kernels/kept_inputs.py`)."""
         num_heads, _, value_dim = self.recurrent_shape
         return element_bytes * self.conv_shape[1] + 2 * (
-            element_bytes * self.key_size + 4 * num_heads * (value_dim + 1)
+            element_bytes * self.key_size + 4 * num_heads * (value_dim + self.num_decays)
         )
 
     def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:

@@ -60,6 +60,6 @@ def advance_states(
             continue
         state = pool[:, source].clone() if source else torch.zeros(num_layers, *pool.shape[2:])
         for token in range(start, start + count):
-            state = state * kept.decay[:, token].exp()[..., None, None]
+            state = state * kept.decay[:, token].exp().unsqueeze(-1)
             state = state + keys[:, token].unsqueeze(-1) * kept.written[:, token].unsqueeze(-2)
         pool[:, target] = state

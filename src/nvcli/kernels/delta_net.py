@@ -4,8 +4,9 @@ kernels, which are tested against it.
 
 With state S [Dk, Dv], a token decays the state and writes the part of its value that its key does not read from it yet:
 S ← exp(g) S, then S ← S + k (β (v - kᵀ S))ᵀ; its result is qᵀ S. Queries and keys have length 1; queries are then
-scaled by Dk^-½. One token at a time, that takes matrix-vector products (`delta_step`); many tokens are computed in
-chunks, with matrix-matrix products (`delta_chunks`, the paper's section 3.3).
+scaled by Dk^-½. g is one number, or one for each row of S (Kimi Delta Attention, https://arxiv.org/abs/2510.26692). One
+token at a time, that takes matrix-vector products (`delta_step`); many tokens are computed in chunks, with
+matrix-matrix products (`delta_chunks`, section 3.3 of the first paper).
 
 Shapes: as in `recurrence.py`.
 """
@@ -27,7 +28,8 @@ from nvcli.kernels.state_rows import StateRows
 def delta_rule(
     qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: RecurrentHeads, kept: KeptInputs | None = None
 ) -> Tensor:
-    """Compute the rule for a step's tokens, and store the states after them; see `compute_rows`."""
+    """Compute the rule for a step's tokens, and store the states after them; see `compute_rows`. `qkv` may be
+    overwritten."""
     q, k, v = split_heads(qkv, heads)
     q, k = (of_value_heads(unit_length(x), heads) for x in (q, k))
     beta = gates.beta.float().sigmoid() * heads.beta_scale
@@ -38,7 +40,7 @@ def delta_rule(
 def delta_step(inputs: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one token of each row, from the formula; see `StepRule`."""
     q, k, v, decay, beta = inputs
-    state = state * decay.exp()[..., None, None]
+    state = state * decay.exp().view(*decay.shape[:2], -1, 1)
     read = (state * k.unsqueeze(-1)).sum(-2)
     written = (v - read) * beta.unsqueeze(-1)
     state = state + k.unsqueeze(-1) * written.unsqueeze(-2)
@@ -56,15 +58,23 @@ def delta_chunks(inputs: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor
         part = slice(start, start + CHUNK)
         q, k, v = (x.transpose(0, 1) for x in inputs.part(part)[:3])  # [Hv, CHUNK, D]
         beta = inputs.factor[part].T.unsqueeze(-1)
-        total = inputs.decay[part].cumsum(0).T  # [Hv, CHUNK]
-        # Masked before exp: above the diagonal the difference may be too large for it.
-        between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
-        total = total.unsqueeze(-1)
-        lower = (beta * (k @ k.transpose(1, 2)) * between).tril(-1)
+        total = inputs.decay[part].view(k.shape[1], len(k), -1).cumsum(0).transpose(0, 1)  # [Hv, CHUNK, 1 or Dk]
+        lower = (beta * _decayed_products(k, k, total)).tril(-1)
         read = (k * total.exp()) @ state
         written = torch.linalg.solve_triangular(lower, beta * (v - read), upper=False, unitriangular=True)
-        result = (q * total.exp()) @ state + ((q @ k.transpose(1, 2)) * between) @ written
+        result = (q * total.exp()) @ state + _decayed_products(q, k, total) @ written
         out[part] = result.transpose(0, 1)
         last = total[:, -1:]
-        state = state * last.exp() + (k * (last - total).exp()).transpose(1, 2) @ written
+        state = state * last.exp().transpose(1, 2) + (k * (last - total).exp()).transpose(1, 2) @ written
     return out, state
+
+
+def _decayed_products(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
+    """Multiply each token's vector with the keys up to its own, as they are decayed since. x, k: [Hv, N, Dk]; total:
+    [Hv, N, 1 or Dk], the sums of the logarithms up to each token → [Hv, N, N], zeros above the diagonal."""
+    # Masked before exp: above the diagonal the difference may be too large for it.
+    is_later = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=k.device).triu(1)
+    between = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(is_later.unsqueeze(-1), -torch.inf).exp()
+    if total.shape[2] == 1:
+        return (x @ k.transpose(1, 2)) * between.squeeze(-1)
+    return (x.unsqueeze(2) * k.unsqueeze(1) * between).sum(-1)

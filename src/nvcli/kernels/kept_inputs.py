@@ -34,7 +34,7 @@ class KeptInputs(NamedTuple):
     written: Tensor
     """[2 T, Hv, Dv] float32, what each token adds to the state along its key: w in S ← S + k wᵀ."""
     decay: Tensor
-    """[2 T, Hv] float32, the logarithms of the decays."""
+    """[2 T, Hv, 1] float32, the logarithms of the decays; [2 T, Hv, Dk] where each row of a state has its own."""
 
     @classmethod
     def empty(
@@ -46,9 +46,11 @@ class KeptInputs(NamedTuple):
         key_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        num_decays: int = 1,
     ) -> KeptInputs:
         """Allocate the kept data of `num_layers` layers, whose states have the shape (Hv, Dk, Dv); `key_size` is the
-        size of a token's keys."""
+        size of a token's keys, `num_decays` the number of a head's decays: 1 or Dk."""
         num_heads, _, value_dim = recurrent_shape
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -58,7 +60,7 @@ class KeptInputs(NamedTuple):
             inputs=make(num_tokens, num_channels, dtype=dtype),
             keys=make(2 * num_tokens, key_size, dtype=dtype),
             written=make(2 * num_tokens, num_heads, value_dim),
-            decay=make(2 * num_tokens, num_heads),
+            decay=make(2 * num_tokens, num_heads, num_decays),
         )
 
     def layer(self, index: int) -> KeptInputs:

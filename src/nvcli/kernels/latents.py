@@ -18,7 +18,7 @@ from nvcli.kernels.rotary import apply_rope
 def rotate_and_store(
     queries: Tensor,
     latents: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     absorbed: Tensor,
     cache: Tensor,
     scales: Tensor | None,
@@ -33,10 +33,10 @@ def rotate_and_store(
     norm the latent vectors, rotate the keys, and store both.
 
     queries: [T, N, P + R]; latents: [T, L + R], rows may be strided; cos_sin: [T, R] float32, cosines then sines of the
-    R/2 angles; absorbed: [first tokens, N, L + R], contiguous, of which the last R of each head are written; cache:
-    [num_blocks, block_size, 1, L + R], contiguous within each block; scales: those of an FP8 cache (`fp8_kv.KVScales`),
-    else None; slot_mapping: [T] int64, block id × block_size + offset;
-    weight: [L]. Rotated numbers are left in the order of pairs (i, i + R/2), which scores do not depend on.
+    R/2 angles, or None, where nothing is rotated; absorbed: [first tokens, N, L + R], contiguous, of which the last R
+    of each head are written; cache: [num_blocks, block_size, 1, L + R], contiguous within each block; scales: those of
+    an FP8 cache (`fp8_kv.KVScales`), else None; slot_mapping: [T] int64, block id × block_size + offset; weight: [L].
+    Rotated numbers are left in the order of pairs (i, i + R/2), which scores do not depend on.
 
     Returns what was stored, [T, 1, L + R], or None without `keep_keys`.
     """
@@ -60,7 +60,9 @@ def rotate_and_store(
     return keys if keep_keys else None
 
 
-def _rotate(x: Tensor, cos_sin: Tensor, heads: LatentHeads) -> Tensor:
+def _rotate(x: Tensor, cos_sin: Tensor | None, heads: LatentHeads) -> Tensor:
+    if cos_sin is None:
+        return x
     if heads.is_interleaved:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     return apply_rope(x, cos_sin)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels.dispatch import with_kernel
+from nvcli.kernels.elementwise_settings import NormGate
 
 
 @with_kernel("elementwise.norm")
@@ -70,13 +71,16 @@ def sum_in_order(parts: Tensor) -> Tensor:
 
 
 @with_kernel("elementwise.norm")
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool = False) -> Tensor:
-    """Compute norm(x) × weight × silu(gate) over the last dimension; if `gates_first`, norm(x × silu(gate)) × weight.
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool = False, function: NormGate = "silu"
+) -> Tensor:
+    """Compute norm(x) × weight × function(gate) over the last dimension; if `gates_first`, norm(x × function(gate)) ×
+    weight.
 
     x: [T, heads, D], contiguous; gate: [T, heads, D], dense in its last two dimensions; weight: [D], or [heads, D] →
     [T, heads, D].
     """
-    factor = F.silu(gate.float())
+    factor = (F.silu if function == "silu" else torch.sigmoid)(gate.float())
     if gates_first:
         return rms_norm(x.float() * factor, weight, eps).to(x.dtype)
     return (rms_norm(x.float(), weight, eps) * factor).to(x.dtype)

@@ -28,7 +28,7 @@ class RecurrentInputs(NamedTuple):
     v: Tensor
     """[T, Hv, Dv]."""
     decay: Tensor
-    """[T, Hv], logarithms."""
+    """[T, Hv], logarithms; [T, Hv, Dk] where each row of a state has its own."""
     factor: Tensor
     """[T, Hv], the factor of what a token writes."""
 
@@ -92,7 +92,7 @@ def compute_rows(
         num_tokens, offset = int(rows.query_start_loc[rows.num_draft_rows]), int(rows.pending.turn) * len(kept.inputs)
         key_size, own = heads.num_key_heads * heads.key_dim, slice(offset, offset + num_tokens)
         kept.keys[own] = qkv[:num_tokens, key_size : 2 * key_size]
-        kept.decay[own] = inputs.decay[:num_tokens]
+        kept.decay[own] = inputs.decay[:num_tokens].view_as(kept.decay[own])
         targets = torch.where(earlier >= 0, rows.pending.targets[earlier], 0).tolist()
         for target, (first, end, source) in zip(targets, rows.draft_spans(), strict=True):
             source = target or source

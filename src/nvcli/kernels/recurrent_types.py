@@ -1,5 +1,5 @@
 """Inputs of recurrent layers (`delta_net.py`, `selective_scan.py`) besides queries, keys and values. T tokens, Hv value
-heads."""
+heads, Dk the size of their keys."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ class RecurrentHeads:
     beta_scale: float = 1.0
     """A factor of β in the delta rule. Above 1, a token may turn round what its key reads from the state (negative
     eigenvalues, https://arxiv.org/abs/2411.12537)."""
+    decays_by_channel: bool = False
+    """Whether a token decays each row of a state by a number of its own (Kimi Delta Attention,
+    https://arxiv.org/abs/2510.26692): by the delta rule alone, and with keys of its own for each value head."""
 
     @property
     def num_channels(self) -> int:
@@ -46,15 +49,18 @@ class DeltaGates(NamedTuple):
     beta: Tensor
     """[T, Hv]; β is its sigmoid, times `RecurrentHeads.beta_scale`."""
     step: Tensor
-    """[T, Hv], see `decay`."""
+    """[T, Hv], see `decay`; [T, Hv × Dk] where each row of a state has a decay of its own."""
     log_rate: Tensor
     """[Hv]."""
     step_bias: Tensor
-    """[Hv]."""
+    """[Hv] or [Hv × Dk], as `step`."""
 
     def decay(self) -> Tensor:
-        """The logarithm g of each token's decay: [T, Hv] float32, at most 0."""
-        return -self.log_rate.float().exp() * _step_sizes(self.step, self.step_bias)
+        """The logarithm g of each token's decay: [T, Hv] or [T, Hv, Dk] float32, at most 0."""
+        rates, sizes = self.log_rate.float().exp(), _step_sizes(self.step, self.step_bias)
+        if sizes.shape[1] > len(rates):
+            return -rates.unsqueeze(1) * sizes.view(len(sizes), len(rates), -1)
+        return -rates * sizes
 
 
 class ScanGates(NamedTuple):

@@ -17,23 +17,26 @@ _HEADS_PER_PROGRAM = 16
 
 @triton.jit
 def _turn(source, mask, angles, inside, pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Load rotated numbers as pairs, and turn them by the angles: → first and second of each pair, float32."""
+    """Load rotated numbers as pairs, and turn them by the angles, unless they are None: → first and second of each
+    pair, float32."""
     if INTERLEAVED:
         first = tl.load(source + 2 * pair, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + 2 * pair + 1, mask=mask, other=0.0).to(tl.float32)
     else:
         first = tl.load(source + pair, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + pair + HALF, mask=mask, other=0.0).to(tl.float32)
-    cos = tl.load(angles + pair, mask=inside, other=0.0)
-    sin = tl.load(angles + HALF + pair, mask=inside, other=0.0)
-    return first * cos - second * sin, second * cos + first * sin
+    if angles is not None:
+        cos = tl.load(angles + pair, mask=inside, other=0.0)
+        sin = tl.load(angles + HALF + pair, mask=inside, other=0.0)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    return first, second
 
 
 @triton.jit(do_not_specialize=["num_absorbed"])
 def _rotate_and_store_kernel(
     queries_ptr,  # [T, NUM_HEADS, PLAIN + ROPE], tokens query_stride apart
     latents_ptr,  # [T, LATENT + ROPE], rows latent_stride apart
-    cos_sin_ptr,  # [T, ROPE] float32
+    cos_sin_ptr,  # [T, ROPE] float32, or None: nothing is rotated
     absorbed_ptr,  # [num_absorbed, NUM_HEADS, LATENT + ROPE], whose last ROPE numbers are written
     cache_ptr,  # blocks cache_block_stride apart, written, with the scales of numbers in e4m3
     slot_mapping_ptr,
@@ -59,7 +62,7 @@ def _rotate_and_store_kernel(
     KEY: tl.constexpr = LATENT + ROPE
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    angles = cos_sin_ptr + token * ROPE
+    angles = None if cos_sin_ptr is None else cos_sin_ptr + token * ROPE
     await_kernel_before(DEPENDENT)
     if part == 0:
         key_pair = tl.arange(0, BLOCK_HALF)
@@ -104,7 +107,7 @@ def _rotate_and_store_kernel(
 def rotate_and_store(
     queries: Tensor,
     latents: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     absorbed: Tensor,
     cache: Tensor,
     slot_mapping: Tensor,
@@ -119,7 +122,7 @@ def rotate_and_store(
     assert key_dim == heads.latent_dim + heads.rope_dim
     assert queries.stride()[1:] == (query_dim, 1)
     assert latents.stride(1) == 1
-    assert cos_sin.is_contiguous()
+    assert cos_sin is None or cos_sin.is_contiguous()
     assert absorbed.is_contiguous()
     assert cache.stride()[1:] == (key_dim, key_dim, 1)
     of_program = min(_HEADS_PER_PROGRAM, next_power_of_2(heads.num_heads))

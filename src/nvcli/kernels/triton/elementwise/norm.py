@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.elementwise_settings import NormGate
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.triton.elementwise.fp8 import store_row
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
@@ -121,10 +122,11 @@ def _gated_rms_norm_kernel(
     ROWS: tl.constexpr,
     OWN_WEIGHTS: tl.constexpr,
     GATES_FIRST: tl.constexpr,
+    FUNCTION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (tile of ROWS heads): out = norm(x) × weight × silu(gate), or with GATES_FIRST norm(x × silu(gate)) ×
-    weight. BLOCK is the next power of two of SIZE."""
+    """Program (tile of ROWS heads): out = norm(x) × weight × FUNCTION(gate), or with GATES_FIRST norm(x ×
+    FUNCTION(gate)) × weight. BLOCK is the next power of two of SIZE."""
     await_kernel_before(DEPENDENT)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
@@ -136,7 +138,9 @@ def _gated_rms_norm_kernel(
         weight = tl.load(weight_ptr + (row % NUM_HEADS) * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     else:
         weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    factor = gate * tl.sigmoid(gate)
+    factor = tl.sigmoid(gate)
+    if FUNCTION == "silu":
+        factor = gate * factor
     if GATES_FIRST:
         x *= factor
     mean_square = tl.sum(x * x, axis=1) / SIZE
@@ -146,7 +150,9 @@ def _gated_rms_norm_kernel(
     tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool = False) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool = False, function: NormGate = "silu"
+) -> Tensor:
     """See `nvcli.kernels.norm.gated_rms_norm`."""
     num_tokens, num_heads, size = x.shape
     assert x.is_contiguous()
@@ -169,6 +175,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates
         ROWS=rows,
         OWN_WEIGHTS=weight.dim() == 2,
         GATES_FIRST=gates_first,
+        FUNCTION=function,
         **dependent(x.device),
         num_warps=4 if block <= 1024 else 8,
     )

@@ -50,8 +50,10 @@ def add_pending(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     UNIT_KEYS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):
-    """Add `count` kept tokens, from number `first` (int64) on, to columns `j` of one head's state [i, j]."""
+    """Add `count` kept tokens, from number `first` (int64) on, to columns `j` of one head's state [i, j], whose rows
+    each have a decay of their own with BY_CHANNEL."""
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     for index in range(count):
         at = first + index
@@ -59,7 +61,11 @@ def add_pending(
         if UNIT_KEYS:
             k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
         written = tl.load(kept.written + (at * VALUE_HEADS + head) * VALUE_DIM + j, mask=j < VALUE_DIM, other=0.0)
-        state *= tl.exp(tl.load(kept.decay + at * VALUE_HEADS + head))
+        if BY_CHANNEL:
+            decay_ptrs = kept.decay + (at * VALUE_HEADS + head) * KEY_DIM + i
+            state *= tl.exp(tl.load(decay_ptrs, mask=i < KEY_DIM, other=0.0))[:, None]
+        else:
+            state *= tl.exp(tl.load(kept.decay + at * VALUE_HEADS + head))
         state += k[:, None] * written[None, :]
     return state
 
@@ -80,6 +86,7 @@ def _advance_kernel(
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     UNIT_KEYS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):
     """Program (tile of a state's columns and value head, chosen row, layer)."""
     TILES: tl.constexpr = (VALUE_DIM + VALUE_TILE - 1) // VALUE_TILE
@@ -97,7 +104,7 @@ def _advance_kernel(
         state = tl.load(pool_ptr + places + source * pool_stride, mask=inside & (source > 0), other=0.0)
         count = tl.load(pending.counts + row)
         state = add_pending(
-            state, first, count, head, i, j, kept, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, UNIT_KEYS
+            state, first, count, head, i, j, kept, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, UNIT_KEYS, BY_CHANNEL
         )
         tl.store(pool_ptr + places + target * pool_stride, state, mask=inside)
 
@@ -194,5 +201,6 @@ def advance_states(
         KEY_TILE=next_power_of_2(key_dim),
         VALUE_TILE=tile,
         UNIT_KEYS=has_unit_keys,
+        BY_CHANNEL=kept.decay.shape[-1] > 1,
         num_warps=_WARPS,
     )

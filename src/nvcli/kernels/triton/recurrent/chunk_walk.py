@@ -1,6 +1,6 @@
-"""The walk through the chunks of rows in Triton, which both rules share. A program has some columns of one head's
+"""The walk through the chunks of rows in Triton, which all rules share. A program has some columns of one head's
 state, and goes through a row's chunks one after another; a kernel of the rule before it computes all that does not
-depend on states, for all chunks at once (`delta_chunks.py`, `scan_chunks.py`).
+depend on states, for all chunks at once (`delta_chunks.py`, `channel_chunks.py`, `scan_chunks.py`).
 
 With queries Q, keys K, values V and state S, decayed as each token sees them, a chunk's tokens write W, which is V by
 the selective scan and A (V - K S) by the delta rule, and they read Q S + P W. The walk keeps Sᵀ and multiplies
@@ -37,18 +37,30 @@ with tiles of 32, and 473 with the others; the scan takes 265 µs with three sta
 
 
 class ChunkParts(NamedTuple):
-    """Results of a rule for all chunks, computed before their states are known. T tokens, Hv value heads."""
+    """Results of a rule for all chunks, computed before their states are known. T tokens, Hv value heads, Dk the size
+    of their keys."""
 
     solved: Tensor | None
     """[T, Hv, CHUNK], A; by the delta rule alone."""
     scores: Tensor
     """[T, Hv, CHUNK], P."""
-    scales: Tensor
+    scales: Tensor | None
     """[2, Hv, T] float32: for queries that read the state before the chunk, by the scan also the decay from the chunk's
     start to each token, and for keys that write the state after it. By the delta rule [4, Hv, T], with that decay, and
     for keys that read the state."""
-    skip: Tensor | None
+    skip: Tensor | None = None
     """[Hv], how much of its own value a token's result gets; by the scan alone."""
+    left_keys: Tensor | None = None
+    """[T, Hv, Dk], the keys that write the state after the chunk, where each row of a state has its own decay. Queries
+    and keys that read the state before it then stand in place of the step's own, and there are no scales."""
+    wholes: Tensor | None = None
+    """[programs, Hv, Dk] float32, the decays of each row of a state over each chunk (`find_chunk`)."""
+
+
+@triton.jit
+def _first_program(start, row, origin, first_row, CHUNKS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Return the program of a row's first chunk, where `start` is the row's first token."""
+    return (start - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (row - first_row)
 
 
 @triton.jit
@@ -61,11 +73,11 @@ def find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.co
     high = num_rows
     for _ in range(num_halvings):
         middle = (low + high) // 2
-        first = (tl.load(rows.starts + middle) - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (middle - first_row)
+        first = _first_program(tl.load(rows.starts + middle), middle, origin, first_row, CHUNKS, BLOCK_SIZE)
         low = tl.where(first <= index, middle, low)
         high = tl.where(first <= index, high, middle)
     start, _, before = row_span(low, rows)
-    index -= (start - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (low - first_row)
+    index -= _first_program(start, low, origin, first_row, CHUNKS, BLOCK_SIZE)
     return low, chunk_of(before, BLOCK_SIZE, CHUNK) + index
 
 
@@ -106,6 +118,7 @@ def _walk_kernel(
     KEY_DIM: tl.constexpr = HEADS.key_dim
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     IS_DELTA: tl.constexpr = HEADS.rule == "delta"
+    BY_CHANNEL: tl.constexpr = HEADS.decays_by_channel
     DECAYS: tl.constexpr = 2 if IS_DELTA else 0  # in `scales`
     CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
     row = tl.program_id(0) + first_row
@@ -130,7 +143,11 @@ def _walk_kernel(
     of_square = n[:, None] * (VALUE_HEADS * CHUNK) + n[None, :]
     of_out = n[:, None] * (VALUE_HEADS * VALUE_DIM) + j[None, :]
     stride = VALUE_HEADS * num_tokens
-    scales_ptr = parts.scales + head * num_tokens
+    if BY_CHANNEL:
+        of_left = n[:, None] * (VALUE_HEADS * KEY_DIM) + i[None, :]
+        program = _first_program(start, row, tl.load(rows.starts + first_row), first_row, CHUNKS, BLOCK_SIZE)
+    else:
+        scales_ptr = parts.scales + head * num_tokens
     for number in tl.range(0, num_chunks, num_stages=NUM_STAGES):
         chunk = first_chunk + number
         first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
@@ -144,14 +161,25 @@ def _walk_kernel(
         q = tl.load(token_ptr + key_head * KEY_DIM + of_keys, mask=key_mask, other=0.0)
         v = tl.load(token_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + of_values, mask=value_mask, other=0.0)
         scores = tl.load(parts.scores + head_row * CHUNK + of_square, mask=is_token[:, None], other=0.0)
-        q_passed = tl.load(scales_ptr + first + n, mask=is_token, other=0.0)
-        k_left = tl.load(scales_ptr + stride + first + n, mask=is_token, other=0.0)
-        whole = tl.load(scales_ptr + DECAYS * stride + first + count - 1)
+        if BY_CHANNEL:
+            left_k = tl.load(parts.left_keys + head_row * KEY_DIM + of_left, mask=key_mask, other=0.0)
+            whole_ptrs = parts.wholes + ((program + number) * VALUE_HEADS + head) * KEY_DIM + i
+            whole = tl.load(whole_ptrs, mask=in_key, other=0.0)[None, :]
+            q_passed = tl.full([CHUNK], 1.0, tl.float32)
+            k_left = q_passed
+        else:
+            left_k = k
+            q_passed = tl.load(scales_ptr + first + n, mask=is_token, other=0.0)
+            k_left = tl.load(scales_ptr + stride + first + n, mask=is_token, other=0.0)
+            whole = tl.load(scales_ptr + DECAYS * stride + first + count - 1)
         rounded = state.to(dtype)
         written = tl.trans(v).to(tl.float32)
         if IS_DELTA:
             solved = tl.load(parts.solved + head_row * CHUNK + of_square, mask=is_token[:, None], other=0.0)
-            k_passed = tl.load(scales_ptr + 3 * stride + first + n, mask=is_token, other=0.0)
+            if BY_CHANNEL:
+                k_passed = q_passed
+            else:
+                k_passed = tl.load(scales_ptr + 3 * stride + first + n, mask=is_token, other=0.0)
             read = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
             unread = written - read * k_passed[None, :]
             written = tl.dot(unread.to(dtype), tl.trans(solved), input_precision=PRECISION)
@@ -160,7 +188,7 @@ def _walk_kernel(
         if not IS_DELTA:
             out += skip * written
         out = tl.dot(written.to(dtype), tl.trans(scores), out, input_precision=PRECISION)
-        state = tl.dot(left, k, state * whole, input_precision=PRECISION)
+        state = tl.dot(left, left_k, state * whole, input_precision=PRECISION)
         tl.store(out_ptr + head_row * VALUE_DIM + of_out, tl.trans(out).to(out_ptr.dtype.element_ty), mask=value_mask)
         if (number == num_chunks - 1) | ((chunk + 1) % CHUNKS == 0):
             target = tl.load(rows.places + first + count - 1) // BLOCK_SIZE

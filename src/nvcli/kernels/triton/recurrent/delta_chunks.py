@@ -60,7 +60,7 @@ def _join(inverse, lower, i, j, level, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+def unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """Return (I + lower)⁻¹ for a matrix of 64 rows, of which only the part below the diagonal is used."""
     tl.static_assert(SIZE == 64)
     small = _blocks_of_16(lower, SIZE)
@@ -131,7 +131,7 @@ def _solve_kernel(
         scores = similarity * between * q_scale[:, None]
         tl.store(scores_ptr + square, scores.to(scores_ptr.dtype.element_ty), mask=is_token[:, None])
         lower = overlap * between * (beta * k_scale)[:, None]
-        solved = _unit_lower_inverse(lower, CHUNK, INVERSE_PRECISION) * beta[None, :]
+        solved = unit_lower_inverse(lower, CHUNK, INVERSE_PRECISION) * beta[None, :]
         tl.store(solved_ptr + square, solved.to(solved_ptr.dtype.element_ty), mask=is_token[:, None])
         passed = tl.exp(total)
         scale_ptrs = scales_ptr + head * num_tokens + token

@@ -9,6 +9,34 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _softplus(x):
+    e = tl.exp(tl.minimum(x, 20.0))
+    # Three terms of the series of log(1 + e), where the sum would lose most of a small e.
+    softplus = tl.where(e < 0.01, e * (1.0 - e * (0.5 - e / 3.0)), tl.log(1.0 + e))
+    return tl.where(x > 20.0, x, softplus)
+
+
+@triton.jit
+def read_beta(gates, token, head, is_token, beta_stride, BETA_SCALE: tl.constexpr):
+    """Return the factors of what tokens write by the delta rule: sigmoid(beta) × BETA_SCALE."""
+    factor = tl.sigmoid(tl.load(gates.beta + token * beta_stride + head, mask=is_token, other=0.0).to(tl.float32))
+    if BETA_SCALE != 1.0:
+        factor *= BETA_SCALE
+    return factor
+
+
+@triton.jit
+def read_decays(gates, token, head, channel, mask, step_stride, KEY_DIM: tl.constexpr):
+    """Return the logarithms of the decays of rows `channel` of a head's state, where each row has its own; 0 outside
+    `mask`. `token` and `channel` have the shape of the result."""
+    at = head * KEY_DIM + channel
+    step = tl.load(gates.step + token * step_stride + at, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(gates.step_bias + at, mask=mask, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(gates.log_rate + head).to(tl.float32))
+    return tl.where(mask, -rate * _softplus(step + bias), 0.0)
+
+
+@triton.jit
 def read_gates(
     gates, token, head, is_token, beta_stride, step_stride, RULE: tl.constexpr, BETA_SCALE: tl.constexpr = 1.0
 ):
@@ -18,14 +46,6 @@ def read_gates(
     step = tl.load(gates.step + token * step_stride + head, mask=is_token, other=0.0).to(tl.float32)
     log_rate = tl.load(gates.log_rate + head).to(tl.float32)
     x = step + tl.load(gates.step_bias + head).to(tl.float32)
-    e = tl.exp(tl.minimum(x, 20.0))
-    # Three terms of the series of log(1 + e), where the sum would lose most of a small e.
-    softplus = tl.where(e < 0.01, e * (1.0 - e * (0.5 - e / 3.0)), tl.log(1.0 + e))
-    softplus = tl.where(x > 20.0, x, softplus)
-    if RULE == "delta":
-        factor = tl.sigmoid(tl.load(gates.beta + token * beta_stride + head, mask=is_token, other=0.0).to(tl.float32))
-        if BETA_SCALE != 1.0:
-            factor *= BETA_SCALE
-    else:
-        factor = softplus
+    softplus = _softplus(x)
+    factor = read_beta(gates, token, head, is_token, beta_stride, BETA_SCALE) if RULE == "delta" else softplus
     return factor, -tl.exp(log_rate) * softplus

@@ -1,5 +1,5 @@
 """The rules of recurrent layers in Triton: decode rows token by token (`steps.py`), all others in chunks
-(`delta_chunks.py`, `scan_chunks.py`)."""
+(`delta_chunks.py`, `channel_chunks.py`, `scan_chunks.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, ScanGates
 from nvcli.kernels.state_rows import StateRows
-from nvcli.kernels.triton.recurrent import delta_chunks, scan_chunks
+from nvcli.kernels.triton.recurrent import channel_chunks, delta_chunks, scan_chunks
 from nvcli.kernels.triton.recurrent.steps import compute_decode_rows
 
 
@@ -18,7 +18,8 @@ def delta_rule(
     """See `nvcli.kernels.delta_net.delta_rule`."""
     out = compute_decode_rows(qkv, gates, pool, rows, heads, kept)
     if len(rows.slots) > rows.num_decode_rows:
-        delta_chunks.compute_chunks(qkv, gates, pool, rows, heads, out)
+        chunks = channel_chunks if heads.decays_by_channel else delta_chunks
+        chunks.compute_chunks(qkv, gates, pool, rows, heads, out)
     return out
 
 

@@ -1,7 +1,7 @@
 """Decode rows of recurrent layers in Triton, by either rule. For a row of one token, each program updates some columns
 of one head's state in a single pass. For a row with drafts, it first adds what is pending to the stored state; then it
 computes one token after another, and stores none of their states. All other rows are computed in chunks
-(`delta_chunks.py`, `scan_chunks.py`).
+(`delta_chunks.py`, `channel_chunks.py`, `scan_chunks.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.recurrent.advance_states import add_pending
 from nvcli.kernels.triton.recurrent.delta_chunks import NORM_EPS
-from nvcli.kernels.triton.recurrent.gates import read_gates
+from nvcli.kernels.triton.recurrent.gates import read_beta, read_decays, read_gates
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -33,7 +33,8 @@ tokens: 32 µs; 33.5, 41 and 38. Loads of which fewer wait for each other, and d
 @triton.jit
 def _add_token(state, token, head, i, j, qkv_ptr, gates, beta_stride, step_stride, HEADS: tl.constexpr):
     """Add one token, whose queries, keys and values begin at `qkv_ptr`, to columns `j` of one head's state [i, j].
-    Returns the state, the token's result, what it wrote, and the logarithm of the decay that it applied."""
+    Returns the state, the token's result, what it wrote, and the logarithm of the decay that it applied, or those of
+    rows `i`."""
     KEY_HEADS: tl.constexpr = HEADS.num_key_heads
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     KEY_DIM: tl.constexpr = HEADS.key_dim
@@ -44,8 +45,14 @@ def _add_token(state, token, head, i, j, qkv_ptr, gates, beta_stride, step_strid
     q = tl.load(qkv_ptr + key_head * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
     k = tl.load(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
     v = tl.load(qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j, mask=in_value, other=0.0).to(tl.float32)
-    factor, decay = read_gates(gates, token.to(tl.int64), head, True, beta_stride, step_stride, RULE, HEADS.beta_scale)
-    state *= tl.exp(decay)
+    token = token.to(tl.int64)
+    if HEADS.decays_by_channel:
+        factor = read_beta(gates, token, head, True, beta_stride, HEADS.beta_scale)
+        decay = read_decays(gates, token, head, i, in_key, step_stride, KEY_DIM)
+        state *= tl.exp(decay)[:, None]
+    else:
+        factor, decay = read_gates(gates, token, head, True, beta_stride, step_stride, RULE, HEADS.beta_scale)
+        state *= tl.exp(decay)
     if RULE == "delta":
         q *= tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS) * KEY_DIM**-0.5
         k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
@@ -140,7 +147,19 @@ def _draft_kernel(
     places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
     state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
     state = add_pending(
-        state, first, count, head, i, j, kept, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, HEADS.rule == "delta"
+        state,
+        first,
+        count,
+        head,
+        i,
+        j,
+        kept,
+        KEY_HEADS,
+        VALUE_HEADS,
+        KEY_DIM,
+        VALUE_DIM,
+        HEADS.rule == "delta",
+        HEADS.decays_by_channel,
     )
     tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & is_behind)
     own = tl.load(pending.turn).to(tl.int64) * num_tokens
@@ -156,7 +175,11 @@ def _draft_kernel(
         tl.store(out_ptr + token * VALUE_HEADS * VALUE_DIM + values, out.to(out_ptr.dtype.element_ty), mask=in_value)
         token += own
         tl.store(kept.written + token * VALUE_HEADS * VALUE_DIM + values, written, mask=in_value)
-        tl.store(kept.decay + token * VALUE_HEADS + head, decay, mask=keeps_head)
+        if HEADS.decays_by_channel:
+            decay_ptrs = kept.decay + (token * VALUE_HEADS + head) * KEY_DIM + i
+            tl.store(decay_ptrs, decay, mask=in_key & keeps_head)
+        else:
+            tl.store(kept.decay + token * VALUE_HEADS + head, decay, mask=keeps_head)
         key = (head // HEADS_OF_KEY) * KEY_DIM + i
         k = tl.load(token_ptr + KEY_HEADS * KEY_DIM + key, mask=in_key & keeps_key, other=0.0)
         tl.store(kept.keys + token * KEY_HEADS * KEY_DIM + key, k, mask=in_key & keeps_key)
