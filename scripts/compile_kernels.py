@@ -102,6 +102,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5-35B-A3B with its head": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="mtp")}),
     "Nemotron-3-Nano": ("nemotron-3-nano-30b-a3b", {}),
     "Olmo Hybrid": ("olmo-3-7b", {"hf_overrides": _OLMO_HYBRID}),
+    "Kimi Linear with drafts": (
+        "kimi-linear-48b-a3b",
+        {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": {"num_experts": 32}},
+    ),
     "Qwen3-VL-8B": ("qwen3-vl-8b", {"images": "always"}),
     "Granite-4.0-H-Small with drafts": ("granite-4.0-h-small", {"speculation": SpeculationConfig(method="lookup")}),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
 LATENTS: dict[str, Any] = {
@@ -355,6 +355,22 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT_EXPERTS, "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     ),
     "glm 4.7 flash": ("Glm4MoeLite", _LATENT_EXPERTS),
+    "kimi linear": (
+        "KimiLinear",
+        {
+            **_EXPERTS,
+            **LATENTS,
+            "q_lora_rank": None,
+            "num_local_experts": 8,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_hidden_layers": 4,
+            "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+        },
+    ),
     "mistral 4": (
         "Mistral4",
         {

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import write_tiny_model
+from checkpoints import reference_model, write_tiny_model
 from family_shapes import SHAPES
 from model_driver import CPU, ModelDriver
 from nvcli.errors import LoadError
@@ -75,6 +75,23 @@ def test_older_files_have_masks_and_frequencies_and_may_lack_a_prefix(
         for name, parameter in parameters(path).items():
             assert torch.equal(parameter, expected[name]), name
         rewrite(path, lambda tensors: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+
+
+def test_kimi_linear_has_names_of_its_own_and_of_transformers(tmp_path: Path) -> None:
+    """`save_pretrained` gives the dense layer's MLP the name of experts, which published files have for these alone."""
+    family, overrides = SHAPES["kimi linear"]
+    path = write_tiny_model(tmp_path / "published", family, **overrides)
+    expected = parameters(path)
+    dense = "model.layers.0.block_sparse_moe."
+    assert dense + "up_proj.weight" in load_file(path / FILE)
+    rewrite(path, lambda found: {name.replace(dense, "model.layers.0.mlp."): one for name, one in found.items()})
+    for name, parameter in parameters(path).items():
+        assert torch.equal(parameter, expected[name]), name
+    reference_model(path).save_pretrained(tmp_path / "own", save_original_format=False)
+    names = load_file(tmp_path / "own" / FILE)
+    assert {f"model.layers.1.{name}" for name in ("self_attn.conv1d.weight", "mlp.experts.down_proj")} < names.keys()
+    for name, parameter in parameters(tmp_path / "own").items():
+        assert torch.equal(parameter, expected[name]), name
 
 
 def test_a_fused_projection_of_another_length_is_refused(tmp_path: Path) -> None:

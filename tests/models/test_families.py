@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from checkpoints import edit_json, tiny_model_config, write_tiny_config
 from expert_shapes import EXPERT_SHAPES, LATENTS
 from model_facts import attention_of, rope_of, windows_of
+from nvcli.attention.spec import StateSpec
 from nvcli.cli.main import app
 from nvcli.core.config import RunConfig
 from nvcli.errors import ConfigError, LoadError
@@ -394,11 +395,50 @@ def test_deepseek_of_the_hub(tmp_path: Path) -> None:
     mixer = load_model_config(tmp_path).layers[0].mixer
     assert isinstance(mixer, LatentAttentionConfig)
     assert mixer.scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
+    assert mixer.rope is not None
     assert (mixer.rope.is_interleaved, mixer.rope.attention_factor) == (True, 1.0)
     for size in (1, 16):
         spec = mixer.kv_spec(size)
         assert (spec.num_heads, spec.head_dim, spec.result_dim) == (16 // size, 576, 512)
         assert spec.token_bytes("bfloat16") == 2 * 576
+
+
+def test_kimi_linear_of_the_hub(tmp_path: Path) -> None:
+    """Its lists count layers from 1; nothing is rotated."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["kimi-linear-48b-a3b"]))
+    config = load_model_config(tmp_path)
+    full = [number for number, layer in enumerate(config.layers) if isinstance(layer.mixer, LatentAttentionConfig)]
+    assert full == [3, 7, 11, 15, 19, 23, 26]
+    assert (config.max_position_embeddings, config.decoder.angles_per_position) == (1 << 20, 0)
+    assert [layer.mlp.routing is None for layer in config.layers[:3]] == [True, False, False]
+    routing = config.layers[1].mlp.routing
+    assert routing is not None
+    assert (routing.num_experts, routing.experts_per_token, routing.scale, routing.renormalise) == (256, 8, 2.446, True)
+    spec = config.layers[0].mixer.kv_spec(4)
+    assert isinstance(spec, StateSpec)
+    assert (spec.conv_shape, spec.recurrent_shape, spec.num_decays) == ((3, 3 * 1024), (8, 128, 128), 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"attn_res_block_size": 2}, "`attn_res_block_size`: 2 is not supported"),
+        ({"mla_use_nope": False}, "`mla_use_nope`: false is not supported"),
+        ({"linear_attn_config": {"gate_lower_bound": -5.0}}, "`linear_attn_config.gate_lower_bound`: -5.0 is not"),
+        ({"linear_attn_config": {"kda_layers": [1, 2]}}, "`linear_attn_config.full_attn_layers`: null is not a list"),
+        (
+            {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [1]}},
+            "with `full_attn_layers`, it does not name layers 1 to 2",
+        ),
+        ({"linear_head_dim": 300}, "`linear_head_dim`: 300 is too large"),
+        ({"linear_attn_config": {"num_heads": 0}}, "`linear_attn_config.num_heads`: 0 is not positive"),
+    ],
+)
+def test_kimi_linear_that_is_not_computed(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    own = {"linear_num_heads": 4, "linear_head_dim": 8, "linear_conv_kernel_dim": 4, "q_lora_rank": None}
+    with pytest.raises(LoadError) as error:
+        latent_attention(tmp_path, "KimiLinearForCausalLM", **{**own, **changes})
+    assert problem in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ OTHER = [*PROMPT[:32], *random.Random(1).choices(range(97), k=20)]
 
 WIDE_ROUTERS = (
     *("deepseek v2, best groups", "deepseek v3", "dots 1", "ernie 4.5 moe", "glm 4.5", "longcat-flash", "solar open"),
-    *("hunyuan v3", "nemotron-h"),
+    *("hunyuan v3", "kimi linear", "nemotron-h"),
 )
 """Families whose routers transformers computes in float32."""
 

@@ -144,6 +144,7 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("qwen3-235b-a22b", 235.09),
         ("gpt-oss-20b", 20.91),
         ("gpt-oss-120b", 116.83),
+        ("kimi-linear-48b-a3b", 49.12),
         ("qwen3-next-80b-a3b", 79.67),
         ("qwen3.5-9b", 8.95),
         ("qwen3.5-27b", 26.90),

@@ -216,6 +216,8 @@ def locate_tensors(
             found[name] = replace(info, shape=shapes[name], expert=0)
         elif shapes.get(name) == (1,) and info.shape == ():  # a single number
             found[name] = replace(info, shape=(1,))
+        elif info.stored is not None and len(shape := shapes.get(name, ())) == 1 and _is_vector(info.shape, shape[0]):
+            found[name] = replace(info, shape=shape, stored=replace(info.stored, shape=shape))
     for name in [name for name in found if name not in shapes]:
         if parts := [part for part in fused_parts(name) if part in shapes]:
             _split(found, found.pop(name), parts, shapes, layout.num_groups(name))
@@ -229,6 +231,11 @@ def locate_tensors(
         other_bytes=sum(info.num_bytes for info in others.values()),
         has_tower=layout.has_tower,
     )
+
+
+def _is_vector(shape: tuple[int, ...], size: int) -> bool:
+    """Whether a tensor of this shape is a vector of `size` numbers among dimensions of 1."""
+    return len(shape) > 1 and max(shape) == math.prod(shape) == size
 
 
 def _with_shape(info: TensorInfo, shapes: Sequence[tuple[int, ...]]) -> TensorInfo:

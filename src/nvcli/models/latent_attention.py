@@ -45,7 +45,7 @@ class LatentAttention(TokenMixer):
             plain_dim=config.plain_dim,
             rope_dim=config.rope_dim,
             latent_dim=config.latent_dim,
-            is_interleaved=config.rope.is_interleaved,
+            is_interleaved=config.rope is not None and config.rope.is_interleaved,
         )
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", (config.first_projection, LATENTS))
         self.q_norm: Norm | None = None
@@ -80,14 +80,12 @@ class LatentAttention(TokenMixer):
         absorbed = queries.new_empty(num_absorbed, heads.num_heads, config.key_dim)
         plain = queries[:num_absorbed, :, : config.plain_dim]
         self.by_head(plain, weight[:, : config.plain_dim], absorbed[..., : config.latent_dim])
-        cos_sin = angles.of(config.rotation)
-        assert cos_sin is not None
         cache, values = batch.kv_cache.layer(self.cache_layer)
         scales = batch.kv_cache.scales(self.cache_layer)
         keys = rotate_and_store(
             queries,
             latents,
-            cos_sin,
+            angles.of(config.rotation),
             absorbed,
             cache,
             None if scales is None else scales.k,

@@ -239,6 +239,9 @@ class OpenFiles:
         stored = self._handle(info).get_slice(info.name)
         if not stored.get_shape():
             return self._slice(info, ()).view(1)
+        if info.stored is not None and tuple(stored.get_shape()) != info.stored.shape:
+            vector: Tensor = self._handle(info).get_tensor(info.name)
+            return vector.view(info.stored.shape)[*part]
         values: Tensor = stored[*expert, *part]
         return values
 

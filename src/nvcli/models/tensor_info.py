@@ -195,7 +195,7 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """safetensors' name: F32, BF16, …"""
     num_bytes: int
     stored: StoredTensor | None = None
-    """The file's tensor as its header has it; None where none was read."""
+    """The file's tensor as its header has it, or as a vector without dimensions of 1; None where none was read."""
     rows: RowPlaces = ALL_ROWS
     """The places of its rows in the file's tensor."""
     expert: int | None = None

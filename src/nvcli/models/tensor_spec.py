@@ -22,6 +22,7 @@ FUSED = {
     "in_proj": ("in_proj_z", "in_proj_x", "in_proj_B", "in_proj_C", "in_proj_dt"),
     "bcx_proj": ("b_proj", "c_proj", "x_proj"),
     "conv1d": ("conv1d_x", "conv1d_B", "conv1d_C"),
+    "qkv_conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
 }
 """Projections that files may hold as one tensor, which concatenates their rows."""
 

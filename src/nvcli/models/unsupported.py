@@ -84,7 +84,6 @@ _LACKING = {
     "InklingForConditionalGeneration": _RELATIVE,
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
     "JetMoeForCausalLM": "its attention has experts, which nvcli does not compute",
-    "KimiLinearForCausalLM": _KDA,
     "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
     "MiniMaxForCausalLM": _LIGHTNING,
     "MiniMaxM1ForCausalLM": _LIGHTNING,

@@ -23,6 +23,7 @@ from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA, HYPERC
 from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
 from nvcli.models.families.idefics3 import IDEFICS3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
+from nvcli.models.families.kimi_linear import KIMI_LINEAR
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3
 from nvcli.models.families.llama import CWM, HELIUM, INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.llama4 import LLAMA4
@@ -124,6 +125,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V3,
     AXK1,
     YOUTU,
+    KIMI_LINEAR,
     LONGCAT_FLASH,
     COHERE,
     COHERE2,

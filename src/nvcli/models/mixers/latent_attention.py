@@ -42,8 +42,8 @@ class LatentAttentionConfig(Mixer):
     value_dim: int
     scale: float
     """Scores are multiplied by it before the softmax; positive."""
-    rope: RopeConfig
-    """The rotation of `rope_dim` numbers."""
+    rope: RopeConfig | None
+    """The rotation of `rope_dim` numbers; None: they stay as they are."""
     norm_eps: float
     """The epsilon of the norms of latent vectors."""
     bias: bool = False
@@ -69,8 +69,8 @@ class LatentAttentionConfig(Mixer):
         return "q_proj" if self.query_rank is None else "q_a_proj"
 
     @property
-    def rotation(self) -> Rotation:
-        return self.rope, self.rope_dim
+    def rotation(self) -> Rotation | None:
+        return None if self.rope is None else (self.rope, self.rope_dim)
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
         return AttentionSpec(

@@ -1,0 +1,70 @@
+"""KimiDeltaAttention: a layer's recurrent attention (`kernels/delta_net.py`) with a decay for each row of a state,
+sharded over the ranks by heads.
+
+Shapes: T tokens, H hidden, N heads of this rank, D their size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import StateSpec
+from nvcli.kernels.causal_conv import causal_conv
+from nvcli.kernels.delta_net import delta_rule
+from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.norm import gated_rms_norm
+from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads
+from nvcli.models.layers import Angles, Norm, TokenMixer
+from nvcli.models.mixers.kimi_delta import CONVOLUTIONS, KimiDeltaConfig
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard
+from nvcli.models.short_conv import ConvWeights
+
+_INPUTS = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
+
+
+class KimiDeltaAttention(TokenMixer):
+    """Kimi Delta Attention: [T, H] → [T, N × D], the input of `o_proj`."""
+
+    def __init__(
+        self,
+        build: BuildContext,
+        path: str,
+        config: KimiDeltaConfig,
+        norm: NormConfig,
+        spec: StateSpec,
+        cache_layer: int,
+    ) -> None:
+        super().__init__(spec, cache_layer)
+        num_heads, dim = config.num_heads // build.group.size, config.head_dim
+        self.heads = RecurrentHeads(num_heads, dim, num_heads, dim, decays_by_channel=True)
+        self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", _INPUTS)
+        self.decay_proj = ColumnParallelLinear(build, f"{path}.f_b_proj", ("f_b_proj",))
+        self.gate_proj = ColumnParallelLinear(build, f"{path}.g_b_proj", ("g_b_proj",))
+        self.conv = ConvWeights(build, [f"{path}.{name}" for name in CONVOLUTIONS])
+        self.log_rate = TensorShard(build, f"{path}.A_log")  # [N]
+        self.step_bias = TensorShard(build, f"{path}.dt_bias")  # [N × D]
+        self.norm = Norm(build, f"{path}.o_norm", replace(norm, weight_offset=0.0))
+        self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
+
+    def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
+        """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to
+        advance their states later."""
+        assert isinstance(x, Tensor), "its input is not quantised"
+        conv_pool, pool, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
+        heads, adapters = self.heads, batch.token_adapters
+        sizes = heads.num_channels, heads.key_dim, heads.value_dim, heads.num_value_heads
+        inputs, for_decays, for_gates, beta = self.in_proj(x, adapters).split(sizes, dim=1)
+        qkv = causal_conv(inputs, self.conv.weight.squeeze(1), conv_pool, rows, kept)
+        gates = DeltaGates(
+            beta=beta,
+            step=self.decay_proj(for_decays, adapters),
+            log_rate=self.log_rate.weight,
+            step_bias=self.step_bias.weight,
+        )
+        out = delta_rule(qkv, gates, pool, rows, heads, kept)
+        output_gates = self.gate_proj(for_gates, adapters).view_as(out)
+        return gated_rms_norm(out, output_gates, self.norm.weight, self.norm.eps, function="sigmoid").flatten(1)
