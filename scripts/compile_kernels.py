@@ -64,6 +64,7 @@ _PHI_MOE = {
     "lm_head_bias": True,
     "num_local_experts": 16,
 }
+_LIGHTNING = {"architectures": ["MiniMaxForCausalLM"], "num_hidden_layers": 4}
 _OLMO_HYBRID = {
     "architectures": ["OlmoHybridForCausalLM"],
     "hidden_size": 3840,
@@ -107,6 +108,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": {"num_experts": 32}},
     ),
     "Qwen3-VL-8B": ("qwen3-vl-8b", {"images": "always"}),
+    "lightning attention with drafts": (
+        "mixtral-8x7b",
+        {"hf_overrides": _LIGHTNING, "speculation": SpeculationConfig(method="lookup")},
+    ),
     "Granite-4.0-H-Small with drafts": ("granite-4.0-h-small", {"speculation": SpeculationConfig(method="lookup")}),
 }
 """The shape of each model, and the settings of its run."""

@@ -180,6 +180,21 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 64,
         },
     ),
+    "minimax text 01": (
+        "MiniMax",
+        {
+            "layer_types": [LINEAR, FULL, LINEAR],
+            "num_hidden_layers": 3,
+            "num_local_experts": 4,
+            "block_size": 16,
+            "full_attn_alpha_factor": 2.0,
+            "full_attn_beta_factor": 0.7,
+            "linear_attn_alpha_factor": 1.5,
+            "linear_attn_beta_factor": 1.3,
+            "mlp_alpha_factor": 3.0,
+            "mlp_beta_factor": 0.5,
+        },
+    ),
     "minimax m2": ("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8}),
     "ernie 4.5 moe": (
         "Ernie4_5_Moe",

@@ -30,6 +30,7 @@ from nvcli.kernels.triton.recurrent import (
     delta_chunks,
     rules,
 )
+from nvcli.models.lightning import FixedGates
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 
@@ -232,6 +233,34 @@ def test_decays_of_any_strength(dtype: torch.dtype) -> None:
     found = rules.delta_rule(qkv.to(DEVICE, copy=True), moved, pool, on_device(rows), heads)
     assert_close(found.float(), torch.cat(expected), dtype)
     assert_close(pool[2], state[0], dtype)
+
+
+def test_fixed_decays(dtype: torch.dtype) -> None:
+    """Lightning attention: a token's result is that of all pairs with tokens up to it, and drafts are entered though
+    no convolution has a state."""
+    num_tokens, num_heads, dim, rates = 70, 3, 16, (0.8, 0.1, 1e-5)
+    heads = RecurrentHeads(num_heads, dim, num_heads, dim, rule="scan")
+    qkv = rand(num_tokens, heads.num_channels, dtype=dtype) * 0.3
+    q, k, v = (part.unflatten(1, (num_heads, dim)).transpose(0, 1).float() for part in qkv.chunk(3, dim=1))
+    ages = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
+    decays = torch.exp(-torch.tensor(rates)[:, None, None] * ages).tril()
+    expected = ((q @ k.transpose(1, 2)) * decays @ v).transpose(0, 1).to(dtype)
+    gates = FixedGates(rates)
+    gates.derive(DEVICE)
+    pool = torch.zeros(3, num_heads, dim, dim, device=DEVICE)
+    found = []
+    for before, end, num_single in ((0, 66, 0), (66, 67, 1)):
+        work = [(before, end - before), (0, 0)]
+        rows = on_device(make_rows(work, [[1], []], block_size=128, num_single=num_single))
+        found.append(rules.selective_scan(qkv[before:end].to(DEVICE), gates(end - before), pool, rows, heads))
+    rows = on_device(make_rows([(67, 3), (0, 0)], [[1], []], block_size=128, num_drafts=1))
+    kept = KeptInputs.empty(1, 4, (num_heads, dim, dim), 0, num_heads * dim, dtype, DEVICE)
+    found.append(rules.selective_scan(qkv[67:].to(DEVICE), gates(3), pool, rows, heads, kept.layer(0)))
+    assert_close(torch.cat(found), expected, dtype)
+    assert rows.pending is not None
+    counts = torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
+    advance_states.end_drafts(kept, torch.empty(1, 3, 0, 0, dtype=dtype, device=DEVICE), rows, counts)
+    assert [int(field[0]) for field in rows.pending[1:5]] == [0, 2, 1, 1]
 
 
 @pytest.mark.parametrize(

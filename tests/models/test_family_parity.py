@@ -3,6 +3,8 @@ token, in stages, and cut over ranks, with parts of every expert and with whole 
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -39,6 +41,9 @@ WIDE_ROUTERS = (
     *("hunyuan v3", "kimi linear", "nemotron-h"),
 )
 """Families whose routers transformers computes in float32."""
+
+TABLES = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+"""Buffers that transformers writes beside the weights of MiniMax-Text-01."""
 
 Checkpoints = Callable[[str], Path]
 
@@ -146,6 +151,32 @@ def test_a_x_k1_of_the_hub_corrects_no_scores(checkpoint_of: Checkpoints, tmp_pa
     expected = reference_logits_of(path, [PROMPT])[0]
     assert not torch.allclose(expected, published_logits(checkpoint_of("a.x-k1"))[0], atol=0.1)
     assert_close(logits_in_steps(ModelDriver(path, max_positions=LENGTH), PROMPT, LENGTH), expected)
+
+
+def test_minimax_m1_of_the_hub(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    """Its files have other names in config.json, no tables of decays, and `rotary_dim`, which transformers ignores: its
+    rotation of whole heads, whose other half stands still, turns the same numbers in another order."""
+    path = shutil.copytree(checkpoint_of("minimax text 01"), tmp_path / "model")
+    edit_weights(path, lambda weights: [weights.pop(name) for name in list(weights) if name.endswith(TABLES)])
+    model = copy.deepcopy(reference_model(checkpoint_of("minimax text 01")))
+    model.model.rotary_emb.inv_freq = torch.cat((10000.0 ** -(torch.arange(0, 8, 2) / 8), torch.zeros(4)))
+    order = torch.tensor([0, 1, 2, 3, *range(8, 12), 4, 5, 6, 7, *range(12, 16)])
+    attention = model.model.layers[1].self_attn
+    for projection in (attention.q_proj, attention.k_proj):
+        rows = projection.weight.data.unflatten(0, (-1, 16))
+        projection.weight.data = rows[:, order].flatten(0, 1)
+    values = json.loads((path / "config.json").read_text())
+    for key in [key for key in values if key.endswith("_factor") and key != "router_aux_loss_coef"]:
+        block, kind = key.removesuffix("_factor").rsplit("_", 1)
+        values[f"layernorm_{block.replace('attn', 'attention')}_{kind}"] = values.pop(key)
+    del values["layer_types"]
+    values |= {"architectures": ["MiniMaxM1ForCausalLM"], "attn_type_list": [0, 1, 0], "rotary_dim": 8}
+    values |= {"postnorm": True, "shared_intermediate_size": 0}
+    (path / "config.json").write_text(json.dumps(values))
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    assert not torch.allclose(expected, published_logits(checkpoint_of("minimax text 01"))[0], atol=0.1)
+    assert_close(logits_in_steps(ModelDriver(path, max_positions=LENGTH), PROMPT, 30, 39), expected)
 
 
 def logits_in_stages(path: Path, ids: list[int]) -> Tensor:

@@ -97,7 +97,7 @@ class StateSpec:
     """The recurrent state that one layer keeps for a request on this rank, in place of keys and values."""
 
     conv_shape: tuple[int, int]
-    """(last inputs, channels) of the layer's convolution, kept in the model's type."""
+    """(last inputs, channels) of the layer's convolution, kept in the model's type; zeros: it has none."""
     recurrent_shape: tuple[int, int, int]
     """(heads, key size, value size), kept in float32; zeros for layers that only keep the convolution's inputs."""
     has_unit_keys: bool = True
@@ -113,8 +113,10 @@ class StateSpec:
     @property
     def key_size(self) -> int:
         """The size of a token's keys, of which the convolution's channels have two, queries and keys, besides the
-        values; 0 without a recurrent state."""
-        num_heads, _, value_dim = self.recurrent_shape
+        values; without a convolution each head has its own, and without a recurrent state it is 0."""
+        num_heads, key_dim, value_dim = self.recurrent_shape
+        if not self.conv_shape[1]:
+            return num_heads * key_dim
         return (self.conv_shape[1] - num_heads * value_dim) // 2 if num_heads else 0
 
     def num_bytes(self, element_bytes: int) -> int:

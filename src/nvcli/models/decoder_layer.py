@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
@@ -52,6 +53,7 @@ class DecoderLayer(nn.Module):
         def after(name: str | None, of_place: NormConfig, *, is_summed: bool = False) -> ResultNorm | None:
             return None if name is None else ResultNorm(own, f"{path}.{name}", of_place, is_summed=is_summed)
 
+        self.stream_factors = norms.stream_factors
         self.adds_sum = norms.before_attention is None and not is_summed
         """Whether no norm adds up what the layer before gives."""
         self.before_attention = before(norms.before_attention, of_places[0], is_summed=is_summed)
@@ -75,7 +77,8 @@ class DecoderLayer(nn.Module):
         gives_sum = self.mlp is not None and self.mlp.is_summed
         self.after_mlp = after(norms.after_mlp, of_places[3], is_summed=gives_sum)
         self.gives_stream = self.after_mlp is None or gives_sum
-        if not self.is_parallel:  # norms quantise for the projections after them, where nothing else reads the result
+        # Norms quantise for the projections after them, where nothing else reads the result.
+        if not self.is_parallel and self.stream_factors is None:
             readers = (
                 (self.before_attention, self.mixer, self.beside),
                 (self.before_mlp, self.mlp, self.shortcut),
@@ -110,6 +113,7 @@ class DecoderLayer(nn.Module):
             if self.group.size > 1:
                 x = x.clone()  # a group's result holds until its next call
             stream.copy_(self.group.whole_residual(residual))
+        self._go_on(residual, x, 0)
         mixed = self.mixer(x, angles, batch)
         other = None if self.beside is None else self.beside(x, angles, batch)
         adapters = None if batch.adapters is None else batch.adapters.tokens if rows is None else batch.adapters.kept
@@ -141,6 +145,7 @@ class DecoderLayer(nn.Module):
         late: Tensor | None = None
         if self.mlp is not None:
             x = _input(self.before_mlp, delta, residual)
+            self._go_on(residual, x, 1)
             late = None if self.shortcut is None else self._late(self.shortcut(x, None, adapters))
             delta = self.mlp(x, residual if self.gives_stream else None, adapters)
         if passed is not None:
@@ -156,6 +161,12 @@ class DecoderLayer(nn.Module):
             assert own is not None
             self.input(residual, own if rows is None else own[rows], scalar)
         return None, residual, late
+
+    def _go_on(self, residual: Tensor, normed: Activations, block: int) -> None:
+        """Make the stream what `LayerNorms.stream_factors` says before a block: 0 the mixer, 1 the MLP."""
+        if self.stream_factors is not None:
+            assert isinstance(normed, Tensor), "norms quantise nothing"
+            torch.mul(normed, self.stream_factors[block], out=residual)
 
     def _late(self, result: Tensor | None) -> Tensor:
         """Return a result that holds over other blocks: [T, H], or on a single rank its parts [P, T, H] → [T, H]."""

@@ -38,6 +38,9 @@ class LayerNorms:
     """Weights of the norms after blocks are multiplied by it when they are loaded."""
     epsilons: tuple[float, float, float, float] | None = None
     """The epsilons of the norms at these four places; None: that of all norms of the decoder."""
+    stream_factors: tuple[float, float] | None = None
+    """With it the residual stream goes on from what the norms before the mixer and before the MLP give, multiplied by
+    these numbers (post-norm); None: from what these norms read."""
 
     @property
     def is_parallel(self) -> bool:

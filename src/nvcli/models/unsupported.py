@@ -55,7 +55,6 @@ _ALIBI = "its scores fall with the distance of tokens (ALiBi), which nvcli does 
 _CLAMPS = "its gates are clamped by limits of each layer, which nvcli does not compute"
 _DSA = "its tokens attend to a sparse choice of keys (DSA), which nvcli does not compute"
 _KDA = "its linear attention (KDA) is not computed by nvcli"
-_LIGHTNING = "its lightning attention, and residuals of normed inputs, are not computed by nvcli"
 _OMNI = "its text is a part of files for audio and speech, which nvcli does not read"
 _RECURRENT = "its recurrent layers are of a kind that nvcli does not compute"
 _RELATIVE = "its scores depend on learned distances, and its layers convolve the stream, which nvcli does not compute"
@@ -66,7 +65,10 @@ _NO_REFERENCE = "transformers has no model of it whose numbers nvcli could be he
 _LACKING = {
     "BailingHybridForCausalLM": _KDA,
     "BailingMoeForCausalLM": _NO_REFERENCE,
+    "BailingMoeLinearForCausalLM": _NO_REFERENCE,
+    "BailingMoeLinearV2ForCausalLM": _NO_REFERENCE,
     "BailingMoeV2ForCausalLM": _NO_REFERENCE,
+    "BailingMoeV2_5ForCausalLM": _NO_REFERENCE,
     "BitNetForCausalLM": "its weights have three values, and its activations 8 bits, which nvcli does not compute",
     "BloomForCausalLM": _ALIBI,
     "DbrxForCausalLM": "its experts are stored in a form that nvcli does not read",
@@ -85,11 +87,8 @@ _LACKING = {
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
     "JetMoeForCausalLM": "its attention has experts, which nvcli does not compute",
     "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
-    "MiniMaxForCausalLM": _LIGHTNING,
-    "MiniMaxM1ForCausalLM": _LIGHTNING,
     "MiniMaxM3SparseForConditionalGeneration": _SPARSE_BLOCKS,
     "MiniMaxM3VLForCausalLM": _SPARSE_BLOCKS,
-    "MiniMaxText01ForCausalLM": _LIGHTNING,
     "MllamaForConditionalGeneration": "some of its layers attend to images alone, which nvcli does not compute",
     "MPTForCausalLM": _ALIBI,
     "MptForCausalLM": _ALIBI,

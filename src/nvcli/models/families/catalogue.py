@@ -31,7 +31,7 @@ from nvcli.models.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
 from nvcli.models.families.longcat import LONGCAT_FLASH
 from nvcli.models.families.mamba2 import MAMBA2
 from nvcli.models.families.minicpm import MINICPM3
-from nvcli.models.families.minimax import MINIMAX_M2
+from nvcli.models.families.minimax import MINIMAX_M2, MINIMAX_TEXT_01
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
 from nvcli.models.families.muse import MUSE_GLIMMER
 from nvcli.models.families.nemotron_h import NEMOTRON_H
@@ -132,6 +132,7 @@ FAMILIES: tuple[Family, ...] = (
     AYA_VISION,
     COMMAND_A_VISION,
     COHERE2_MOE,
+    MINIMAX_TEXT_01,
     MINIMAX_M2,
     ERNIE,
     ERNIE_MOE,

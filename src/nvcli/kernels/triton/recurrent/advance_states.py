@@ -158,8 +158,9 @@ def end_drafts(kept: KeptInputs, conv_pool: Tensor, rows: StateRows, counts: Ten
     assert kept.inputs.is_contiguous()
     assert conv_pool[0, 0].is_contiguous()
     num_layers, _, num_inputs, num_channels = conv_pool.shape
-    channels = min(_CHANNELS, next_power_of_2(num_channels))
-    _end_drafts_kernel[ceil_div(num_channels, channels), rows.num_draft_rows, num_layers](
+    width = max(1, num_channels)  # without a convolution, a program enters the tokens and has no channel
+    channels = min(_CHANNELS, next_power_of_2(width))
+    _end_drafts_kernel[ceil_div(width, channels), rows.num_draft_rows, num_layers](
         kept.inputs,
         conv_pool,
         RowTensors.of(rows),
@@ -171,7 +172,7 @@ def end_drafts(kept: KeptInputs, conv_pool: Tensor, rows: StateRows, counts: Ten
         NUM_CHANNELS=num_channels,
         TAPS=num_inputs + 1,
         BLOCK_SIZE=rows.block_size,
-        TAPS_TILE=next_power_of_2(num_inputs),
+        TAPS_TILE=next_power_of_2(max(1, num_inputs)),
         CHANNELS=channels,
     )
 
