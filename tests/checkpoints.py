@@ -270,7 +270,8 @@ def write_tiny_model(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.2
-            parameter.copy_(noise * scale + (1.0 if "norm" in name or ".ln_" in name else 0.0))
+            own = name.replace(".norm_attn_norm.", ".")  # DBRX's name of a block
+            parameter.copy_(noise * scale + (1.0 if "norm" in own or ".ln_" in own else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.7 + 0.1 * torch.randn(1, generator=generator))

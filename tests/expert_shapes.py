@@ -180,6 +180,16 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 64,
         },
     ),
+    "dbrx": (
+        "Dbrx",
+        {
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 6, "moe_top_k": 3},
+            "hidden_size": 64,
+            "d_model": 64,
+            "head_dim": None,
+        },
+    ),
     "minimax text 01": (
         "MiniMax",
         {

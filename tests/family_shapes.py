@@ -380,6 +380,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoX",
         {**OLDER, "hidden_act": "gelu", "rope_parameters": HALF, "use_parallel_residual": False},
     ),
+    "persimmon": ("Persimmon", {**OLDER, "rope_parameters": HALF}),
     "gpt 2": ("GPT2", {**OLDER, "n_inner": 48, "tie_word_embeddings": True}),
     "starcoder": ("GPTBigCode", {**OLDER, "n_inner": 48, "tie_word_embeddings": True}),
     "starcoder, many kv heads": ("GPTBigCode", {**OLDER, "n_inner": 48, "multi_query": False}),
@@ -389,6 +390,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-j": ("GPTJ", {**OLDER, "n_inner": 48, "rotary_dim": 4}),
     "codegen": ("CodeGen", {**OLDER, "n_inner": 48, "rotary_dim": 4, "n_ctx": 512}),
+    "biogpt": ("BioGpt", {**OLDER, "tie_word_embeddings": True}),
+    "xglm": ("XGLM", {**OLDER, "ffn_dim": 48, "tie_word_embeddings": True}),
     "opt": ("OPT", {**OLDER, "ffn_dim": 48, "tie_word_embeddings": True}),
     "falcon 7b": ("Falcon", {**OLDER, "ffn_hidden_size": 48, "rope_parameters": DEFAULT, "num_kv_heads": 4}),
     "falcon 40b": (

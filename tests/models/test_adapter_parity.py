@@ -124,6 +124,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "with vision": ("gemma 3 with vision", {"target_modules": list(LINEAR)}),
     "delta nets": ("qwen 3-next", {"target_modules": "all-linear"}),
     "mamba": ("bamba", {"target_modules": "all-linear"}),
+    "lightning attention": ("minimax text 01", {"target_modules": "all-linear"}),
     "experts": (
         "qwen3 moe",
         {

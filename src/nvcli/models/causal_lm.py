@@ -23,7 +23,13 @@ from nvcli.models.geometry import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS
 from nvcli.models.kv_groups import layer_specs
 from nvcli.models.layer_inputs import LayerInputs
 from nvcli.models.layers import Angles, InputNorm, RotaryTables, TokenMixer
-from nvcli.models.parallel import BuildContext, ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
+from nvcli.models.parallel import (
+    BuildContext,
+    ParallelLMHead,
+    PositionEmbedding,
+    SinusoidalPositions,
+    VocabParallelEmbedding,
+)
 from nvcli.models.vision.tower import VisionTower
 from nvcli.models.weights import WeightModule
 from nvcli.worker.distributed.tensor_parallel import StageState
@@ -43,9 +49,11 @@ class Decoder(nn.Module):
         self.all_ranks = build.group
         stage, decoder, layers = build.stage, config.decoder, config.layers
         self.embed_tokens = VocabParallelEmbedding(build, EMBEDDING) if stage.is_first else None
-        self.embed_positions: PositionEmbedding | None = None
+        self.embed_positions: PositionEmbedding | SinusoidalPositions | None = None
         if stage.is_first and decoder.learned_positions is not None:
             self.embed_positions = PositionEmbedding(build, POSITIONS, decoder.learned_positions)
+        elif stage.is_first and decoder.first_sinusoid is not None:
+            self.embed_positions = SinusoidalPositions(build, decoder.first_sinusoid)
         self.embedding_scale = decoder.embedding_scale
         if decoder.rounds_embedding_scale:
             dtype = getattr(torch, build.dtype)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from nvcli.errors import LoadError
 from nvcli.models.quantisation.join import join_parts, twice
 from nvcli.models.quantisation.quantisation import Quantisation
-from nvcli.models.tensor_info import TensorInfo, fused_places
+from nvcli.models.tensor_info import RowPlaces, TensorInfo, fused_places
 from nvcli.models.tensor_spec import EXPERTS, FUSED, TensorSpec
 
 _PART = re.compile(r"^model\.layers\.(\d+)\.(\w+)(?:\.(\d+)(?=\.))?")
@@ -88,6 +88,8 @@ class CheckpointLayout:
     """Whether some files hold unquantised stacks of experts as matrices [in, out], as their shapes tell."""
     interleaves_experts: bool = False
     """Whether gate and up rows alternate in stacks of experts, and unquantised stacks hold matrices [in, out]."""
+    flattens_experts: bool = False
+    """Whether files hold a projection of all experts as one matrix [experts × intermediate size, hidden]."""
     is_headless: bool = False
     """Whether the LM head is left on disk, and the decoder's names may lack `model.` in the files."""
 
@@ -221,7 +223,9 @@ def locate_tensors(
     for name in [name for name in found if name not in shapes]:
         if parts := [part for part in fused_parts(name) if part in shapes]:
             _split(found, found.pop(name), parts, shapes, layout.num_groups(name))
-        elif experts := stacked_parts(name, shapes):
+        elif (experts := stacked_parts(name, shapes)) and layout.flattens_experts:
+            _unflatten(found, found.pop(name), [name for (name,) in experts], shapes)
+        elif experts:
             _unstack(found, found.pop(name), experts, shapes, layout)
     others = {name: info for name, info in left.items() if not layout.reads_part_of(name)}
     return LocatedTensors(
@@ -288,6 +292,25 @@ def _unstack(
         one = replace(one, is_transposed=is_transposed or info.is_transposed)
         num_groups = rows // len(parts) if layout.interleaves_experts else 1
         _split(found, one, parts, shapes, num_groups)
+
+
+def _unflatten(
+    found: dict[str, TensorInfo], info: TensorInfo, experts: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Put each expert's matrix out of those that lie one above the other into `found`."""
+    rows, columns = shape = shapes[experts[0]]
+    is_transposed = experts[0].endswith(".down_proj.weight")
+    size, width = (columns, rows) if is_transposed else (rows, columns)
+    if info.shape != (len(experts) * size, width):
+        raise LoadError(
+            f"{info.file}: tensor {info.name} has shape {list(info.shape)}, config.json asks for {len(experts)} "
+            f"experts of {[size, width]}"
+        )
+    whole = replace(info, shape=shape, num_bytes=info.num_bytes // len(experts), is_transposed=is_transposed)
+    for number, name in enumerate(experts):
+        first = number * size
+        places = {"first_column": first} if is_transposed else {"rows": RowPlaces(first=first)}
+        found[name] = replace(whole, **places)
 
 
 def _split(

@@ -157,6 +157,9 @@ class DecoderConfig:
     logit_soft_cap: float | None = None
     """Logits become soft_cap × tanh(logit / soft_cap); None: no cap."""
     learned_positions: LearnedPositions | None = None
+    first_sinusoid: int | None = None
+    """The number of the first position in a table of sines and cosines, which is added to the embeddings of tokens
+    (`parallel.SinusoidalPositions`); None: nothing is."""
     layer_inputs: LayerInputsConfig | None = None
     weight_factors: tuple[tuple[str, float], ...] = ()
     """Factors of weights, which are multiplied by them when they are loaded: the last two parts of a projection's name

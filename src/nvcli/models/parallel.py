@@ -13,10 +13,12 @@ product.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,7 +32,7 @@ from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, AdapterRows
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.layer_config import LearnedPositions
 from nvcli.models.tensor_spec import StoredDtype, TensorSpec
-from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length, stacked_rows
+from nvcli.models.weights import DerivedModule, WeightModule, WeightSource, empty_parameter, length, stacked_rows
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
@@ -324,6 +326,30 @@ class PositionEmbedding(TensorShard):
 
     def forward(self, positions: Tensor) -> Tensor:
         return F.embedding(positions, self.weight[self.offset :])
+
+
+class SinusoidalPositions(DerivedModule):
+    """[T] positions → [T, H]: sines, then cosines, of angles that fall from each number to the next."""
+
+    table: Tensor
+
+    def __init__(self, build: BuildContext, first: int) -> None:
+        """`first`: the number by which position 0 counts."""
+        super().__init__()
+        self.first = first
+        table = torch.empty(build.max_positions, build.hidden_size, dtype=getattr(torch, build.dtype))
+        self.register_buffer("table", table, persistent=False)
+
+    def derive(self, device: torch.device) -> None:
+        count, size = self.table.shape
+        half = size // 2
+        frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / max(1, half - 1)))
+        angles = torch.outer(torch.arange(self.first, self.first + count, dtype=torch.float32), frequencies)
+        table = torch.cat((angles.sin(), angles.cos()), dim=1)
+        self.table = table.to(device, self.table.dtype)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return self.table.index_select(0, positions)
 
 
 class ParallelLMHead(TensorShards):

@@ -5,9 +5,12 @@ Shapes: T tokens, D head_dim, KV heads of this rank.
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor, nn
 
+from nvcli.kernels.norm import rms_norm
 from nvcli.models.mixers.attention import AttentionConfig, QueryScaling
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, TensorShards
@@ -15,8 +18,8 @@ from nvcli.models.weights import DerivedModule
 
 
 class QKVPreparation(nn.Module):
-    """Norms queries and keys by row or with weights of each head, copies keys as values, and clamps all of them, in
-    layers that need it.
+    """Norms queries and keys by row, by LayerNorm or with weights of each head, copies keys as values, and clamps all
+    of them, in layers that need it.
 
     [T, (heads + KV heads, or 2 KV heads) × D] → [T, (heads + 2 KV heads) × D].
     """
@@ -32,10 +35,12 @@ class QKVPreparation(nn.Module):
             self.norm = QKRowNorm(build, path, attention, norm)
         elif attention.qk_norm == "own":
             self.norm = QKHeadNorms(build, path, norm)
+        elif attention.qk_norm == "layer":
+            self.norm = QKLayerNorms(build, path, norm)
 
     @staticmethod
     def is_needed(attention: AttentionConfig) -> bool:
-        norms_here, is_clamped = attention.qk_norm in ("row", "own"), attention.clip is not None
+        norms_here, is_clamped = attention.qk_norm not in (None, "head"), attention.clip is not None
         return not attention.shares_kv and (norms_here or is_clamped or attention.keys_are_values)
 
     def forward(self, qkv: Tensor) -> Tensor:
@@ -54,9 +59,12 @@ class QKNorm(TensorShards):
 
     q_weight: nn.Parameter
     k_weight: nn.Parameter
+    q_bias: nn.Parameter | None
+    k_bias: nn.Parameter | None
 
     def __init__(self, build: BuildContext, path: str, norm: NormConfig) -> None:
-        super().__init__(build, {f"{name}_weight": f"{path}.{name}_norm.weight" for name in ("q", "k")})
+        kinds = product(("q", "k"), ("weight", "bias"))
+        super().__init__(build, {f"{name}_{kind}": f"{path}.{name}_norm.{kind}" for name, kind in kinds})
         self.eps = norm.eps
         self.is_centered = norm.kind == "layer"
 
@@ -71,6 +79,15 @@ class QKHeadNorms(QKNorm):
             if self.is_centered:
                 values = values - values.mean(-1, keepdim=True)
             heads.copy_(values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps) * weight)
+
+
+class QKLayerNorms(QKNorm):
+    """Norms each head of queries and of keys by LayerNorm, in place."""
+
+    def forward(self, q: Tensor, k: Tensor) -> None:
+        for rows, weight, bias in ((q, self.q_weight, self.q_bias), (k, self.k_weight, self.k_bias)):
+            heads = rows.view(len(rows), -1, len(weight))
+            heads.copy_(rms_norm(heads, weight, self.eps, is_centered=True, bias=bias))
 
 
 class QKRowNorm(QKNorm):

@@ -208,6 +208,8 @@ class OpenFiles:
         """Read the numbers of a part as they are stored, unpacked and each at its place: [rows, columns] or [rows]."""
         held, packing = [info.rows.span(part[0]), *part[1:]], info.packing
         first = length = 0
+        if info.first_column:
+            held[1] = slice(held[1].start + info.first_column, held[1].stop + info.first_column)
         if packing is not None:
             wanted = held[packing.dim]
             first, length = wanted.start % packing.per_index, wanted.stop - wanted.start

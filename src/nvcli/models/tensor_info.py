@@ -202,6 +202,8 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The expert's number, if the file's tensor stacks the matrices of all experts."""
     is_transposed: bool = False
     """Whether the file's matrices are [in, out]."""
+    first_column: int = 0
+    """The place of its first column among those of the file's tensor."""
     packing: Packing | None = None
     """How codes are packed; None: each has an index of its own."""
     codes: Codes | None = None

@@ -71,7 +71,6 @@ _LACKING = {
     "BailingMoeV2_5ForCausalLM": _NO_REFERENCE,
     "BitNetForCausalLM": "its weights have three values, and its activations 8 bits, which nvcli does not compute",
     "BloomForCausalLM": _ALIBI,
-    "DbrxForCausalLM": "its experts are stored in a form that nvcli does not read",
     "DiffLlamaForCausalLM": "its attention subtracts one softmax from another, which nvcli does not compute",
     "DiffusionGemmaForBlockDiffusion": "it writes blocks of text by diffusion, and nvcli one token after another",
     "Gemma3nForCausalLM": _SEVERAL_STREAMS,

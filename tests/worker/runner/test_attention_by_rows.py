@@ -27,6 +27,7 @@ SHAPES = {
     "deepseek v2": shape("deepseek v2, queries without latents"),
     "glm 4.7 flash": shape("glm 4.7 flash"),
     "qwen3 moe": shape("qwen3 moe", num_key_value_heads=1),
+    "minimax text 01": shape("minimax text 01"),
 }
 
 

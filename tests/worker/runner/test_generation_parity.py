@@ -57,6 +57,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "kimi linear", num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"]
     ),
     "mamba-2": shape_of("mamba 2", num_hidden_layers=2, seed=10),
+    "minimax-text-01": shape_of(
+        "minimax text 01", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], seed=11
+    ),
     "falcon-h1": shape_of("falcon-h1 without norms", num_hidden_layers=1, seed=6),
     "lfm2": shape_of("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"], seed=7),
     "gpt-oss": shape_of("gpt-oss", num_hidden_layers=2, seed=8),

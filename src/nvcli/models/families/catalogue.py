@@ -6,6 +6,7 @@ from nvcli.models.families.afmoe import AFMOE, LAGUNA
 from nvcli.models.families.bamba import BAMBA
 from nvcli.models.families.beam import BEAM
 from nvcli.models.families.cohere2 import AYA_VISION, COHERE, COHERE2, COHERE2_MOE, COMMAND_A_VISION
+from nvcli.models.families.dbrx import DBRX
 from nvcli.models.families.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
@@ -17,7 +18,7 @@ from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from nvcli.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_OCR
 from nvcli.models.families.gpt2 import BIGCODE, CODEGEN, GPT2, GPT_NEO, GPTJ
-from nvcli.models.families.gpt_neox import GPT_NEOX
+from nvcli.models.families.gpt_neox import GPT_NEOX, PERSIMMON
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA, HYPERCLOVAX
 from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
@@ -36,7 +37,7 @@ from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRA
 from nvcli.models.families.muse import MUSE_GLIMMER
 from nvcli.models.families.nemotron_h import NEMOTRON_H
 from nvcli.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
-from nvcli.models.families.opt import OPT
+from nvcli.models.families.opt import BIOGPT, OPT, XGLM
 from nvcli.models.families.phi3 import PHI, PHI3, PHI_MOE
 from nvcli.models.families.plain_mlps import APERTUS, ARCEE, JAIS2, NANOCHAT, NEMOTRON, STARCODER2
 from nvcli.models.families.qwen import (
@@ -143,6 +144,7 @@ FAMILIES: tuple[Family, ...] = (
     EXAONE4,
     EXAONE4_5,
     EXAONE_MOE,
+    DBRX,
     DOTS1,
     SOLAR_OPEN,
     ARCEE,
@@ -161,12 +163,15 @@ FAMILIES: tuple[Family, ...] = (
     STARCODER2,
     STABLELM,
     GPT_NEOX,
+    PERSIMMON,
     GPT2,
     BIGCODE,
     GPT_NEO,
     GPTJ,
     CODEGEN,
     OPT,
+    BIOGPT,
+    XGLM,
     PHI,
     FALCON,
 )

@@ -1,5 +1,7 @@
 """GPT-NeoX (https://arxiv.org/abs/2204.06745) and Pythia (https://arxiv.org/abs/2304.01373): attention and MLP side by
-side, each behind a norm of its own, and a quarter of each head rotated."""
+side, each behind a norm of its own, and a quarter of each head rotated. Persimmon
+(https://www.adept.ai/blog/persimmon-8b) has them one after the other, with squared relu and with LayerNorm of queries
+and keys."""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from nvcli.models.checkpoint_layout import CheckpointLayout, starts_after
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.attention import QKNorm
 
 _STARTS = {"embed_in.": "model.embed_tokens.", "layers.": "model.layers.", "final_layer_norm.": "model.norm."}
 RENAMED = (
@@ -38,4 +41,26 @@ GPT_NEOX = Family(
     examples=("EleutherAI/pythia-12b", "EleutherAI/gpt-neox-20b", "databricks/dolly-v2-12b"),
     read=read,
     keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+)
+
+
+def read_persimmon(config: ModelFile) -> DecoderConfig:
+    """Read Persimmon."""
+    qk_norm: QKNorm | None = "layer" if config.get("qk_layernorm", bool, True) else None
+    attention = config.attention(default_theta=25_000.0, default_partial=0.5, bias=True, qk_norm=qk_norm)
+    layout = CheckpointLayout(
+        starts=(("model.final_layernorm.", "model.norm."),),
+        renamed=(*RENAMED, (".q_layernorm.", ".q_norm."), (".k_layernorm.", ".k_norm.")),
+        qkv_groups=attention.num_kv_heads,
+    )
+    layer = LayerConfig(mixer=attention, mlp=config.plain_mlp("relu2", bias=True))
+    return config.decoder(layer, norm=config.layer_norm(), layout=layout)
+
+
+PERSIMMON = Family(
+    name="Persimmon",
+    architectures=("PersimmonForCausalLM",),
+    features="LayerNorm with biases, also of queries and keys; half of each head rotated, squared relu",
+    examples=("adept/persimmon-8b-chat",),
+    read=read_persimmon,
 )

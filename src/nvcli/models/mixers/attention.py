@@ -18,9 +18,10 @@ GATE = "g_proj"
 """The name of the projection of gates."""
 GATE_BIAS = "gate_bias"
 """The name of the numbers of single heads that are added to gates."""
-QKNorm = Literal["head", "own", "row"]
-"""How queries and keys are normed before they are rotated: each head by itself, with one weight for all heads or with
-weights of its own (by the decoder's kind of norm), or all heads of a token together."""
+QKNorm = Literal["head", "layer", "own", "row"]
+"""How queries and keys are normed before they are rotated: each head by itself, with one weight for all heads (by
+RMSNorm, or by LayerNorm with a bias) or with weights of its own (by the decoder's kind of norm), or all heads of a
+token together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +188,11 @@ class AttentionConfig(Mixer):
         if self.qk_norm == "head" and self.weighs_norms:
             for name in ("q_norm",) if self.shares_kv else ("q_norm", "k_norm"):
                 yield replace(context.norm_weight(f"{path}.{name}", self.head_dim, "attention"), row_order=order)
+        elif self.qk_norm == "layer":
+            for name in ("q_norm", "k_norm"):
+                weight = replace(context.norm_weight(f"{path}.{name}", self.head_dim, "attention"), row_order=order)
+                yield weight
+                yield replace(weight, name=f"{path}.{name}.bias")
         elif self.qk_norm == "own":
             for name, num_heads in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
                 shape = num_heads, self.head_dim
