@@ -220,7 +220,7 @@ SINCE = {
     **dict.fromkeys(("Bamba", "Beam", "Flint", "GptOss", "Kolibri1", "Lfm3", "Mamba2", "MiniMaxM2", "Olmo3"), "5.23"),
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
     **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
-    **dict.fromkeys(("AXK1", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
+    **dict.fromkeys(("AXK1", "Dbrx", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
     "KimiLinear": "5.23",
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves

@@ -184,7 +184,7 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Dbrx",
         {
             "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 10000.0},
-            "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 6, "moe_top_k": 3},
+            "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 3},
             "hidden_size": 64,
             "d_model": 64,
             "head_dim": None,

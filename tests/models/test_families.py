@@ -68,6 +68,13 @@ def test_gpt_oss_of_the_hub(tmp_path: Path) -> None:
     assert load_model_config(tmp_path) == config, "what transformers takes for absent keys"
 
 
+@pytest.mark.parametrize("name", ["MiniMaxM1ForCausalLM", "MiniMaxM2ForCausalLM"])
+def test_minimax_of_the_hub_says_nothing_of_a_type(name: str, tmp_path: Path) -> None:
+    values = {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4}
+    assert read(tmp_path, name, **values).dtype == "bfloat16"
+    assert read(tmp_path, name, **values, torch_dtype="float16").dtype == "float16"
+
+
 def test_gemma_3_of_the_hub_leaves_out_what_is_usual(tmp_path: Path) -> None:
     """google/gemma-3-4b-it gives these keys of its text part alone, and the older names of both ropes."""
     text = {
@@ -290,6 +297,7 @@ def test_gpt_2_and_opt_of_the_hub_learned_their_positions(tmp_path: Path) -> Non
 
 BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_expand": 2, "mamba_d_state": 8}
 LONGCAT = EXPERT_SHAPES["longcat-flash"][1]
+MINIMAX = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": None}
 NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
 
 
@@ -326,6 +334,16 @@ NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
             "BambaForCausalLM",
             {**BAMBA, "attn_layer_indices": [1], "mamba_d_head": 5},
             ["`mamba_d_head`", "of 5 do not"],
+        ),
+        ("MiniMaxM1ForCausalLM", {**MINIMAX, "attn_type_list": [0, 2]}, ["`attn_type_list`", "[0, 2]", "2 layers"]),
+        ("MiniMaxM1ForCausalLM", {**MINIMAX, "postnorm": False}, ["`postnorm`: false"]),
+        ("MiniMaxM1ForCausalLM", {**MINIMAX, "hidden_act": "gelu_new"}, ["`hidden_act`", "gelu_new", "silu"]),
+        ("MiniMaxM1ForCausalLM", {**MINIMAX, "head_dim": 512}, ["`head_dim`: 512 is too large"]),
+        ("MiniMaxM1ForCausalLM", {**MINIMAX, "layernorm_mlp_beta": 0}, ["`layernorm_mlp_beta`: 0"]),
+        (
+            "DbrxForCausalLM",
+            {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 5, "ffn_hidden_size": 8}},
+            ["`ffn_config.moe_top_k`: 5 is more than"],
         ),
         ("NemotronHForCausalLM", {**NEMOTRON_H, "hybrid_override_pattern": "-*"}, ["block 0 is mlp"]),
         (

@@ -73,6 +73,7 @@ _LACKING = {
     "BloomForCausalLM": _ALIBI,
     "DiffLlamaForCausalLM": "its attention subtracts one softmax from another, which nvcli does not compute",
     "DiffusionGemmaForBlockDiffusion": "it writes blocks of text by diffusion, and nvcli one token after another",
+    "DogeForCausalLM": "its scores depend on a number that each value gives, which nvcli does not compute",
     "Gemma3nForCausalLM": _SEVERAL_STREAMS,
     "Gemma3nForConditionalGeneration": _SEVERAL_STREAMS,
     "Glm5NextForConditionalGeneration": _SEVERAL_STREAMS,

@@ -11,7 +11,7 @@ from nvcli.models.mixers.mamba import MambaConfig
 
 ATTENTION, MAMBA = (FULL, "attention"), (LINEAR, "mamba")
 """Names of the kinds of layers in files, the newer one first."""
-_MAX_STATE = 256
+MAX_STATE = 256
 """The largest state size and head size that kernels compute."""
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 """Limits of step sizes that limit nothing, as older and newer files spell them."""
@@ -49,8 +49,8 @@ def read_mamba(config: ModelFile, keys: MambaKeys = COMMON_KEYS, *, inner_size: 
     if config.values.get(keys.head_dim) in (None, "auto"):
         head_dim = inner_size // num_heads
     else:
-        head_dim = config.positive(keys.head_dim, most=_MAX_STATE)
-    if head_dim * num_heads != inner_size or head_dim > _MAX_STATE:
+        head_dim = config.positive(keys.head_dim, most=MAX_STATE)
+    if head_dim * num_heads != inner_size or head_dim > MAX_STATE:
         raise config.error(
             keys.head_dim, f"{num_heads} heads (`{keys.heads}`) of {head_dim} do not make {inner_size:,} features"
         )
@@ -63,7 +63,7 @@ def read_mamba(config: ModelFile, keys: MambaKeys = COMMON_KEYS, *, inner_size: 
         num_heads=num_heads,
         head_dim=head_dim,
         num_groups=num_groups,
-        state_size=config.positive(keys.state, most=_MAX_STATE),
+        state_size=config.positive(keys.state, most=MAX_STATE),
         conv_taps=config.conv_taps(keys.taps),
         norm_eps=config.positive_number(keys.eps),
         conv_bias=config.get(keys.conv_bias, bool, True),

@@ -12,6 +12,7 @@ from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import CORRECTION_BESIDE_GATE
 from nvcli.models.families.family import Family
+from nvcli.models.families.mamba import MAX_STATE
 from nvcli.models.families.mistral import MIXTRAL_NAMES
 from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
@@ -21,6 +22,7 @@ from nvcli.models.mixers.mixer import Mixer, NormConfig
 _LAYOUT = CheckpointLayout(renamed=(*MIXTRAL_NAMES, CORRECTION_BESIDE_GATE))
 
 
+_DEFAULTS = {"torch_dtype": "bfloat16"}  # the published files leave it out
 _OWN_NAMES = {
     f"layernorm_{own}_{kind}": f"{newer}_{kind}_factor"
     for own, newer in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
@@ -46,10 +48,12 @@ def read_text_01(config: ModelFile) -> DecoderConfig:
     """Read MiniMax-Text-01 or M1, whose heads forget the slower, the later their layer."""
     config.only("postnorm", True)
     config.only("shared_intermediate_size", 0)
+    config.only("hidden_act", "silu")
     config = config.with_names(_OWN_NAMES)
     norm, count = config.rms_norm(), config.num_layers()
     window = config.bounded(config.window())
     full = config.attention(default_theta=1_000_000.0, default_partial=_rotated_part(config), window=window)
+    config.positive("head_dim", full.head_dim, most=MAX_STATE)
     experts = config.experts(config.routing(renormalise=True), size_key="intermediate_size")
     of_mlp = _factors(config, "mlp")
     layers, before = [], 1.0
@@ -93,6 +97,7 @@ MINIMAX_TEXT_01 = Family(
     features="lightning attention in most layers; a mixture of experts",
     examples=("MiniMaxAI/MiniMax-Text-01", "MiniMaxAI/MiniMax-M1-80k"),
     read=read_text_01,
+    defaults=_DEFAULTS,
 )
 MINIMAX_M2 = Family(
     name="MiniMax-M2",
@@ -100,4 +105,5 @@ MINIMAX_M2 = Family(
     features="a mixture of experts; norms over all heads together, part of each head rotated",
     examples=("MiniMaxAI/MiniMax-M2", "MiniMaxAI/MiniMax-M2.1"),
     read=read,
+    defaults=_DEFAULTS,
 )

@@ -57,7 +57,7 @@ class LightningConfig(RecurrentMixer):
 
     def num_kernels(self, ranks: Ranks) -> int:
         """Return the number of kernels. Several ranks norm the result step by step, with a sum between."""
-        return 7 if ranks.size == 1 else 15
+        return 8 if ranks.size == 1 else 17
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.num_heads % ranks.size:
