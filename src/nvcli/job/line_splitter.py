@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from nvcli.errors import RowError
 
 MAX_LINE_BYTES = 512 * 1024 * 1024
@@ -17,26 +15,12 @@ class DroppedLine:
         self.num_bytes = num_bytes
 
 
-class BlankLines(DroppedLine):
-    """Stands for many blank lines in a row."""
-
-    def __init__(self, data: bytes) -> None:
-        """`data` holds the lines, with newlines between them."""
-        super().__init__(len(data))
-        self.data = data
-        self.num_lines = data.count(b"\n") + 1
-
-
 def too_long() -> RowError:
     """Return the error of a row that is too long."""
     return RowError("line_too_long", f"longer than {MAX_LINE_BYTES >> 20} MiB, the most that a row may have")
 
 
 Line = bytes | DroppedLine
-
-_RUN_BYTES = 256
-_MANY_BLANK = (b"\n" * _RUN_BYTES, b"\r\n" * (_RUN_BYTES // 2))
-_BLANK_RUN = re.compile(rb"[\r\n]{%d,}" % _RUN_BYTES)
 
 
 class LineSplitter:
@@ -54,24 +38,7 @@ class LineSplitter:
         self._is_dropped = False
 
     def feed(self, chunk: bytes) -> list[Line]:
-        """Return the lines that end in this chunk. `BlankLines` may stand for many that are blank."""
-        if any(many in chunk for many in _MANY_BLANK):
-            return self._feed_sparse(chunk)
-        return self._feed(chunk)
-
-    def _feed_sparse(self, chunk: bytes) -> list[Line]:
-        ended: list[Line] = []
-        at = 0
-        for run in _BLANK_RUN.finditer(chunk):
-            start = chunk.find(b"\n", *run.span()) + 1  # after the line that ends here
-            end = chunk.rfind(b"\n", *run.span()) + 1
-            if 0 < start < end:
-                ended += self._feed(chunk[at:start])
-                ended.append(BlankLines(chunk[start : end - 1]))
-                at = end
-        return ended + self._feed(chunk[at:])
-
-    def _feed(self, chunk: bytes) -> list[Line]:
+        """Return the lines that end in this chunk."""
         first, *lines = chunk.split(b"\n")
         self._add(first)
         if not lines:

@@ -17,7 +17,7 @@ from nvcli.job.file_formats import plain_name
 from nvcli.job.input.column_check import ColumnsError, check_no_utf16
 from nvcli.job.input.known_input import KnownInput
 from nvcli.job.input.line_source import LineSource
-from nvcli.job.line_splitter import BlankLines, DroppedLine, Line
+from nvcli.job.line_splitter import DroppedLine, Line
 from nvcli.job.rows.bad_json import explain_bad_utf8
 from nvcli.job.rows.parser import Cells, Row
 
@@ -54,9 +54,6 @@ class CsvSource(LineSource):
         for line in lines:
             if line is None:
                 yield None
-                continue
-            if isinstance(line, BlankLines):
-                records.number += line.num_lines
                 continue
             first = records.begin(line, lines)
             if isinstance(line, bytes) and (not line or (line.isspace() and b"\t" not in line)):
@@ -106,9 +103,6 @@ class _RecordLines:
         line, self._first = self._first, None
         if line is None:
             line = next(line for line in self._lines if line is not None)
-            if isinstance(line, BlankLines):  # in a cell
-                self.number += line.num_lines - 1
-                line = line.data
             self.number += 1
         is_dropped = isinstance(line, DroppedLine)
         self.num_bytes += line.num_bytes if isinstance(line, DroppedLine) else len(line) + 1

@@ -21,7 +21,7 @@ from nvcli.job.compression import CompressionError
 from nvcli.job.input.column_check import ColumnsError
 from nvcli.job.input.known_input import KnownInput
 from nvcli.job.input.line_source import DamagedInput, LineSource, Splitter
-from nvcli.job.line_splitter import BlankLines, Line, LineSplitter
+from nvcli.job.line_splitter import Line, LineSplitter
 from nvcli.job.rows.parser import Row
 from nvcli.job.rows.prompt_rules import shown_columns
 
@@ -242,7 +242,7 @@ class JsonSplitter:
             chunk = text
         lines = self._splitter.feed(chunk)
         if self._is_blank:
-            self.num_blank += sum(line.num_lines if isinstance(line, BlankLines) else 1 for line in lines)
+            self.num_blank += len(lines)
         return lines
 
     def end(self) -> Line | None:

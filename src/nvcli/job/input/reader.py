@@ -21,7 +21,6 @@ from nvcli.job.input.known_input import KnownInput
 from nvcli.job.input.line_source import DamagedInput, LineSource, Source, TextSource
 from nvcli.job.input.pdf_source import PdfFile, PdfSource
 from nvcli.job.job import Job, JobId, JobResult
-from nvcli.job.line_splitter import BlankLines
 from nvcli.job.row_set import AnsweredRows
 from nvcli.job.rows.parser import Row, RowParser
 from nvcli.job.rows.prompt_rules import PromptKind
@@ -241,13 +240,7 @@ class RowReader:
                 yield None
                 continue
             self._line_number += 1
-            if isinstance(line, bytes):
-                if line and not line.isspace():
-                    is_empty = False
-                    yield line
-            elif isinstance(line, BlankLines):
-                self._line_number += line.num_lines - 1
-            else:
+            if not isinstance(line, bytes) or (line and not line.isspace()):
                 is_empty = False
                 yield line
         if is_empty:
