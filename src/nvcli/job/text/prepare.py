@@ -417,18 +417,10 @@ class Preparer:
     def _encode_long(self, text: str, job: Job, *, is_rendered: bool) -> list[int] | RowError:
         """Tokenize the part of a long prompt that may be needed."""
         on_too_long = self._limits.on_too_long if job.sampling.truncate_prompt_tokens is None else "truncate-left"
-        max_len = self._limits.max_model_len
-        most = self._tokenizer.max_token_chars
-        if on_too_long == "error" and most is not None and len(text) > most * (max_len + 1):
-            return RowError(
-                "prompt_too_long",
-                f"the prompt has {len(text)} characters, which are more tokens than `max_model_len` ({max_len}); "
-                "shorten it, or set `job.on_too_long` to cut it",
-            )
         return encode_long(
             text,
             lambda piece: self._rule.encode([piece], is_rendered=is_rendered)[0],
-            max_model_len=max_len,
+            max_model_len=self._limits.max_model_len,
             on_too_long=on_too_long,
         )
 

@@ -26,23 +26,6 @@ MAX_INLINE_TOKENS = 8192
 """Up to this many tokens are decoded inline, in a millisecond; in a batch they would wait for threads that encode."""
 
 
-def _keeps_every_character(backend: Any) -> bool:
-    """Tell whether a tokenizer loses no byte of a text.
-
-    That holds for byte-level BPE that drops, merges and strips nothing. NFC, the one normalizer that such tokenizers
-    have, composes at most four characters into one.
-    """
-    model = backend.model
-    return (
-        type(model).__name__ == "BPE"
-        and model.unk_token is None
-        and type(backend.normalizer).__name__ in ("NoneType", "NFC")
-        and type(backend.decoder).__name__ == "ByteLevel"
-        and "Removed" not in repr(backend.pre_tokenizer)
-        and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
-    )
-
-
 class Tokenizer:
     """A loaded tokenizer. Used by one thread for encoding and by another for decoding."""
 
@@ -52,19 +35,13 @@ class Tokenizer:
         # The Rust object below the Python one: no offsets, masks and dictionaries that nobody reads.
         self.backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
         """The `tokenizers.Tokenizer`; None for a tokenizer in plain Python."""
-        if self.backend is not None:
-            self.backend.no_padding()
-            self.backend.no_truncation()
         self._token_texts: dict[int, str] = {}
         self.vocab_size: int | None = None
         """Upper bound of all ids; None: unknown."""
-        self.max_token_chars: int | None = None
-        """Maximum number of characters per token; None: unknown."""
         if self.backend is not None:
-            vocab = self.vocab()
-            self.vocab_size = max(vocab.values(), default=-1) + 1
-            if _keeps_every_character(self.backend):
-                self.max_token_chars = 4 * max(map(len, vocab))
+            self.backend.no_padding()
+            self.backend.no_truncation()
+            self.vocab_size = max(self.vocab().values(), default=-1) + 1
 
     @classmethod
     def load(cls, model_path: Path, *, chat_template: str | None = None) -> Tokenizer:
