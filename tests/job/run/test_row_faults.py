@@ -62,7 +62,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> None:
         return result.context.id if result.error is None else None
 
     raise_at(monkeypatch, RowParser, "parse", id_of_line, "parse")
-    raise_at(monkeypatch, Preparer, "_prepare_row", lambda _, job, *__: job.context.id, "prepare", "panic")
+    raise_at(monkeypatch, Preparer, "_prepare_row", lambda _, prompt: prompt.job.context.id, "prepare", "panic")
     raise_at(monkeypatch, OpenRow, "requests", lambda row, _: row.prepared.context.id, "requests")
     raise_at(monkeypatch, open_rows, "_result_of", lambda row, *_: row.prepared.context.id, "answer", "equal")
     raise_at(monkeypatch, StopStringDetector, "push", lambda *_: "stop", "stop")

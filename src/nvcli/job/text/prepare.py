@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from nvcli.core.chat_template import unknown_variables
-from nvcli.core.messages import unpack
+from nvcli.core.messages import pack, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError, unexpected
-from nvcli.job.images.image_parts import without_images
+from nvcli.job.images.image_parts import images_of_row, without_images
 from nvcli.job.images.pixel_memory import Pixels
 from nvcli.job.images.row_images import PromptImages, RowImages
 from nvcli.job.job import EmbedTask, Job, JobResult, PromptTask, RowContext, RowForm, ScoreTask, failed
@@ -24,7 +24,6 @@ from nvcli.job.text.answer_reader import AnswerFormat, AnswerReader
 from nvcli.job.text.call_grammars import CallConstraints
 from nvcli.job.text.chat_renderer import Conversation
 from nvcli.job.text.grammar_maker import Grammar, GrammarMaker
-from nvcli.job.text.image_prompts import counted_bytes, packed, read_images
 from nvcli.job.text.model_limits import ModelLimits, check_vocabulary, encode_long, end_ids, fit_prompt, is_long
 from nvcli.job.text.prompt_tasks import (
     Continuations,
@@ -36,6 +35,7 @@ from nvcli.job.text.prompt_tasks import (
     scored_prompt,
 )
 from nvcli.job.text.reasoning import unknown_marks
+from nvcli.job.text.row_prompt import RowPrompt
 from nvcli.job.text.sampling_rules import SamplingRules, constraint_of, sampling_rules, structured_name
 from nvcli.job.text.special_tokens import special_token_rule
 from nvcli.job.text.token_rules import TokenRules
@@ -43,6 +43,9 @@ from nvcli.job.text.tokenizer import Tokenizer
 
 _ROW_BYTES = 1000
 """Approximate overhead of a prepared row, besides its prompt and passed-through values."""
+_PIXELS_PER_BYTE = 8
+"""Bytes of pixels that count as one where rows that wait or run are limited: an engine must get as many rows as it can
+run, and 512 images of 1,024 x 768 take 1.2 GB."""
 _CALLS_NAME = f"a rule for the calls of `{TOOLS}`"
 """Name of the constraint of tool calls in messages."""
 
@@ -137,68 +140,70 @@ class Preparer:
         return [failed(row.context, fault) if isinstance(row, Job) else row for row in rows]
 
     def _prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
-        prompts: dict[int, list[int] | RowError] = {}
-        plain: dict[int, str] = {}
-        conversations: dict[int, Conversation] = {}
-        for at, row in enumerate(rows):
-            if not isinstance(row, Job):
-                continue
-            if row.prompt is not None:
-                refusal = self._rule.check(row.prompt, "prompt")
-                if refusal is None:
-                    plain[at] = row.prompt
-                else:
-                    prompts[at] = refusal
-            elif row.messages is not None:
-                conversation = self._conversation(row, row.messages)
-                if isinstance(conversation, RowError):
-                    prompts[at] = conversation
-                else:
-                    conversations[at] = conversation
-            else:
-                assert row.prompt_token_ids is not None
-                prompts[at] = row.prompt_token_ids
-        pixels = read_images(self._images, self._limits.why_no_images, rows, prompts, conversations)
-        chats: dict[int, str] = {}
-        for at, rendered in zip(conversations, self._render(list(conversations.values())), strict=True):
-            written = rendered
-            if self._images is not None and at in pixels and isinstance(rendered, str):
-                written = self._images.write(rendered, pixels[at])
-            if isinstance(written, RowError):
-                prompts[at] = written
-            else:
-                chats[at] = written
-        wholes = self._wholes.encode(rows, prompts, plain, chats)
-        for texts, is_rendered in ((plain, False), (chats, True)):
-            for at in [at for at, text in texts.items() if self._is_cut(text, at in wholes)]:
-                job = rows[at]
-                assert isinstance(job, Job)
-                prompts[at] = self._encode_long(texts.pop(at), job, is_rendered=is_rendered)
-            if texts:
-                encoded = self._rule.encode(list(texts.values()), is_rendered=is_rendered)
-                prompts.update(zip(texts, encoded, strict=True))
-        return [
-            self._prepare_row(row, prompts[at], wholes.get(at, []), pixels.get(at, ())) if isinstance(row, Job) else row
-            for at, row in enumerate(rows)
-        ]
+        prompts = [self._begin(row) for row in rows if isinstance(row, Job)]
+        self._render_chats([prompt for prompt in prompts if prompt.is_rendered and prompt.error is None])
+        self._wholes.encode(prompts)
+        for is_rendered in (False, True):
+            self._encode(prompts, is_rendered=is_rendered)
+        prepared = map(self._prepare_row, prompts)
+        return [next(prepared) if isinstance(row, Job) else row for row in rows]
 
-    def _prepare_row(
-        self,
-        job: Job,
-        prompt: list[int] | RowError,
-        wholes: Sequence[list[int] | RowError],
-        pixels: Sequence[Pixels],
-    ) -> PreparedRow | JobResult:
-        """`wholes` are the prompt with each continuation to score."""
-        known = []
-        for ids in (prompt, *wholes):
-            if isinstance(ids, RowError):  # not raised: its traceback would hold the row, and the row's frame it
-                return failed(job.context, ids)
-            known.append(ids)
+    def _begin(self, job: Job) -> RowPrompt:
+        """Return the prompt of a row as it is given, or an error if it is not allowed."""
+        prompt = RowPrompt(job, job.messages is not None, job.prompt or "", job.prompt_token_ids)
+        if job.prompt is not None:
+            prompt.error = self._rule.check(job.prompt, "prompt")
+        elif job.messages is not None:
+            prompt.error = self._check_conversation(job, job.messages)
+        return prompt
+
+    def _render_chats(self, prompts: Sequence[RowPrompt]) -> None:
+        """Read the images of conversations, and write their texts."""
+        self._read_images(prompts)
+        prompts = [prompt for prompt in prompts if prompt.error is None]
+        texts = self._render([self._conversation(prompt.job) for prompt in prompts])
+        for prompt, text in zip(prompts, texts, strict=True):
+            if self._images is not None and prompt.pixels and isinstance(text, str):
+                text = self._images.write(text, prompt.pixels)
+            if isinstance(text, RowError):
+                prompt.error = text
+            else:
+                prompt.text = text
+
+    def _read_images(self, prompts: Sequence[RowPrompt]) -> None:
+        having = [(prompt, images) for prompt in prompts if (images := images_of_row(prompt.job))]
+        if self._images is None:
+            for prompt, _ in having:
+                prompt.error = RowError("unsupported_content", f"the row has images, and {self._limits.why_no_images}")
+        elif having:
+            for (prompt, _), found in zip(having, self._images.read([images for _, images in having]), strict=True):
+                if isinstance(found, RowError):
+                    prompt.error = found
+                else:
+                    prompt.pixels = found
+
+    def _encode(self, prompts: Sequence[RowPrompt], *, is_rendered: bool) -> None:
+        """Tokenize texts: those of conversations, or those of the others."""
+        whole = []
+        for prompt in prompts:
+            if prompt.error is None and prompt.ids is None and prompt.is_rendered == is_rendered:
+                if self._is_cut(prompt):
+                    prompt.take_ids(self._encode_long(prompt.text, prompt.job, is_rendered=is_rendered))
+                else:
+                    whole.append(prompt)
+        encoded = self._rule.encode([prompt.text for prompt in whole], is_rendered=is_rendered) if whole else ()
+        for prompt, ids in zip(whole, encoded, strict=True):
+            prompt.take_ids(ids)
+
+    def _prepare_row(self, prompt: RowPrompt) -> PreparedRow | JobResult:
+        job = prompt.job
+        if prompt.error is not None:  # not raised: its traceback would hold the row, and the row's frame it
+            return failed(job.context, prompt.error)
+        assert prompt.ids is not None
         try:
             if job.task is None:
-                return self._prepare_answer(job, known[0], pixels)
-            return self._prepare_task(job, job.task, known[0], known[1:], pixels)
+                return self._prepare_answer(job, prompt.ids, prompt.pixels)
+            return self._prepare_task(job, job.task, prompt.ids, prompt.wholes, prompt.pixels)
         except RowError as error:
             return failed(job.context, error)
 
@@ -237,7 +242,7 @@ class Preparer:
             text, prompt = job.prompt if fitting is prompt else None, fitting
             if isinstance(task, ScoreTask):
                 prompt, texts = scored_prompt(prompt, text)
-        prompt_ids, prepared = packed(prompt, images, num_tokens), PreparedTask(task=task, texts=texts)
+        prompt_ids, prepared = _packed(prompt, images, num_tokens), PreparedTask(task=task, texts=texts)
         return PreparedRow(
             context=job.context,
             prompt_ids=prompt_ids,
@@ -252,16 +257,22 @@ class Preparer:
             task=prepared,
         )
 
-    def _conversation(self, job: Job, messages: list[dict[str, Any]]) -> Conversation | RowError:
-        """Return the input of the chat template for a row, or an error if it is not allowed."""
+    def _check_conversation(self, job: Job, messages: list[dict[str, Any]]) -> RowError | None:
+        """Return an error if the input of the chat template is not allowed."""
         rule, variables = self._rule, job.chat_template_kwargs
         refusal = rule.check(messages, "messages")
         if refusal is None and variables:
             refusal = rule.check(variables, "chat_template_kwargs")
-        if job.template_arguments:
-            refusal = refusal or self._check_arguments(job, job.template_arguments)
-            variables = {**variables, **job.template_arguments}
-        return refusal or Conversation(rule.to_template(without_images(messages)), rule.to_template(variables))
+        if refusal is None and job.template_arguments:
+            refusal = self._check_arguments(job, job.template_arguments)
+        return refusal
+
+    def _conversation(self, job: Job) -> Conversation:
+        """Return the input of the chat template for a row."""
+        variables = {**job.chat_template_kwargs, **(job.template_arguments or {})}
+        return Conversation(
+            self._rule.to_template(without_images(job.messages or ())), self._rule.to_template(variables)
+        )
 
     def _check_arguments(self, job: Job, arguments: Mapping[str, Any]) -> RowError | None:
         """Return an error if a row's template arguments would have no effect or are not allowed."""
@@ -300,7 +311,7 @@ class Preparer:
                 )
             prompt, images = self._images.expand(prompt, pixels)
         ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under)
-        prompt_ids = packed(ids, images, len(prompt))
+        prompt_ids = _packed(ids, images, len(prompt))
         echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
         reading = None
         if job.messages is not None:
@@ -408,11 +419,10 @@ class Preparer:
             raise unknown_marks(name)
         return parser.limit(budget, parser.state_of(ids, _last_message(job)), name, must_call=must_call)
 
-    def _is_cut(self, text: str, has_continuations: bool) -> bool:
+    def _is_cut(self, prompt: RowPrompt) -> bool:
         """Tell whether to tokenize only a part of a text. Prompts with continuations are tokenized completely."""
-        return is_long(text, self._limits.max_model_len) and not (
-            has_continuations and self._limits.on_too_long != "error"
-        )
+        may_be_cut = not prompt.wholes or self._limits.on_too_long == "error"
+        return may_be_cut and is_long(prompt.text, self._limits.max_model_len)
 
     def _encode_long(self, text: str, job: Job, *, is_rendered: bool) -> list[int] | RowError:
         """Tokenize the part of a long prompt that may be needed."""
@@ -451,5 +461,16 @@ def _last_message(job: Job) -> str | None:
 
 def _num_bytes(job: Job, prompt_ids: bytes, images: PromptImages | None) -> int:
     """Estimate the memory of a row. Objects of a Python program count little, as they exist anyway."""
+    image_bytes = 0 if images is None else images.num_bytes
     extra = [len(memoryview(value)) if isinstance(value, msgspec.Raw) else 0 for value in job.context.extra.values()]
-    return _ROW_BYTES + len(prompt_ids) + 200 * len(extra) + sum(extra) + counted_bytes(images)
+    return _ROW_BYTES + len(prompt_ids) + 200 * len(extra) + sum(extra) + image_bytes // _PIXELS_PER_BYTE
+
+
+def _packed(ids: Sequence[int], images: PromptImages | None, num_tokens: int) -> bytes:
+    """Return a prompt as `Request.prompt_ids` has it. Raises RowError if it has images, and is not all of its
+    `num_tokens` tokens."""
+    if images is None:
+        return pack(ids)
+    if len(ids) < num_tokens:
+        raise RowError("prompt_too_long", f"the prompt has {num_tokens:,} tokens with its images, and is not cut")
+    return images.packed(ids)

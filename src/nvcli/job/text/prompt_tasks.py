@@ -16,7 +16,8 @@ import msgspec
 from nvcli.core.config_types import OnTooLong
 from nvcli.core.messages import TOKEN_BYTES, pack, unpack
 from nvcli.errors import RowError
-from nvcli.job.job import EmbedTask, Job, JobResult, PromptTask, ScoreTask
+from nvcli.job.job import EmbedTask, PromptTask, ScoreTask
+from nvcli.job.text.row_prompt import RowPrompt
 from nvcli.job.text.special_tokens import SpecialTokenRule, frame
 from nvcli.job.text.tokenizer import Tokenizer
 
@@ -158,48 +159,30 @@ class Continuations:
         found = frame(framed, bare)
         return len(framed) - len(bare) if found is None else len(found[1])
 
-    def encode(
-        self,
-        rows: Sequence[Job | JobResult],
-        prompts: dict[int, list[int] | RowError],
-        plain: dict[int, str],
-        chats: dict[int, str],
-    ) -> dict[int, list[list[int] | RowError]]:
-        """Return, by the number of each row with continuations, the tokens of its prompt with each of them.
+    def encode(self, prompts: Sequence[RowPrompt]) -> None:
+        """Tokenize the prompts of rows with continuations together with each of these.
 
-        plain, chats: the texts of prompts and of rendered conversations by row. Spaces at the ends of prompts are cut
-        off, because they count to the continuations; those of a conversation are the template's. prompts: prompts that
-        are tokens already, and errors; a row whose continuations are refused gets its error.
+        Spaces at the end of a prompt are moved to its continuations; those of a conversation are the
+        template's. A row whose continuations are refused gets its error.
         """
-        found: dict[int, list[list[int] | RowError]] = {}
-        places: dict[bool, list[int]] = {False: [], True: []}
-        texts: dict[bool, list[str]] = {False: [], True: []}
-        for at, row in enumerate(rows):
-            if not isinstance(row, Job) or not isinstance(row.task, ScoreTask) or row.task.continuations is None:
+        texts: dict[bool, list[tuple[RowPrompt, str]]] = {False: [], True: []}
+        for prompt in prompts:
+            task = prompt.job.task
+            if prompt.error is not None or not isinstance(task, ScoreTask) or task.continuations is None:
                 continue
-            known = prompts.get(at)
-            if isinstance(known, RowError):
-                continue
-            refusal = self._rule.check(list(row.task.continuations), row.task.key)
-            if refusal is not None:
-                plain.pop(at, None)
-                chats.pop(at, None)
-                prompts[at] = refusal
-                continue
-            is_rendered = at not in plain
-            before, given = chats.get(at, ""), list(row.task.continuations)
-            if at in chats:
-                given = [self._rule.to_template({"text": text})["text"] for text in given]
-            elif at in plain:
-                before, given = split_spaces(plain[at], given)
-                plain[at] = before
-            found[at] = []
-            places[is_rendered] += [at] * len(given)
-            texts[is_rendered] += [before + text for text in given]
-        for is_rendered, of_rows in places.items():
-            if of_rows:
-                encoded = self._rule.encode(texts[is_rendered], is_rendered=is_rendered)
-                for at, ids in zip(of_rows, encoded, strict=True):
-                    known = prompts.get(at)
-                    found[at].append([*known, *ids] if isinstance(known, list) and isinstance(ids, list) else ids)
-        return found
+            continuations = list(task.continuations)
+            prompt.error = self._rule.check(continuations, task.key)
+            if prompt.is_rendered:
+                continuations = [self._rule.to_template({"text": text})["text"] for text in continuations]
+            elif prompt.ids is None:
+                prompt.text, continuations = split_spaces(prompt.text, continuations)
+            if prompt.error is None:
+                framed = prompt.is_rendered or prompt.ids is not None
+                texts[framed] += [(prompt, prompt.text + text) for text in continuations]
+        for is_rendered, of_prompts in texts.items():
+            encoded = self._rule.encode([text for _, text in of_prompts], is_rendered=is_rendered) if of_prompts else ()
+            for (prompt, _), ids in zip(of_prompts, encoded, strict=True):
+                if isinstance(ids, RowError):
+                    prompt.error = prompt.error or ids
+                else:
+                    prompt.wholes.append([*(prompt.ids or ()), *ids])
