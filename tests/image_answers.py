@@ -18,6 +18,7 @@ from nvcli.job.images.pixel_memory import PixelMemory, Pixels
 from nvcli.job.images.row_images import RowImages
 from nvcli.models.config import load_model_config
 from nvcli.models.vision.image_processor import ImageProcessor, read_processor
+from nvcli.models.vision.image_size import Fit
 from nvcli.models.vision.vision_config import VisionConfig
 from requests_factory import make_request
 from vision_model import IMAGE_ID
@@ -46,7 +47,8 @@ def put_pixels(memory: PixelMemory, pixels: np.ndarray, key: bytes, tile: int = 
     file.write(pixels.tobytes(), offset)
     file.close()
     height, width, _ = pixels.shape
-    return Pixels(memory, offset, tile or height, width, key, tile, (1, height // tile - 1) if tile else (0, 0))
+    grid = (1, height // tile - 1) if tile else (0, 0)
+    return Pixels(memory, offset, Fit(height=tile or height, width=width, tile=tile, grid=grid), key)
 
 
 class ImageRequests:

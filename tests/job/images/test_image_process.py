@@ -55,8 +55,8 @@ def prepare(image: bytes | Path, processor: ImageProcessor = PROCESSOR) -> Prepa
 
 def pixels_of(found: Prepared) -> np.ndarray:
     """The pixels that were written: tiles as wide as the image, and the image below them."""
-    rows, columns = found.grid
-    pixels = np.empty((rows * columns * found.tile + found.height, found.width, 3), dtype=np.uint8)
+    rows, columns = found.fit.grid
+    pixels = np.empty((rows * columns * found.fit.tile + found.fit.height, found.fit.width, 3), dtype=np.uint8)
     FILE.read(pixels.data.cast("B"), 4096)
     return pixels
 
@@ -73,9 +73,9 @@ def check_pixels(data: bytes) -> None:
     )(images=[load_image(Image.open(io.BytesIO(data)))], return_tensors="np")
     _, rows, columns = theirs["image_grid_thw"][0]
     assert found.problem == ""
-    assert (found.height, found.width) == (rows * 14, columns * 14)
+    assert (found.fit.height, found.fit.width) == (rows * 14, columns * 14)
     patches = theirs["pixel_values"].reshape(rows // 2, columns // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
-    expected = patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(found.height, found.width, 3)
+    expected = patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(found.fit.height, found.fit.width, 3)
     np.testing.assert_array_equal(pixels_of(found), expected)
 
 
@@ -141,11 +141,11 @@ def test_other_rules_are_those_of_transformers(
     expected = theirs(images=[Image.open(io.BytesIO(data))], return_tensors="np")["pixel_values"]
     pixels = pixels_of(found)
     if isinstance(rule, CountRule):  # patches of a token each, and padding
-        rows, columns = found.height // rule.side, found.width // rule.side
+        rows, columns = found.fit.height // rule.side, found.fit.width // rule.side
         expected = expected[0, : rows * columns].reshape(rows, columns, rule.side, rule.side, 3).swapaxes(1, 2)
     else:
         expected = expected.reshape(-1, *expected.shape[-3:]).transpose(0, 2, 3, 1)
-        expected = expected[:, : found.tile or found.height, : found.tile or found.width]
+        expected = expected[:, : found.fit.tile or found.fit.height, : found.fit.tile or found.fit.width]
     np.testing.assert_array_equal(pixels, expected.reshape(pixels.shape))
     assert pixels.size <= 3 * most_pixels(rule)
 
@@ -170,7 +170,7 @@ def test_files_of_all_kinds_are_read_as_transformers_does() -> None:
         except AssertionError as error:
             raise AssertionError(name) from error
     turned = prepare(valid_images()["JPEG turned"])
-    assert turned.height > turned.width
+    assert turned.fit.height > turned.fit.width
 
 
 def test_equal_pixels_have_one_key_and_others_another() -> None:

@@ -43,13 +43,13 @@ def test_a_page_is_drawn_at_its_resolution_within_the_limits_of_the_model(tmp_pa
     (tmp_path / "a.pdf").write_bytes(PAGES)
     for source in (PAGES, tmp_path / "a.pdf"):
         found = prepare(source, 2)
-        assert (found.problem, found.height, found.width) == ("", 140, 196)  # 250 x 167 pixels are too many
-        pixels = np.empty((found.height, found.width, 3), dtype=np.uint8)
+        assert (found.problem, found.fit.height, found.fit.width) == ("", 140, 196)  # 250 x 167 pixels are too many
+        pixels = np.empty((found.fit.height, found.fit.width, 3), dtype=np.uint8)
         FILE.read(pixels.data.cast("B"), 0)
         assert pixels[:, :96].reshape(-1, 3).tolist() == [[0, 255, 0]] * (140 * 96)
         assert pixels[:, 102:].min() == 255  # paper is white
     small = prepare(PAGES, 2, dpi=72)
-    assert (small.height, small.width) == (56, 84)
+    assert (small.fit.height, small.fit.width) == (56, 84)
     assert len({prepare(PAGES, number).key for number in (1, 2, 3, 3)}) == 3
     assert answer(PageCount(PAGES), None).num_pages == 3
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_read_is_a_problem(data: bytes, problem: str) -> None:
 def test_a_page_of_any_size_takes_no_more_pixels_than_an_image(rule: SizeRule) -> None:
     found = prepare(pdf("0 0 0", size=(14_000, 14_000)), dpi=1200, rule=rule)
     assert found.problem == ""
-    assert found.height * found.width <= most_pixels(rule)
+    assert found.fit.height * found.fit.width <= most_pixels(rule)
 
 
 def test_a_long_page_is_not_drawn_before_its_size_is_known() -> None:

@@ -11,6 +11,7 @@ from PIL import Image
 
 from nvcli.job.images.pixel_memory import PixelMemory, Pixels
 from nvcli.job.images.thumbnail import thumbnail
+from nvcli.models.vision.image_size import Fit
 
 
 @pytest.mark.parametrize(("tile", "size"), [(0, (32, 96)), (200, (96, 96))])
@@ -22,7 +23,8 @@ def test_a_thumbnail_shows_the_image_without_its_tiles(tile: int, size: tuple[in
         file.seek(4096)
         file.write(written.tobytes())
     memory.reserve(8192)
-    url = thumbnail(Pixels(memory, 4096, tile or 600, 200, b"", tile, (2, 1) if tile else (0, 0)))
+    fit = Fit(height=tile or 600, width=200, tile=tile, grid=(2, 1) if tile else (0, 0))
+    url = thumbnail(Pixels(memory, 4096, fit, b""))
     head, _, data = url.partition(",")
     picture = Image.open(io.BytesIO(base64.b64decode(data)))
     assert (head, picture.format, picture.size) == ("data:image/jpeg;base64", "JPEG", size)

@@ -180,4 +180,4 @@ def prepared(photos: Sequence[Image.Image], processor: Any, memory: PixelMemory,
         offset = memory.reserve(1 << 24)
         found = answer(Question(encoded(photo, "PNG"), processor, "", offset), file)
         assert found.problem == ""
-        yield Pixels(memory, offset, found.height, found.width, found.key, found.tile, found.grid)
+        yield Pixels(memory, offset, found.fit, found.key)

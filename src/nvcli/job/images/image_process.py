@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nvcli.core.prompt_image import TileGrid
 from nvcli.core.system.host_memory import limit_more_memory
 from nvcli.core.system.pixel_file import PixelFile
 from nvcli.errors import first_line
@@ -60,17 +59,9 @@ class Prepared(msgspec.Struct, frozen=True, array_like=True):
     Its pixels are written as [height, width, 3] bytes, first those of its tiles row by row, if it has any.
     """
 
-    height: int = 0
-    width: int = 0
-    """The size of the whole image; 0 × 0 if tiles alone are read."""
+    fit: Fit = Fit(height=0, width=0)
     key: bytes = b""
     """A digest of the pixels and their shape."""
-    tile: int = 0
-    """`Fit.tile`"""
-    grid: tuple[int, int] = (0, 0)
-    """`Fit.grid`"""
-    layout: TileGrid | None = None
-    """`Fit.layout`"""
     num_pages: int = 0
     """The answer to a `PageCount`."""
     problem: str = ""
@@ -126,9 +117,7 @@ def _prepare(question: Question, file: PixelFile) -> Prepared:
     digest = blake2b(pixels, digest_size=16, person=shape)
     if fit.layout is not None:
         digest.update(msgspec.msgpack.encode(fit.layout))
-    return Prepared(
-        height=fit.height, width=fit.width, key=digest.digest(), tile=fit.tile, grid=fit.grid, layout=fit.layout
-    )
+    return Prepared(fit=fit, key=digest.digest())
 
 
 def _decoded(question: Question) -> tuple[Image, Fit]:

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 
-from nvcli.core.prompt_image import TileGrid
+from nvcli.models.vision.image_size import Fit
 
 _PAGE = 4096
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
@@ -23,30 +23,11 @@ class Pixels:
     """The pixels of one image: [height, width, 3] bytes, after those of its tiles row by row, if it has any. Its
     memory is free once nobody holds it."""
 
-    __slots__ = ("__weakref__", "_memory", "grid", "height", "key", "layout", "num_bytes", "offset", "tile", "width")
+    __slots__ = ("__weakref__", "_memory", "fit", "key", "num_bytes", "offset")
 
-    def __init__(
-        self,
-        memory: PixelMemory,
-        offset: int,
-        height: int,
-        width: int,
-        key: bytes,
-        tile: int = 0,
-        grid: tuple[int, int] = (0, 0),
-        layout: TileGrid | None = None,
-    ) -> None:
-        """`tile` is the side of the tiles, and `grid` their rows and columns; `layout`: see `PromptImage.tiles`."""
-        self._memory, self.offset, self.height, self.width, self.key = memory, offset, height, width, key
-        self.tile, self.grid, self.layout = tile, grid, layout
-        self.num_bytes = sum(3 * tall * wide for tall, wide in self.pictures)
-
-    @property
-    def pictures(self) -> list[tuple[int, int]]:
-        """The height and width of each tile, and of the whole image after them, if it is read."""
-        rows, columns = self.grid
-        whole = [(self.height, self.width)] if self.height else []
-        return [(self.tile, self.tile)] * (rows * columns) + whole
+    def __init__(self, memory: PixelMemory, offset: int, fit: Fit, key: bytes) -> None:
+        self._memory, self.offset, self.fit, self.key = memory, offset, fit, key
+        self.num_bytes = sum(3 * tall * wide for tall, wide in fit.pictures)
 
     @property
     def file(self) -> str:

@@ -148,7 +148,7 @@ class RowImages:
         if len(parts) - 1 != len(pixels):
             return _other_count(len(parts) - 1, len(pixels))
         side = self._processor.rule.side
-        spelled = [self._text.spelled(each.height // side, each.grid) for each in pixels]
+        spelled = [self._text.spelled(each.fit.height // side, each.fit.grid) for each in pixels]
         return "".join(chain.from_iterable(zip(parts, [*spelled, ""], strict=True)))
 
     def expand(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[list[int], PromptImages]:
@@ -187,15 +187,15 @@ class RowImages:
         """Yield what the model reads of an image as images of their own, anywhere in a prompt: its tiles and the whole
         image where there is text between them, or all of it."""
         side, offset = self._processor.rule.side, pixels.offset
-        if (tiles := pixels.layout) is not None:
-            count = tiles.num_tokens(pixels.width // side)
+        if (tiles := pixels.fit.layout) is not None:
+            count = tiles.num_tokens(pixels.fit.width // side)
             yield PromptImage(
                 first=0, rows=1, columns=count, key=pixels.key, file=pixels.file, offset=offset, tiles=tiles
             )
             return
-        parts = pixels.pictures
+        parts = pixels.fit.pictures
         if self._text is None or not self._text.parts_tiles:
-            parts = [(sum(height for height, _ in parts), pixels.width)]
+            parts = [(sum(height for height, _ in parts), pixels.fit.width)]
         for number, (height, width) in enumerate(parts):
             key = pixels.key
             if len(parts) > 1:
@@ -235,17 +235,7 @@ class RowImages:
             return RowError("invalid_image", prepared.problem)
         if prepared.problem:
             return refused(source, prepared.problem if page is None else f"page {page.number}: {prepared.problem}")
-        pixels = Pixels(
-            self._memory,
-            offset,
-            prepared.height,
-            prepared.width,
-            prepared.key,
-            prepared.tile,
-            prepared.grid,
-            prepared.layout,
-        )
-        self._known[known] = pixels
+        pixels = self._known[known] = Pixels(self._memory, offset, prepared.fit, prepared.key)
         return pixels
 
     def _count_pages(self, source: str) -> int | RowError:

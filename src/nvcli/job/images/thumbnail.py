@@ -16,7 +16,7 @@ def thumbnail(pixels: Pixels) -> str:
     """Return the `data:` URL of a small JPEG picture of an image, or of its last tile if tiles alone are read."""
     from PIL import Image
 
-    height, width = pixels.pictures[-1]
+    height, width = pixels.fit.pictures[-1]
     picture = Image.frombytes("RGB", (width, height), pixels.read()[-3 * height * width :])
     picture.thumbnail((_SIDE, _SIDE))
     out = io.BytesIO()

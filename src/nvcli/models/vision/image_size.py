@@ -52,6 +52,13 @@ class Fit:
         rows, columns = self.grid
         return rows * (self.tile + self.margin), columns * (self.tile + self.margin)
 
+    @property
+    def pictures(self) -> list[tuple[int, int]]:
+        """The height and width of each tile, and of the whole image after them, if it is read."""
+        rows, columns = self.grid
+        whole = [(self.height, self.width)] if self.height else []
+        return [(self.tile, self.tile)] * (rows * columns) + whole
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AreaRule:

@@ -46,7 +46,7 @@ class ImageCounts:
         """Add the images of a row."""
         self._rows += 1
         self._tokens.update(images.num_tokens)
-        self._sizes.update((width, height) for pixels in images.pixels for height, width in pixels.pictures)
+        self._sizes.update((width, height) for pixels in images.pixels for height, width in pixels.fit.pictures)
 
     def report(self) -> ImageReport | None:
         """Summarise the images; None if there are none."""
