@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 READ_BYTES = {"": 256 * 1024, "gz": 64 * 1024, "zst": 32 * 1024}
 """Bytes to read at a time, few enough that what they unpack to stays small."""
@@ -30,18 +30,6 @@ class CompressionError(Exception):
     """A file is not compressed as its suffix says, or ends too early."""
 
 
-class _Member(Protocol):
-    """The part of zlib's decompression objects that is used here: each unpacks one member."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    @property
-    def unconsumed_tail(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
-
-
 def compression_of(name: str) -> str:
     """Return the compression of a file: `gz`, `zst`, or `` for none."""
     return next((suffix for suffix in ("gz", "zst") if name.endswith(f".{suffix}")), "")
@@ -51,9 +39,9 @@ class Unpacker:
     """Unpacks a stream of members, and tells where in the stream the members end."""
 
     def __init__(self, compression: str) -> None:
-        self._new_member = _new_member(compression)
+        self._compression = compression
         self._padding = b"\0" if compression == "gz" else b""
-        self._member: _Member | None = None
+        self._member: Any = None
         self.num_bytes = 0
         """Compressed bytes taken so far."""
         self.member_end = 0
@@ -70,7 +58,7 @@ class Unpacker:
             if self._member is None:
                 if self._padding and not (data := data.lstrip(self._padding)):
                     break  # which gzip allows after a member
-                self._member = self._new_member()
+                self._member = _new_member(self._compression)
             try:
                 plain = self._member.decompress(data, PIECE_BYTES)
             except Exception as error:  # zlib.error, zstandard.ZstdError: no common base
@@ -104,40 +92,31 @@ def make_packer(compression: str) -> Callable[[bytes], bytes]:
     return bytes
 
 
-def _new_member(compression: str) -> Callable[[], _Member]:
-    if compression == "gz":
-        return lambda: zlib.decompressobj(wbits=31)
-    if compression == "zst":
-        return _ZstdMember
-    raise AssertionError(compression)
+def _new_member(compression: str) -> Any:
+    """Return an object that unpacks one member, as zlib's decompression objects do."""
+    return zlib.decompressobj(wbits=31) if compression == "gz" else _ZstdMember()
 
 
 class _ZstdMember:
-    """One frame. zstandard unpacks everything it is given at once, so it is given a few blocks at a time."""
+    """One frame. zstandard unpacks everything it is given at once, so it is given a few blocks at a time.
+
+    It has the part of zlib's decompression objects that is used here.
+    """
 
     def __init__(self) -> None:
         import zstandard
 
         self._frame: Any = zstandard.ZstdDecompressor().decompressobj()
         self._blocks = _ZstdBlocks()
-        self._rest = b""
+        self.eof = False
+        self.unused_data = self.unconsumed_tail = b""
 
-    @property
-    def eof(self) -> bool:
-        return bool(self._frame.eof)
-
-    @property
-    def unused_data(self) -> bytes:
-        return bytes(self._frame.unused_data) + self._rest
-
-    @property
-    def unconsumed_tail(self) -> bytes:
-        return self._rest
-
-    def decompress(self, data: bytes, max_length: int, /) -> bytes:
+    def decompress(self, data: bytes, max_length: int) -> bytes:
         end = self._blocks.end_of(data, max_length // _ZSTD_BLOCK_BYTES)
-        self._rest = data[end:]
-        return bytes(self._frame.decompress(data[:end]))
+        plain = bytes(self._frame.decompress(data[:end]))
+        self.eof, self.unconsumed_tail = self._frame.eof, data[end:]
+        self.unused_data = self._frame.unused_data + data[end:]
+        return plain
 
 
 class _ZstdBlocks:
