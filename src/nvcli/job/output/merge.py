@@ -12,7 +12,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from nvcli.core.byte_sizes import counted
 from nvcli.errors import OutputError
@@ -114,59 +113,50 @@ def _join(
 
     Returns its number of rows, and its failed ones by error type.
     """
-    rows = _NewRows(shards, found.answered.all, opened.answered.all)
+    rows, there, given = found.answered.all, opened.answered.all, AnsweredRows()
+    waiting = ReorderBuffer(lambda index: _next_row(index, rows, there), max_bytes=max_bytes, folder=opened.folder)
     try:
         if opened.digests is not None:
             opened.digests.add_all(known_digests(shards))
         opened.sink.start()
-        for chunk in in_chunks(rows.in_order(max_bytes, opened.folder)):
+        for chunk in in_chunks(_new_lines(shards, rows, there, given, waiting)):
             opened.sink.write(chunk)
     except OSError as error:
         raise OutputError(f"{output} cannot be made: a shard cannot be read: {error.strerror}") from None
     finally:
+        waiting.close()
         opened.sink.close()
-    num_rows = opened.answered.all.count + rows.given.all.count
-    errors = opened.answered.errors + rows.given.errors
+    num_rows = there.count + given.all.count
+    errors = opened.answered.errors + given.errors
     if found.is_complete and found.total is not None:
         opened.finish(rows=num_rows, errors=errors, rows_read=found.total, all_read=found.all_read)
     return num_rows, errors
 
 
-class _NewRows:
-    """The rows of shards that the joined output lacks."""
+def _new_lines(
+    shards: Sequence[ShardOutput], found: RowSet, there: RowSet, given: AnsweredRows, waiting: ReorderBuffer
+) -> Iterator[bytes]:
+    """Yield the lines of the rows that the joined output lacks, in the order of the job, and add them to `given`.
 
-    def __init__(self, shards: Sequence[ShardOutput], found: RowSet, there: RowSet) -> None:
-        """`found` are the rows of the shards, and `there` those of the output."""
-        self._shards = shards
-        self._found = found
-        self._there = there
-        self.given = AnsweredRows()
-        """The rows that were given so far."""
+    `found` are the rows of the shards, and `there` those of the output. The shard that has the next row is read until
+    that row comes. Raises OutputError if a shard has lost a row meanwhile.
+    """
+    lines = lines_by_shard(shards)
+    count = shards[0].shard.count
+    while waiting.next_index in found:
+        row, line = next(lines[waiting.next_index % count], (None, b""))
+        if row is None:
+            raise OutputError(f"a shard was changed during the merge: row {waiting.next_index} is not there")
+        if row.index in there or row.index not in found:
+            continue
+        given.add(row.index, row.error_type)
+        waiting.add(row.index, line)
+        yield from waiting.take()
 
-    def in_order(self, max_bytes: int, folder: Path | None) -> Iterator[bytes]:
-        """Yield their lines in the order of the job. Raises OutputError if a shard has lost a row meanwhile.
 
-        The shard that has the next row is read until that row comes.
-        """
-        lines = lines_by_shard(self._shards)
-        count = self._shards[0].shard.count
-        waiting = ReorderBuffer(self._next_row, max_bytes=max_bytes, folder=folder)
-        try:
-            while waiting.next_index in self._found:
-                row, line = next(lines[waiting.next_index % count], (None, b""))
-                if row is None:
-                    raise OutputError(f"a shard was changed during the merge: row {waiting.next_index} is not there")
-                if row.index in self._there or row.index not in self._found:
-                    continue
-                self.given.add(row.index, row.error_type)
-                waiting.add(row.index, line)
-                yield from waiting.take()
-        finally:
-            waiting.close()
-
-    def _next_row(self, index: int) -> int:
-        """Return the next row to yield from `index` on, or past the last one, a row that no shard has."""
-        index = self._found.next_present(index)
-        while index in self._found and index in self._there:
-            index = self._found.next_present(self._there.next_missing(index))
-        return index
+def _next_row(index: int, found: RowSet, there: RowSet) -> int:
+    """Return the next row to yield from `index` on, or past the last one, a row that no shard has."""
+    index = found.next_present(index)
+    while index in found and index in there:
+        index = found.next_present(there.next_missing(index))
+    return index
