@@ -23,9 +23,8 @@ from nvcli.core.messages import pack
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, PromptImage
 from nvcli.core.validation import shorten, show
 from nvcli.errors import CapacityError, RowError
-from nvcli.job.images.all_pages import with_all_pages
 from nvcli.job.images.image_fetch import refused
-from nvcli.job.images.image_parts import images_of_row
+from nvcli.job.images.image_parts import images_of_row, with_all_pages
 from nvcli.job.images.image_process import PageCount, Question
 from nvcli.job.images.image_processes import AHEAD, ImageProcesses
 from nvcli.job.images.image_source import ImageFolders
