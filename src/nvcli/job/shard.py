@@ -65,12 +65,9 @@ def choose_shard(text: str, environ: Mapping[str, str]) -> Shard:
     """
     if text == _AUTO:
         return _slurm_task(environ)
-    shard = read_shard(text)
-    if shard is not None:
+    if (shard := read_shard(text)) is not None:
         return shard
-    match = _TEXT.fullmatch(text)
-    if match is not None and int(match[2]):
-        count = int(match[2])
+    if (match := _TEXT.fullmatch(text)) is not None and (count := int(match[2])):
         raise ConfigError(f"--shard {text}: shards are counted from 0; allowed: 0/{count} to {count - 1}/{count}")
     raise ConfigError(
         f"--shard {text}: allowed: I/N, such as 0/4 for the first of four shards, or auto in a task that srun started"

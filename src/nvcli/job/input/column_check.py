@@ -7,9 +7,8 @@ import codecs
 import re
 import shlex
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from nvcli.errors import ConfigError
 from nvcli.job.file_formats import is_pdf, plain_name
@@ -38,22 +37,15 @@ class ColumnsError(ConfigError):
         return ColumnsError(_OPTIONS.sub(setting, str(self)))
 
 
-class Fault(Enum):
-    """A fault that all rows of an input are likely to share."""
+Fault = Literal["no prompt", "two prompts", "no chat template", "no JSON", "bad id"]
+"""A fault that all rows of an input are likely to share. Nothing else of a row with a bad id was looked at: it may have
+any other fault too."""
 
-    NO_PROMPT = 1
-    TWO_PROMPTS = 2
-    NO_CHAT_TEMPLATE = 3
-    NO_JSON = 4
-    BAD_ID = 5
-    """Its id cannot be used, and nothing else of the row was looked at: it may have any other fault too."""
-
-
-_FAULTS = {
-    **dict.fromkeys(("missing_prompt", "missing_column"), Fault.NO_PROMPT),
-    "conflicting_prompts": Fault.TWO_PROMPTS,
-    **dict.fromkeys(("duplicate_id", "invalid_id"), Fault.BAD_ID),
-    **dict.fromkeys(("invalid_json", "not_an_object", "line_too_long"), Fault.NO_JSON),
+_FAULTS: dict[str, Fault] = {
+    **dict.fromkeys(("missing_prompt", "missing_column"), "no prompt"),
+    "conflicting_prompts": "two prompts",
+    **dict.fromkeys(("duplicate_id", "invalid_id"), "bad id"),
+    **dict.fromkeys(("invalid_json", "not_an_object", "line_too_long"), "no JSON"),
 }
 _OPTIONS = re.compile(r"--((?:prompt|messages)-field|(?:prompt|chat)-template)((?: (?!or ))?)")
 """The options that messages name, and the blank before a value."""
@@ -76,24 +68,24 @@ def judged(row: Job | JobResult, line: Row, num_bytes: int, rules: PromptRules) 
     fault: Fault | None = None
     if isinstance(row, Job):
         if row.messages is not None and not rules.has_chat_template:
-            fault = Fault.NO_CHAT_TEMPLATE
+            fault = "no chat template"
     elif row.error is not None:
         fault = _FAULTS.get(row.error.type)
-    if fault is Fault.NO_JSON and isinstance(line, bytes):
+    if fault == "no JSON" and isinstance(line, bytes):
         return ReadRow(row, num_bytes, fault, line[:8], len(line) != len(line.translate(None, _CONTROLS)))
-    return ReadRow(row, num_bytes, fault if fault is not Fault.NO_JSON or isinstance(line, DroppedLine) else None)
+    return ReadRow(row, num_bytes, fault if fault != "no JSON" or isinstance(line, DroppedLine) else None)
 
 
 def refusal(name: str, held: Sequence[ReadRow], parser: RowParser) -> ColumnsError | None:
     """Return the error of the input `name`, whose rows share the fault of the first; None: they may just be bad."""
     rows = [each.row for each in held]
     match held[0].fault:
-        case Fault.NO_PROMPT:
+        case "no prompt":
             failed = [row for row in rows if isinstance(row, JobResult)]
             return wrong_columns(name, failed, parser.keys, parser.rules)
-        case Fault.TWO_PROMPTS:
+        case "two prompts":
             return _two_prompts(name, rows, parser)
-        case Fault.NO_CHAT_TEMPLATE:
+        case "no chat template":
             forms = {row.context.form for row in rows}
             key = {RowForm.CHAT: "body.messages", RowForm.RESPONSE: "body.input"}.get(forms.pop(), "messages")
             return ColumnsError(

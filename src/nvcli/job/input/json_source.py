@@ -271,8 +271,6 @@ class JsonSource(LineSource):
         super().__init__(name, known)
         self._has_prompt = has_prompt
         self._splitter: Splitter = JsonSplitter()
-        self._is_list = False
-        """Whether the rows are the items of a list in an object."""
 
     def lines(self) -> Iterator[Row | None]:
         """Yield the rows. Raises ColumnsError if it is unclear which they are, and as `LineSource.lines` does."""
@@ -284,9 +282,9 @@ class JsonSource(LineSource):
     def place(self, number: int) -> str:
         """Return the name of the last row's place in messages: an item of a list, or a line."""
         splitter = self._splitter
-        num_blank = splitter.num_blank if isinstance(splitter, JsonSplitter) else 0
-        is_item = self._is_list or (isinstance(splitter, JsonSplitter) and splitter.is_array)
-        return f"item {number - num_blank:,}" if is_item else super().place(number)
+        if isinstance(splitter, JsonSplitter) and splitter.is_array:
+            return f"item {number - splitter.num_blank:,}"
+        return f"item {number:,}" if isinstance(splitter, ArraySplitter) else super().place(number)
 
     def _make_splitter(self) -> Splitter:
         return self._splitter
@@ -324,7 +322,6 @@ class JsonSource(LineSource):
                 f"them out: jq {first} {shlex.quote(self.name)} > rows.json"
             )
         if lists:
-            self._is_list = True
             return ArraySplitter(max_bytes=line_splitter.MAX_LINE_BYTES, begin=next(iter(lists.values())))
         if outline.has_lines and outline.has_ended:
             return _OneRow(max_bytes=line_splitter.MAX_LINE_BYTES)

@@ -23,9 +23,7 @@ from nvcli.job.input.pdf_source import PdfFile, PdfSource
 from nvcli.job.job import Job, JobId, JobResult
 from nvcli.job.row_set import AnsweredRows
 from nvcli.job.rows.parser import Row, RowParser
-from nvcli.job.rows.prompt_rules import PromptKind
 from nvcli.job.rows.row_digest import InputRows, row_digest
-from nvcli.job.rows.row_warnings import RowWarnings
 from nvcli.job.shard import WHOLE, Shard
 
 FIRST_BATCH_ROWS = 8
@@ -94,6 +92,10 @@ class RowReader:
         """
         self._inputs = list(inputs)
         self._parser = parser
+        self.warnings = parser.warnings
+        """Warnings for the user about the rows that were read."""
+        self.kinds = parser.kinds
+        """The kinds of prompts of the rows that were read."""
         self._limit = limit
         self._answered = answered or AnsweredRows()
         self._known = {each.name: each for each in known}
@@ -115,16 +117,6 @@ class RowReader:
         """Whether every input was read to its end, and not just to the limit."""
         self.bytes_total = _total_bytes(self._inputs)
         """Bytes of all inputs on disk; None if unknown, as for standard input."""
-
-    @property
-    def warnings(self) -> RowWarnings:
-        """Warnings for the user about the rows that were read."""
-        return self._parser.warnings
-
-    @property
-    def kinds(self) -> set[PromptKind]:
-        """The kinds of prompts of the rows that were read."""
-        return self._parser.kinds
 
     @property
     def bytes_read(self) -> int:
@@ -153,7 +145,7 @@ class RowReader:
             except _BREAKS as error:
                 broken.append(self._broken_off(name, error))
                 if name != self._inputs[-1]:
-                    self._parser.warnings.add_broken(str(broken[-1]))
+                    self.warnings.add_input(str(broken[-1]))
             self._leave_source()
             if self._is_at_limit:
                 break
@@ -187,7 +179,7 @@ class RowReader:
         known to be right.
         """
         held: list[ReadRow] = []
-        fault: Fault | None = Fault.BAD_ID
+        fault: Fault | None = "bad id"
         rows = self._rows(name)
         self._looks_for_faults = True
         try:
@@ -197,9 +189,9 @@ class RowReader:
                         yield None
                     continue
                 held.append(read)
-                if fault is Fault.BAD_ID:
+                if fault == "bad id":
                     fault = read.fault
-                elif read.fault not in (fault, Fault.BAD_ID):
+                elif read.fault not in (fault, "bad id"):
                     fault = None
                 if fault is None or len(held) == MAX_HELD_ROWS:
                     break
@@ -207,8 +199,8 @@ class RowReader:
             yield from held
             raise
         self._looks_for_faults = False
-        if fault not in (None, Fault.BAD_ID) and not self.rows_passed_over:
-            held_by_fault = sorted(held, key=lambda read: read.fault is Fault.BAD_ID)  # the first says what is wrong
+        if fault not in (None, "bad id") and not self.rows_passed_over:
+            held_by_fault = sorted(held, key=lambda read: read.fault == "bad id")  # the first says what is wrong
             error = refusal(_label(name), held_by_fault, self._parser)
             if error is not None:
                 raise error
@@ -244,7 +236,7 @@ class RowReader:
                 is_empty = False
                 yield line
         if is_empty:
-            self._parser.warnings.add_empty(_label(name))
+            self.warnings.add_input(f"{_label(name)} holds no rows")
         self._leave_source()
 
     def _leave_source(self) -> None:

@@ -75,6 +75,8 @@ class JobOutput:
     """An output that cannot be continued: standard output, a pipe or a device."""
 
     sink: Sink
+    folder: Path | None = None
+    """The folder for large temporary files; None: the system's default."""
 
     def __init__(self, form: OutputForm, sink: Sink | None = None) -> None:
         """`sink` takes the bytes; None: the caller sets it."""
@@ -89,11 +91,6 @@ class JobOutput:
         """Lines for the user on what was found and done."""
         self.digests: DigestFile | None = None
         """Takes the digests of the rows read; None if no other run can continue the output."""
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder for large temporary files; None: the system's default."""
-        return None
 
     def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
         """Finish the output once every row that was read is answered and the sink is closed. Raises OutputError.
@@ -140,6 +137,7 @@ class FileOutput(JobOutput):
         `job` describes the present job.
         """
         self._path = path
+        self.folder = path.parent
         self._job = job
         self._options = options
         self._pack = make_packer(compression_of(rows_path(path).name))
@@ -178,10 +176,6 @@ class FileOutput(JobOutput):
             guard=self._guard,
             digests=self.digests,
         )
-
-    @property
-    def folder(self) -> Path | None:
-        return self._path.parent
 
     def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
         try:

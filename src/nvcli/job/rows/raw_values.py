@@ -92,15 +92,11 @@ def decode_inner(text: str) -> Any:
 
 def decode_list(value: Any) -> Any:
     """Return the list in a text of JSON, and any other value unchanged. Raises as `decode_within` does."""
-    return _decode_from(value, "[")
+    return decode_nested(value, ("[",))
 
 
-def decode_nested(value: Any) -> Any:
+def decode_nested(value: Any, brackets: tuple[str, ...] = ("[", "{")) -> Any:
     """Return the list or object in a text of JSON, and any other value unchanged. Raises as `decode_within` does."""
-    return _decode_from(value, ("[", "{"))
-
-
-def _decode_from(value: Any, brackets: str | tuple[str, ...]) -> Any:
     return decode_inner(value) if isinstance(value, str) and value.lstrip().startswith(brackets) else value
 
 

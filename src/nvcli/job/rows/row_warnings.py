@@ -99,12 +99,8 @@ class RowWarnings:
         if self._remarks[remark] == 1:
             self._new.append(f"warning: {remark.value[0].format(where)}")
 
-    def add_empty(self, name: str) -> None:
-        """Record an input without rows."""
-        self._new.append(f"warning: {name} holds no rows")
-
-    def add_broken(self, problem: str) -> None:
-        """Record an input that could only be read in part."""
+    def add_input(self, problem: str) -> None:
+        """Record an input with a problem, such as one that could only be read in part."""
         self._new.append(f"warning: {problem}")
 
     def add_template(self, template: str, variables: Iterable[str]) -> None:

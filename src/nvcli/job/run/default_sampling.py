@@ -6,6 +6,7 @@ have, is a mistake of the run. What depends on a row's prompt is left to the row
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -35,20 +36,14 @@ def check_default_sampling(
     ConfigError that names the key and what set it, and what `load_tokenizer` raises.
     """
     sampling = convert(dict(given), SamplingParams)
-    loaded: list[Tokenizer] = []
-
-    def tokenizer() -> Tokenizer:
-        if not loaded:
-            loaded.append(load_tokenizer())
-        return loaded[0]
-
+    tokenizer = functools.cache(load_tokenizer)
     for key in given:
         try:
             _check_key(key, f"{_SECTION}.{key}", sampling, limits, tokenizer)
         except RowError as error:
             setter = setter_of((_SECTION, key))
             raise ConfigError(f"{setter}: {error}" if setter else str(error)) from None
-    return loaded[0] if loaded else None
+    return tokenizer() if tokenizer.cache_info().currsize else None
 
 
 def _check_key(

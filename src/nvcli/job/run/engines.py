@@ -11,7 +11,6 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
 from nvcli.engine.client import EngineClient
 from nvcli.errors import NvcliError
-from nvcli.job.job import JobResult
 from nvcli.job.run.early_end import RowTracebacks, keep_traceback
 
 StartEngine = Callable[[EngineConfig], EngineClient]
@@ -87,8 +86,9 @@ class EngineEvents:
         self._engines = engines
         self._model = model
         self._output = output
-        self._note, self._detail, self._warn = note, detail, warn
-        self._row_tracebacks = RowTracebacks(output, warn)
+        self._note, self._detail, self.warn = note, detail, warn
+        self.row_tracebacks = RowTracebacks(output, warn)
+        """Keeps the tracebacks of rows that an unforeseen exception has cost their answers."""
         self.ready: list[EngineReady] = []
         """The reports of the engines that are ready."""
 
@@ -106,15 +106,7 @@ class EngineEvents:
         self._engines.are_sound = False
         error = keep_traceback(error, self._output)
         rows = "1 unfinished row goes" if num_rows == 1 else f"{num_rows:,} unfinished rows go"
-        self._warn(f"warning: a copy of the model died, and its {rows} to the others: {error}")
-
-    def warn(self, line: str) -> None:
-        """Pass on what a replica has to say."""
-        self._warn(line)
-
-    def row_failed(self, result: JobResult) -> None:
-        """Keep the traceback of a row that an unforeseen exception has cost its answer."""
-        self._row_tracebacks.add(result)
+        self.warn(f"warning: a copy of the model died, and its {rows} to the others: {error}")
 
 
 def describe_ready(model: str, ready: EngineReady) -> list[str]:

@@ -453,7 +453,7 @@ class JobLoop:
             else:
                 self._counts.add_row(wholes[number - len(done)][0], result, computed=computed)
             if result.traceback:
-                self._events.row_failed(result)
+                self._events.row_tracebacks.add(result)
 
     def _join(
         self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool
