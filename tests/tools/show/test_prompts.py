@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nvcli.job.input.known_input import describe_inputs
+from nvcli.job.input.known_input import describe_input
 from nvcli.job.output.manifest import Manifest, save_manifest
 from nvcli.tools.show import prompts as module
 from nvcli.tools.show.answers import ShownRow, read_shown_row
@@ -33,7 +33,7 @@ def job(folder: Path, *inputs: str, **facts: str) -> Path:
         path.write_text(text)
         names.append(str(path))
     output = folder / "out.jsonl"
-    described = list(zip(names, describe_inputs(names), strict=True))
+    described = list(zip(names, map(describe_input, names), strict=True))
     save_manifest(output, Manifest(created=1, model="m", facts=dict(facts), inputs=described))
     return output
 

@@ -52,15 +52,9 @@ def is_repeatable(inputs: Sequence[str]) -> bool:
     return all(name != STREAM and stat.S_ISREG(os.stat(name).st_mode) for name in inputs)
 
 
-def describe_inputs(inputs: Sequence[str]) -> list[str]:
-    """Return each input's size and digest as a manifest holds them. Raises ConfigError."""
-    descriptions = []
-    for name in inputs:
-        try:
-            descriptions.append(f"{os.stat(name).st_size:,} bytes, sha256 {digest_file(Path(name))}")
-        except OSError as error:
-            raise ConfigError(f"the input {name} cannot be read: {error.strerror}") from None
-    return descriptions
+def describe_input(name: str) -> str:
+    """Return an input's size and digest as a manifest holds them. Raises OSError."""
+    return f"{os.stat(name).st_size:,} bytes, sha256 {digest_file(Path(name))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +85,17 @@ class KnownInput:
     def is_described_by(self, file: str) -> bool:
         """Tell whether a file has the same size and digest."""
         try:
-            return describe_inputs([file]) == [self.description]
-        except ConfigError:
+            return describe_input(file) == self.description
+        except OSError:
             return False
 
 
 def know_inputs(names: Sequence[str]) -> tuple[KnownInput, ...]:
     """Record the state of inputs, which are regular files. Raises ConfigError."""
     try:
-        states = [FileState.of(name) for name in names]
+        return tuple(KnownInput(name, FileState.of(name), describe_input(name)) for name in names)
     except OSError as error:
         raise ConfigError(f"the input {error.filename} cannot be read: {error.strerror}") from None
-    return tuple(map(KnownInput, names, states, describe_inputs(names)))
 
 
 def check_unchanged(inputs: Sequence[KnownInput]) -> None:

@@ -10,6 +10,7 @@ import functools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -130,31 +131,20 @@ def _engine_sampling(prepared: PreparedRow) -> SamplingParams:
     return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
 
+@dataclass(slots=True, eq=False)
 class Sample:
     """One answer of a row, so far."""
 
-    __slots__ = (
-        "_detector",
-        "finish_reason",
-        "logprobs",
-        "num_cached_tokens",
-        "num_settled_chars",
-        "query_results",
-        "stopped_by_id",
-        "token_ids",
-    )
-
-    def __init__(self) -> None:
-        self.token_ids = array("i")
-        self.logprobs: list[TokenLogprobs] = []
-        self.query_results: list[PromptQueryResult] = []
-        """Log-probabilities or hidden states of the prompt."""
-        self.num_cached_tokens = 0
-        self.num_settled_chars = 0
-        """Number of characters that `take_settled` has returned."""
-        self.finish_reason = ""
-        self.stopped_by_id = False
-        self._detector: StopStringDetector | None = None
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    query_results: list[PromptQueryResult] = field(default_factory=list)
+    """Log-probabilities or hidden states of the prompt."""
+    num_cached_tokens: int = 0
+    num_settled_chars: int = 0
+    """Number of characters that `take_settled` has returned."""
+    finish_reason: str = ""
+    stopped_by_id: bool = False
+    _detector: StopStringDetector | None = None
 
     @property
     def text_before_stop(self) -> str | None:

@@ -348,61 +348,54 @@ def _harmony(lark: LarkWriter, tools: Sequence[CallableTool], rule: CallRule) ->
     return f"{before}* ({call} | {final})"
 
 
-class CallConstraints:
-    """Makes grammars for a model's answers that call tools."""
+def call_grammar(
+    job: Job, rule: CallRule, tokenizer: Tokenizer, form: str | None, grammars: GrammarMaker | None
+) -> Grammar | None:
+    """Return the grammar of a row's answer; None: it is free. Raises RowError.
 
-    def __init__(self, tokenizer: Tokenizer, call_format: str | None, grammars: GrammarMaker | None) -> None:
-        """`call_format` is the name of the model's format of tool calls; None: it has none."""
-        self._tokenizer = tokenizer
-        self._call_format = call_format
-        self._grammars = grammars
+    An answer that need not call is free where calls are not looked for, where it has a form already
+    (`sampling.structured`), and where no end-of-sequence token ends it. `form` is the name of the model's format of
+    tool calls; None: it has none.
+    """
+    under = "" if job.context.form is RowForm.NATIVE else "body."
+    name, sampling = f"`{under}{TOOL_CHOICE}`", job.sampling
+    if not rule.is_required and (form is None or sampling.structured is not None or sampling.ignore_eos):
+        return None
+    if form is None:
+        raise RowError(
+            "unsupported_parameter",
+            f'{name} asks for a call, and how this model writes calls is not known; give "auto", or set '
+            "`job.tool_parser`",
+        )
+    if sampling.structured is not None:
+        raise RowError(
+            "invalid_structured",
+            f"{name} asks for a call, and the row for an answer of another form ({sampling.structured.form}); "
+            "leave one of the two out",
+        )
+    if sampling.ignore_eos:
+        raise RowError(
+            "invalid_sampling",
+            f"`ignore_eos` is true, and {name} asks for a call, which ends with an end-of-sequence token; leave "
+            "one of the two out",
+        )
+    if grammars is None:
+        raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
+    tools = callable_tools(job.tools, rule)
+    try:
+        text = write_call_grammar(form, tools, rule, chat_template=tokenizer.chat_template, token_id=tokenizer.token_id)
+    except RecursionError:
+        raise RowError("invalid_structured", f"`{under}{TOOLS}` are nested too deep for a grammar") from None
+    try:
+        return grammars.grammar(Structured(grammar=text), name=f"the grammar of `{under}{TOOLS}`")
+    except RowError:
+        _find_fault(grammars, job, tools, f"{under}{TOOLS}")
+        raise
 
-    def grammar(self, job: Job, rule: CallRule) -> Grammar | None:
-        """Return the grammar of a row's answer; None: it is free. Raises RowError.
 
-        An answer that need not call is free where calls are not looked for, where it has a form already
-        (`sampling.structured`), and where no end-of-sequence token ends it.
-        """
-        under = "" if job.context.form is RowForm.NATIVE else "body."
-        name, sampling, form = f"`{under}{TOOL_CHOICE}`", job.sampling, self._call_format
-        if not rule.is_required and (form is None or sampling.structured is not None or sampling.ignore_eos):
-            return None
-        if form is None:
-            raise RowError(
-                "unsupported_parameter",
-                f'{name} asks for a call, and how this model writes calls is not known; give "auto", or set '
-                "`job.tool_parser`",
-            )
-        if sampling.structured is not None:
-            raise RowError(
-                "invalid_structured",
-                f"{name} asks for a call, and the row for an answer of another form ({sampling.structured.form}); "
-                "leave one of the two out",
-            )
-        if sampling.ignore_eos:
-            raise RowError(
-                "invalid_sampling",
-                f"`ignore_eos` is true, and {name} asks for a call, which ends with an end-of-sequence token; leave "
-                "one of the two out",
-            )
-        if self._grammars is None:
-            raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
-        tools = callable_tools(job.tools, rule)
-        try:
-            text = write_call_grammar(
-                form, tools, rule, chat_template=self._tokenizer.chat_template, token_id=self._tokenizer.token_id
-            )
-        except RecursionError:
-            raise RowError("invalid_structured", f"`{under}{TOOLS}` are nested too deep for a grammar") from None
-        try:
-            return self._grammars.grammar(Structured(grammar=text), name=f"the grammar of `{under}{TOOLS}`")
-        except RowError:
-            self._find_fault(self._grammars, job, tools, f"{under}{TOOLS}")
-            raise
-
-    def _find_fault(self, grammars: GrammarMaker, job: Job, tools: list[CallableTool], name: str) -> None:
-        """Raise the RowError of the first function whose schema alone cannot be used."""
-        numbers = {tool["function"]["name"]: number for number, tool in enumerate(job.tools)}
-        for tool in tools:
-            where = f"`{name}[{numbers[tool.name]}].function.parameters`"
-            grammars.grammar(Structured(json_schema=tool.json_schema()), name=where)
+def _find_fault(grammars: GrammarMaker, job: Job, tools: list[CallableTool], name: str) -> None:
+    """Raise the RowError of the first function whose schema alone cannot be used."""
+    numbers = {tool["function"]["name"]: number for number, tool in enumerate(job.tools)}
+    for tool in tools:
+        where = f"`{name}[{numbers[tool.name]}].function.parameters`"
+        grammars.grammar(Structured(json_schema=tool.json_schema()), name=where)

@@ -21,7 +21,7 @@ from nvcli.job.images.row_images import PromptImages, RowImages
 from nvcli.job.job import EmbedTask, Job, JobResult, PromptTask, RowContext, RowForm, ScoreTask, failed
 from nvcli.job.rows.conversation import ARGUMENTS, CONTINUE_FINAL_MESSAGE, TOOLS
 from nvcli.job.text.answer_reader import AnswerFormat, AnswerReader
-from nvcli.job.text.call_grammars import CallConstraints
+from nvcli.job.text.call_grammars import call_grammar
 from nvcli.job.text.chat_renderer import Conversation
 from nvcli.job.text.grammar_maker import Grammar, GrammarMaker
 from nvcli.job.text.model_limits import ModelLimits, check_vocabulary, encode_long, end_ids, fit_prompt, is_long
@@ -124,7 +124,6 @@ class Preparer:
         self._counted_grammar: Grammar | None = None
         """The last grammar whose memory was counted, once, with the row that brought it."""
         self._reader = AnswerReader(tokenizer, reasoning_parser=limits.reasoning_parser, tool_parser=limits.tool_parser)
-        self._calls = CallConstraints(tokenizer, self._reader.call_format, grammars)
 
     def prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
         """Return an entry for each row, in order. Results of rows that already failed are passed on.
@@ -319,7 +318,7 @@ class Preparer:
         constraint, called = rules.constraint, None
         must_call = job.call_rule is not None and job.call_rule.is_required
         if job.call_rule is not None:
-            called = self._calls.grammar(job, job.call_rule)
+            called = call_grammar(job, job.call_rule, self._tokenizer, self._reader.call_format, self._grammars)
             if called is not None:
                 constraint = constraint_of(called, self._eos_ids, _CALLS_NAME)
         if constraint is not None and reading is not None:

@@ -14,10 +14,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from nvcli.errors import ConfigError
 from nvcli.job.compression import compression_of
 from nvcli.job.file_formats import input_format
-from nvcli.job.input.known_input import describe_inputs
+from nvcli.job.input.known_input import describe_input
 from nvcli.job.output.manifest import Manifest, readable_manifest
 from nvcli.tools.show.answers import ShownRow
 from nvcli.tools.show.image_names import image_name, part_name, without_base64
@@ -94,8 +93,8 @@ def _inputs_that_are_there(manifest: Manifest, folder: Path) -> list[Path]:
 
 def _is(path: Path, description: str) -> bool:
     try:
-        return path.is_file() and describe_inputs([str(path)]) == [description]
-    except ConfigError:
+        return path.is_file() and describe_input(str(path)) == description
+    except OSError:
         return False
 
 
