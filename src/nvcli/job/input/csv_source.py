@@ -104,15 +104,14 @@ class _RecordLines:
         if line is None:
             line = next(line for line in self._lines if line is not None)
             self.number += 1
-        is_dropped = isinstance(line, DroppedLine)
-        self.num_bytes += line.num_bytes if isinstance(line, DroppedLine) else len(line) + 1
-        if is_dropped or self.num_bytes > MAX_RECORD_BYTES:
+        if not isinstance(line, DroppedLine):
+            self.num_bytes += len(line) + 1
+        if isinstance(line, DroppedLine) or self.num_bytes > MAX_RECORD_BYTES:
             raise RowError(
                 "line_too_long",
                 f"the record has more than {MAX_RECORD_BYTES >> 20} MiB, the most that a row of CSV may have; "
                 "a quote may not be closed",
             )
-        assert isinstance(line, bytes)
         try:
             return line.decode() + "\n"
         except UnicodeDecodeError as error:

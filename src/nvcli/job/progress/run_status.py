@@ -178,12 +178,9 @@ class RunView:
         if state == "done":
             share_done, left = 1.0, Range(0.0, 0.0, 0.0)
         total = self._reader.rows_of_shard if self._feeder.all_read else None
-        return RunStatus(
-            state=state or ("starting" if counts.started_at is None else "running"),
+        return msgspec.structs.replace(
+            bare_status(state or ("starting" if counts.started_at is None else "running"), self._started, message),
             output=self._output,
-            pid=os.getpid(),
-            started_at=iso_time(self._started),
-            updated_at=iso_time(datetime.datetime.now(datetime.UTC)),
             elapsed_seconds=round(now - self._started_at, 3),
             rows=RowFigures(
                 total=total,
@@ -211,7 +208,6 @@ class RunView:
             prefix_hit_rate=counts.prefix_hit_rate,
             running=counts.num_running,
             waiting=counts.num_waiting,
-            message=message,
         )
 
     def _look(self, now: float) -> tuple[_Snapshot, _Snapshot]:

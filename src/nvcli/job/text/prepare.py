@@ -187,7 +187,7 @@ class Preparer:
         for prompt in prompts:
             if prompt.error is None and prompt.ids is None and prompt.is_rendered == is_rendered:
                 if self._is_cut(prompt):
-                    prompt.take_ids(self._encode_long(prompt.text, prompt.job, is_rendered=is_rendered))
+                    prompt.take_ids(self._encode_long(prompt))
                 else:
                     whole.append(prompt)
         encoded = self._rule.encode([prompt.text for prompt in whole], is_rendered=is_rendered) if whole else ()
@@ -423,14 +423,14 @@ class Preparer:
         may_be_cut = not prompt.wholes or self._limits.on_too_long == "error"
         return may_be_cut and is_long(prompt.text, self._limits.max_model_len)
 
-    def _encode_long(self, text: str, job: Job, *, is_rendered: bool) -> list[int] | RowError:
+    def _encode_long(self, prompt: RowPrompt) -> list[int] | RowError:
         """Tokenize the part of a long prompt that may be needed."""
-        on_too_long = self._limits.on_too_long if job.sampling.truncate_prompt_tokens is None else "truncate-left"
+        is_truncated = prompt.job.sampling.truncate_prompt_tokens is not None
         return encode_long(
-            text,
-            lambda piece: self._rule.encode([piece], is_rendered=is_rendered)[0],
+            prompt.text,
+            lambda piece: self._rule.encode([piece], is_rendered=prompt.is_rendered)[0],
             max_model_len=self._limits.max_model_len,
-            on_too_long=on_too_long,
+            on_too_long="truncate-left" if is_truncated else self._limits.on_too_long,
         )
 
 

@@ -22,13 +22,13 @@ T = TypeVar("T", list[dict[str, Any]], dict[str, Any])
 
 
 class SpecialTokenRule:
-    """The rule `allow`, the base of the others: special tokens in texts become tokens, as in transformers."""
+    """The rules `allow` and `refuse`: special tokens in texts become tokens, as in transformers, or errors."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, refused: Sequence[str] = (), refusal: str = "") -> None:
+        """`refused` are tokens that texts must not spell out; `refusal` is the end of the message about one."""
         self._tokenizer = tokenizer
-        self._refused = _any_of([])
-        self._refusal = ""
-        """End of the message about a refused token."""
+        self._refused = _any_of(refused)
+        self._refusal = refusal
 
     def check(self, value: Any, name: str) -> RowError | None:
         """Return an error if a prompt or conversation is not allowed. `name` is its key in the row."""
@@ -43,18 +43,6 @@ class SpecialTokenRule:
         """Return the token ids of prompts or rendered conversations, or their errors."""
         # A chat template writes the special tokens itself.
         return self._tokenizer.encode(texts, add_special_tokens=not is_rendered)
-
-
-class _Refuse(SpecialTokenRule):
-    """The rule `refuse`: rows whose text spells out a special token are errors."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer)
-        self._refused = _any_of(tokenizer.control_tokens)
-        self._refusal = (
-            "a special token of the model; take it out, or let `job.special_tokens` be `escape` (it is text then) or "
-            "`allow`"
-        )
 
 
 class _Escape(SpecialTokenRule):
@@ -134,12 +122,16 @@ class _Escape(SpecialTokenRule):
 
 def special_token_rule(choice: SpecialTokens, tokenizer: Tokenizer) -> SpecialTokenRule:
     """Return the rule of `job.special_tokens` for a tokenizer. Raises ConfigError if the tokenizer cannot follow it."""
-    rules: dict[SpecialTokens, Callable[[Tokenizer], SpecialTokenRule]] = {
-        "allow": SpecialTokenRule,
-        "escape": _Escape,
-        "refuse": _Refuse,
-    }
-    return rules[choice](tokenizer)
+    if choice == "escape":
+        return _Escape(tokenizer)
+    if choice == "allow":
+        return SpecialTokenRule(tokenizer)
+    return SpecialTokenRule(
+        tokenizer,
+        tokenizer.control_tokens,
+        "a special token of the model; take it out, or let `job.special_tokens` be `escape` (it is text then) or "
+        "`allow`",
+    )
 
 
 def frame(framed: Sequence[int], bare: Sequence[int]) -> tuple[Sequence[int], Sequence[int]] | None:

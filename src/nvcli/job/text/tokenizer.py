@@ -178,8 +178,7 @@ class Tokenizer:
         """Return the text of a token, even a special one; bytes that are not text show as U+FFFD."""
         text = self._token_texts.get(token_id)
         if text is None:
-            decode = self._tokenizer.decode if self.backend is None else self.backend.decode
-            text = self._token_texts[token_id] = str(decode([token_id], skip_special_tokens=False))
+            text = self._token_texts[token_id] = self.decode_one([token_id], skip_special_tokens=False)
         return text
 
 
