@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nvcli.job.images.image_fetch import refused
+from nvcli.job.images.image_fetch import invalid_image
 from nvcli.job.job import CallRule, Job, JobResult
 from nvcli.job.rows.image_values import named_images
 from nvcli.job.rows.native_row import RowKeys
@@ -176,4 +176,4 @@ def test_what_names_no_image(image: Any, told: str) -> None:
 
 def test_an_image_of_bytes_is_told_by_their_number() -> None:
     column = named_images(b"abcd", "photo")
-    assert refused(column, "it is empty").message == "the image of 4 bytes: it is empty"
+    assert invalid_image(column, "it is empty").message == "the image of 4 bytes: it is empty"

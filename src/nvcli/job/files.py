@@ -117,7 +117,7 @@ def check_inputs(inputs: Sequence[str]) -> None:
             raise ConfigError("standard input is closed; name a file of rows, or send rows through a pipe")
         if name == STREAM or is_remote(name):
             continue
-        _look_at(name, f"the input {name} cannot be read")
+        _check_name(name, f"the input {name} cannot be read")
         path = Path(name)
         if path.is_dir():
             raise ConfigError(
@@ -226,7 +226,7 @@ def check_output(inputs: Sequence[str], output: str) -> None:
     """Check that the output can be written and is none of the inputs. Raises ConfigError."""
     if output == STREAM:
         return
-    _look_at(output, f"the output {output} cannot be written")
+    _check_name(output, f"the output {output} cannot be written")
     path = Path(output)
     if path.is_dir():
         raise ConfigError(f"the output {output} is a folder; name a file in it")
@@ -326,7 +326,7 @@ def job_files(inputs: Sequence[str], output: str | None, shard: Shard | None = N
     return files
 
 
-def _look_at(name: str, trouble: str) -> None:
+def _check_name(name: str, trouble: str) -> None:
     """Raise ConfigError for a name that is not text or that the system cannot look up.
 
     `trouble` is how the message begins.

@@ -119,17 +119,17 @@ class ImageFetcher:
         try:
             url = URL(source)
         except ValueError as error:
-            raise refused(source, f"it is no URL: {error}") from None
+            raise invalid_image(source, f"it is no URL: {error}") from None
         if problem := self._domains.why_not(url):  # before anything is started
-            raise refused(source, problem)
+            raise invalid_image(source, problem)
         try:
             return self._run(self._fetch(url, source))
         except aiohttp.ClientError as error:
             if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, _NotPublic):
-                raise refused(source, str(error.os_error)) from None
-            raise _missing(source, f"its server cannot be reached: {first_line(error)}") from None
+                raise invalid_image(source, str(error.os_error)) from None
+            raise _unavailable(source, f"its server cannot be reached: {first_line(error)}") from None
         except TimeoutError:
-            raise _missing(source, f"it did not come within {self._max_seconds:g} seconds") from None
+            raise _unavailable(source, f"it did not come within {self._max_seconds:g} seconds") from None
         except CancelledError:
             raise RowError("aborted", "the run ends") from None
 
@@ -167,23 +167,25 @@ class ImageFetcher:
         async with asyncio.timeout(self._max_seconds):
             for _ in range(_MOST_REDIRECTS + 1):
                 if problem := self._domains.why_not(url):
-                    raise refused(source, f"it leads to {without_secrets(str(url))}, and {problem}")
+                    raise invalid_image(source, f"it leads to {without_secrets(str(url))}, and {problem}")
                 async with self._open_session().get(url, allow_redirects=False) as response:
                     target = response.headers.get("Location")
                     if response.status in (301, 302, 303, 307, 308) and target is not None:
                         url = _joined(url, target, source)
                         continue
                     if response.status != 200:
-                        raise _missing(source, f"its server answered {response.status} {response.reason or ''}".strip())
+                        raise _unavailable(
+                            source, f"its server answered {response.status} {response.reason or ''}".strip()
+                        )
                     return await self._read(response, source)
-        raise _missing(source, f"it leads to another place more than {_MOST_REDIRECTS} times")
+        raise _unavailable(source, f"it leads to another place more than {_MOST_REDIRECTS} times")
 
     async def _read(self, response: ClientResponse, source: str) -> bytes:
         data = bytearray()
         async for chunk in response.content.iter_chunked(_CHUNK):
             data += chunk
             if len(data) > self._max_bytes:
-                raise refused(source, f"it has more than {self._max_bytes:,} bytes")
+                raise invalid_image(source, f"it has more than {self._max_bytes:,} bytes")
         return bytes(data)
 
     def _open_session(self) -> ClientSession:
@@ -231,15 +233,15 @@ def _joined(url: URL, target: str, source: str) -> URL:
     try:
         return url.join(URL(target))
     except ValueError as error:
-        raise _missing(source, f"it leads to {show(target)}, which is no URL: {error}") from None
+        raise _unavailable(source, f"it leads to {show(target)}, which is no URL: {error}") from None
 
 
-def refused(source: str, problem: str) -> RowError:
+def invalid_image(source: str, problem: str) -> RowError:
     """Return the error of a row whose image `source` has a problem."""
     return RowError("invalid_image", _about(source, problem))
 
 
-def _missing(source: str, problem: str) -> RowError:
+def _unavailable(source: str, problem: str) -> RowError:
     return RowError("image_unavailable", _about(source, problem))
 
 

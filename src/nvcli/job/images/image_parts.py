@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES
 from nvcli.errors import RowError
-from nvcli.job.images.image_fetch import refused
+from nvcli.job.images.image_fetch import invalid_image
 from nvcli.job.job import Job, JobResult, failed
 from nvcli.job.rows.conversation import IMAGE
 from nvcli.job.rows.pdf_part import FIRST_PAGE, PAGE
@@ -74,9 +74,9 @@ def _pages(part: dict[str, Any], count: int | RowError) -> list[dict[str, Any]]:
         raise count
     first = part[FIRST_PAGE]
     if first > count:
-        raise refused(part[IMAGE], f"page {first}: the file has {count:,} pages")
+        raise invalid_image(part[IMAGE], f"page {first}: the file has {count:,} pages")
     if count - first >= MAX_PROMPT_IMAGES:
-        raise refused(
+        raise invalid_image(
             part[IMAGE],
             f"it has {count:,} pages; allowed: {MAX_PROMPT_IMAGES} images a row, so name some in `pages`",
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from nvcli.core.system.regular_file import check_regular
-from nvcli.job.images.image_fetch import ImageFetcher, MediaDomains, refused
+from nvcli.job.images.image_fetch import ImageFetcher, MediaDomains, invalid_image
 
 MAX_FILE_BYTES = 64 << 20
 """The largest file of an image."""
@@ -64,27 +64,27 @@ class ImageFolders:
                     continue
                 check_regular(path)
                 if (size := path.stat().st_size) > MAX_FILE_BYTES:
-                    raise refused(name, f"it has {size:,} bytes; allowed: {MAX_FILE_BYTES:,}")
+                    raise invalid_image(name, f"it has {size:,} bytes; allowed: {MAX_FILE_BYTES:,}")
             except FileNotFoundError:
                 continue
             except (OSError, ValueError) as error:  # a name with a NUL
-                raise refused(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+                raise invalid_image(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
             return path
         if is_outside:
-            raise refused(
+            raise invalid_image(
                 name,
                 "it is not below the folder of the input; move it there, or name a folder in `job.media_roots`",
             )
-        raise refused(name, f"no such file in {', '.join(map(str, self.folders))}")
+        raise invalid_image(name, f"no such file in {', '.join(map(str, self.folders))}")
 
 
 def _decoded(url: str) -> bytes:
     head = _DATA.match(url)
     if head is None:
-        raise refused(url, "allowed in a `data:` URL: base64, such as data:image/png;base64,…")
+        raise invalid_image(url, "allowed in a `data:` URL: base64, such as data:image/png;base64,…")
     if (len(url) - head.end()) * 3 // 4 > MAX_FILE_BYTES:
-        raise refused(url, f"it has more than {MAX_FILE_BYTES:,} bytes")
+        raise invalid_image(url, f"it has more than {MAX_FILE_BYTES:,} bytes")
     try:
         return base64.b64decode(unquote(url[head.end() :]), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise refused(url, f"it is no base64: {error}") from None
+        raise invalid_image(url, f"it is no base64: {error}") from None

@@ -13,12 +13,9 @@ from nvcli.job.images.image_processes import ImageProcesses
 from nvcli.job.images.pdf_page import ENCRYPTED
 from nvcli.job.input.pdf_source import PdfFile
 
-PdfFiles = dict[str, PdfFile]
-"""The PDF files among the inputs of a job, by name."""
 
-
-def count_pages_of_inputs(inputs: Sequence[str]) -> PdfFiles:
-    """Count the pages of the PDF files among `inputs`.
+def count_pages_of_inputs(inputs: Sequence[str]) -> dict[str, PdfFile]:
+    """Count the pages of the PDF files among `inputs`, and return these by name.
 
     Raises ConfigError if none of the inputs can be read, and WorkerError if no process can be started.
     """
@@ -26,14 +23,14 @@ def count_pages_of_inputs(inputs: Sequence[str]) -> PdfFiles:
     if not names:
         return {}
     with closing(ImageProcesses()) as processes:
-        files = list(processes.threads.map(lambda name: _counted(name, processes), names))
+        files = list(processes.threads.map(lambda name: _count_pages(name, processes), names))
     if len(names) == len(inputs) and all(file.problem for file in files):
         others = f"; the other {len(files) - 1:,} inputs cannot be read either" if len(files) > 1 else ""
         raise ConfigError(f"the input {names[0]}: {files[0].problem}{others}")
     return {file.name: file for file in files}
 
 
-def _counted(name: str, processes: ImageProcesses) -> PdfFile:
+def _count_pages(name: str, processes: ImageProcesses) -> PdfFile:
     """Count the pages of a file. Raises WorkerError."""
     counted = processes.ask(PageCount(Path(name)))
     problem = counted.problem

@@ -23,7 +23,7 @@ from nvcli.core.messages import pack
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, PromptImage
 from nvcli.core.validation import shorten, show
 from nvcli.errors import CapacityError, RowError
-from nvcli.job.images.image_fetch import refused
+from nvcli.job.images.image_fetch import invalid_image
 from nvcli.job.images.image_parts import images_of_row, with_all_pages
 from nvcli.job.images.image_process import PageCount, Question
 from nvcli.job.images.image_processes import AHEAD, ImageProcesses
@@ -210,7 +210,7 @@ class RowImages:
         file: PdfFile | None = part.get(FILE)
         try:
             found = self._folders.find(source) if file is None else Path(file.name)
-            processor = limited(self._processor, part)
+            processor = with_limits(self._processor, part)
             if isinstance(processor.rule, GridRule) and not is_alone:
                 processor = replace(processor, rule=replace(processor.rule, is_alone=False))
             known = (_identity(found), page, processor)
@@ -222,7 +222,7 @@ class RowImages:
         except RowError as error:
             return error
         except OSError as error:  # the file is gone since it was found
-            return refused(source, f"cannot be read: {error.strerror}")
+            return invalid_image(source, f"cannot be read: {error.strerror}")
         finally:
             if file is not None:
                 file.check_unchanged()
@@ -233,7 +233,9 @@ class RowImages:
         if prepared.problem and file is not None:
             return RowError("invalid_image", prepared.problem)
         if prepared.problem:
-            return refused(source, prepared.problem if page is None else f"page {page.number}: {prepared.problem}")
+            return invalid_image(
+                source, prepared.problem if page is None else f"page {page.number}: {prepared.problem}"
+            )
         pixels = self._known[known] = Pixels(self._memory, offset, prepared.fit, prepared.key)
         return pixels
 
@@ -242,7 +244,7 @@ class RowImages:
             counted = self.processes.ask(PageCount(self._folders.find(source)))
         except RowError as error:
             return error
-        return refused(source, counted.problem) if counted.problem else counted.num_pages
+        return invalid_image(source, counted.problem) if counted.problem else counted.num_pages
 
     def close(self) -> None:
         """End the processes, even while they work. Pixels that rows hold stay. Idempotent."""
@@ -266,7 +268,7 @@ def _identity(found: Path | bytes) -> Any:
     return found, stat.st_mtime_ns, stat.st_size
 
 
-def limited(processor: ImageProcessor, part: Mapping[str, Any]) -> ImageProcessor:
+def with_limits(processor: ImageProcessor, part: Mapping[str, Any]) -> ImageProcessor:
     """Return the processor with the limits of a part's own (`min_pixels`, `max_pixels`), or those of `detail`. Raises
     RowError."""
     rule = processor.rule

@@ -63,7 +63,7 @@ class ReadRow(NamedTuple):
     is_binary: bool = False
 
 
-def judged(row: Job | JobResult, line: Row, num_bytes: int, rules: PromptRules) -> ReadRow:
+def with_fault(row: Job | JobResult, line: Row, num_bytes: int, rules: PromptRules) -> ReadRow:
     """Return a row with its fault. `line` is what was read, and takes `num_bytes`."""
     fault: Fault | None = None
     if isinstance(row, Job):

@@ -83,7 +83,7 @@ def fetch_files(url: str, *, cache: Path | None = None) -> list[str]:
         store, path = _open_store(url)
         is_pattern = any(character in path for character in "*?[") and not url.startswith("http")
         paths = sorted(store.glob(path)) if is_pattern else [path]
-        files = [_look_at(store, url, path) for path in paths]
+        files = [_inspect(store, url, path) for path in paths]
     if not files:
         raise ConfigError(f"the input {without_secrets(url)} matches no file")
     missing = sum(file.num_bytes or 0 for file in files if not file.is_in(cache))
@@ -113,7 +113,7 @@ def _open_store(url: str) -> tuple[Any, str]:
     return store, str(path)
 
 
-def _look_at(store: Any, url: str, path: str) -> _RemoteFile:
+def _inspect(store: Any, url: str, path: str) -> _RemoteFile:
     store.invalidate_cache()
     info = store.info(path)
     if info.get("type") == "directory":
@@ -132,7 +132,7 @@ def _fetch(store: Any, file: _RemoteFile, place: Path) -> None:
         with TqdmCallback(tqdm_kwargs=bar) as callback:
             store.get_file(file.path, str(part), callback=callback)
         num_bytes = part.stat().st_size
-        if file.num_bytes not in (None, num_bytes) or _look_at(store, file.url, file.path) != file:
+        if file.num_bytes not in (None, num_bytes) or _inspect(store, file.url, file.path) != file:
             raise ConfigError(
                 f"the input {without_secrets(file.url)}: {place.name} was changed while it was fetched; start again "
                 "once it is complete"

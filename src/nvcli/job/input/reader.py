@@ -16,7 +16,7 @@ from nvcli.errors import ConfigError, InputChanged, UnreadableInput, reworded, u
 from nvcli.job.compression import CompressionError
 from nvcli.job.file_formats import input_format
 from nvcli.job.files import STREAM
-from nvcli.job.input.column_check import MAX_HELD_ROWS, ColumnsError, Fault, ReadRow, judged, refusal
+from nvcli.job.input.column_check import MAX_HELD_ROWS, ColumnsError, Fault, ReadRow, refusal, with_fault
 from nvcli.job.input.known_input import KnownInput
 from nvcli.job.input.line_source import DamagedInput, LineSource, Source, TextSource
 from nvcli.job.input.pdf_source import PdfFile, PdfSource
@@ -134,7 +134,7 @@ class RowReader:
         broken: list[UnreadableInput] = []
         for name in self._inputs:
             try:
-                for read in self._checked(name) if self._check_columns else self._rows(name):
+                for read in self._check_first_rows(name) if self._check_columns else self._rows(name):
                     is_due = bool(batch.rows) if read is None else batch.add(read.row, read.num_bytes)
                     if is_due:
                         yield batch.take()
@@ -143,7 +143,7 @@ class RowReader:
                     yield batch.take()
                 raise
             except _BREAKS as error:
-                broken.append(self._broken_off(name, error))
+                broken.append(self._unreadable(name, error))
                 if name != self._inputs[-1]:
                     self.warnings.add_input(str(broken[-1]))
             self._leave_source()
@@ -168,10 +168,10 @@ class RowReader:
                         row = self._parser.identify(line, index=rows.count)
                         rows.add(row_digest(line, row.own_id), name=row.name, is_repeated=row.is_repeated)
             except _BREAKS as error:
-                raise self._broken_off(name, error) from error
+                raise self._unreadable(name, error) from error
         return rows
 
-    def _checked(self, name: str) -> Iterator[ReadRow | None]:
+    def _check_first_rows(self, name: str) -> Iterator[ReadRow | None]:
         """Yield what `_rows` yields. The first rows are held back until one does not share the fault of those before,
         where one whose id cannot be used shares any.
 
@@ -217,8 +217,10 @@ class RowReader:
             self.rows_read += 1
             if row is not None:
                 num_bytes = self._num_bytes(line)
-                looks_for_faults = self._looks_for_faults
-                yield judged(row, line, num_bytes, self._parser.rules) if looks_for_faults else ReadRow(row, num_bytes)
+                if self._looks_for_faults:
+                    yield with_fault(row, line, num_bytes, self._parser.rules)
+                else:
+                    yield ReadRow(row, num_bytes)
             if self._is_at_limit:
                 return
 
@@ -266,7 +268,7 @@ class RowReader:
 
                 return ParquetSource(name, known) if kind == "parquet" else ArrowSource(name, known)
 
-    def _broken_off(self, name: str, error: Exception) -> UnreadableInput:
+    def _unreadable(self, name: str, error: Exception) -> UnreadableInput:
         """Return the error of an input that could only be read in part."""
         reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
         problem = reason.splitlines()[0].rstrip(" .:")

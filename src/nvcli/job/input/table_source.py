@@ -153,10 +153,10 @@ def rows_of(batch: Any) -> Iterator[tuple[list[dict[str, Any] | RowError], int]]
             if row_bytes > MAX_LINE_BYTES:
                 yield [too_long()], 0
                 continue
-        yield list(map(without_nulls, _made(part))), row_bytes
+        yield list(map(without_nulls, _to_rows(part))), row_bytes
 
 
-def _made(part: Any) -> list[dict[str, Any]]:
+def _to_rows(part: Any) -> list[dict[str, Any]]:
     """Return the rows of a `RecordBatch`, with texts for moments that Python's types cannot hold."""
     try:
         rows: list[dict[str, Any]] = part.to_pylist()

@@ -63,7 +63,7 @@ def check_messages(value: Any, *, under: tuple[str, ...]) -> list[dict[str, Any]
     messages = convert(value, list[dict[str, Any]], under=under)
     if not messages:
         raise InvalidValue(under, f"`{name}` is empty; give at least one message")
-    return [_checked(message, f"{name}[{number}]") for number, message in enumerate(messages)]
+    return [_check_message(message, f"{name}[{number}]") for number, message in enumerate(messages)]
 
 
 _SHAREGPT_ROLES = {
@@ -75,13 +75,13 @@ _SHAREGPT_ROLES = {
 """Roles by their names in ShareGPT's form."""
 
 
-def _checked(message: dict[str, Any], name: str) -> dict[str, Any]:
+def _check_message(message: dict[str, Any], name: str) -> dict[str, Any]:
     if "role" not in message and "from" in message:
         message = _from_sharegpt(message, name)
     if not isinstance(message.get("role"), str):
         raise InvalidValue((), f'`{name}.role` is {show(message.get("role"))}; allowed: text such as "user"')
     if isinstance(message.get("tool_calls"), list):
-        message = {**message, "tool_calls": [_with_object(call, name) for call in message["tool_calls"]]}
+        message = {**message, "tool_calls": [_decode_arguments(call, name) for call in message["tool_calls"]]}
     content = message.get("content")
     if isinstance(content, list):
         return {**message, "content": _read_parts(content, f"{name}.content")}
@@ -182,7 +182,7 @@ def with_images(messages: list[dict[str, Any]], images: list[dict[str, Any]]) ->
     return [*messages[:at], {**messages[at], "content": [*images, *text]}, *messages[at + 1 :]]
 
 
-def _with_object(call: Any, name: str) -> Any:
+def _decode_arguments(call: Any, name: str) -> Any:
     """Return a tool call with its arguments as an object, decoded if they are JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):

@@ -134,7 +134,7 @@ def native_job(
         and not becomes_message
     ):
         return Job(context=context, prompt=prompt, sampling=sampling, task=task)  # most rows
-    given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
+    given = _fill_template(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
     if (becomes_message or images) and "prompt" in given:
         given = {"messages": rules.conversation(given["prompt"])}
     if images:
@@ -175,7 +175,7 @@ def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: 
     return {"messages": rules.with_system(check_messages(row[key], under=(key,)))}
 
 
-def _templated(columns: Mapping[str, Any], keys: RowKeys, rules: PromptRules) -> dict[str, Any]:
+def _fill_template(columns: Mapping[str, Any], keys: RowKeys, rules: PromptRules) -> dict[str, Any]:
     """Return the prompt that the job's template makes from a row. Raises RowError."""
     unused = [key for key in keys.prompts if key not in rules.columns and not is_null(columns.get(key))]
     if unused:

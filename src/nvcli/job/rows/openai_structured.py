@@ -58,7 +58,7 @@ def structured_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
     if key == "structured_outputs":
         return _of_structured_outputs(given[key])
     name = key.removeprefix("guided_")
-    return {_FORMS[name]: _checked(name, given[key], f"body.{key}")}
+    return {_FORMS[name]: _check_value(name, given[key], f"body.{key}")}
 
 
 def _of_response_format(value: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _of_response_format(value: Any) -> dict[str, Any]:
     inner = value.get("json_schema")
     if not isinstance(inner, dict) or inner.get("schema") is None:
         raise _invalid(where, inner, "expected an object with a `schema`")
-    return {"json_schema": _checked("json", inner["schema"], f"{where}.schema")}
+    return {"json_schema": _check_value("json", inner["schema"], f"{where}.schema")}
 
 
 def _of_structured_outputs(value: Any) -> dict[str, Any]:
@@ -87,10 +87,10 @@ def _of_structured_outputs(value: Any) -> dict[str, Any]:
     if len(given) != 1:
         raise RowError("invalid_structured", f"`{where}` holds {len(given)} of {', '.join(_FORMS)}; give one of them")
     ((name, each),) = given.items()
-    return {_FORMS[name]: _checked(name, each, f"{where}.{name}")}
+    return {_FORMS[name]: _check_value(name, each, f"{where}.{name}")}
 
 
-def _checked(name: str, value: Any, where: str) -> Any:
+def _check_value(name: str, value: Any, where: str) -> Any:
     """Return the value of one of vLLM's parameters in the type of `structured`. Raises RowError."""
     if name == "json" and isinstance(value, str):
         try:

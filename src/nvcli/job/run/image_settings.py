@@ -10,7 +10,7 @@ from nvcli.core.config import RunConfig
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES
 from nvcli.errors import ConfigError, RowError
 from nvcli.job.file_formats import is_pdf
-from nvcli.job.images.row_images import limited
+from nvcli.job.images.row_images import with_limits
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
 from nvcli.models.vision.image_processor import PROCESSOR_FILES, ImageProcessor, has_processor, read_processor
@@ -64,7 +64,7 @@ def image_processor(run: RunConfig, model_path: Path, vision: VisionConfig) -> I
     given = {"min_pixels": run.job.min_pixels, "max_pixels": run.job.max_pixels}
     limits = {key: value for key, value in given.items() if value is not None}
     try:
-        return limited(read_processor(model_path, vision), limits)
+        return with_limits(read_processor(model_path, vision), limits)
     except RowError as error:
         raise ConfigError(f"{', '.join(f'`job.{key}`' for key in limits)}: {error.message}") from None
 

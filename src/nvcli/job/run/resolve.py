@@ -23,7 +23,7 @@ from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.core.validation import shorten
 from nvcli.job.files import STREAM, check_inputs, check_output, choose_output, expand_inputs
 from nvcli.job.images.image_source import ImageFolders
-from nvcli.job.images.pdf_files import PdfFiles, count_pages_of_inputs
+from nvcli.job.images.pdf_files import count_pages_of_inputs
 from nvcli.job.images.row_images import RowImages
 from nvcli.job.input.fetch import fetch_inputs
 from nvcli.job.input.known_input import KnownInput, is_repeatable, know_inputs
@@ -245,7 +245,8 @@ def resolve_job(
     check_output(names, output)
     names = fetch_inputs(names)
     settings = _find_model(run, setter_of, weights=weights, gpus=gpus)
-    pdfs = _pdf_files(settings, names)
+    check_reads_pdfs(settings.run, settings.model_path, settings.model, names)
+    pdfs = count_pages_of_inputs(names)
     can_continue = is_repeatable(names)
     begun = None if overwrite or not can_continue else _facts_of(output)
     chat = _chat_choice(settings, partial(RowReader, names, pdfs=pdfs), begun)
@@ -296,12 +297,6 @@ def resolve_job(
         notes=() if chat.note is None else (chat.note,),
         first_kinds=needs.kinds,
     )
-
-
-def _pdf_files(settings: RowSettings, inputs: Sequence[str]) -> PdfFiles:
-    """Return the inputs that are PDF files. Raises ConfigError if the run cannot read them."""
-    check_reads_pdfs(settings.run, settings.model_path, settings.model, inputs)
-    return count_pages_of_inputs(inputs)
 
 
 def _described(known: KnownInput, pdf: PdfFile | None) -> tuple[str, str]:

@@ -120,12 +120,12 @@ def _render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
     except RowError as error:
         return Rendered("", error.type, error.message.encode(errors="replace").decode())
     except MemoryError:
-        return _refused(f"it takes more than {_MAX_BYTES >> 30} GiB of memory")
+        return _render_error(f"it takes more than {_MAX_BYTES >> 30} GiB of memory")
     if len(text) > MAX_CHARS:
-        return _refused(f"it gave more than {MAX_CHARS:,} characters")
+        return _render_error(f"it gave more than {MAX_CHARS:,} characters")
     surrogate = describe_surrogate(text)
-    return Rendered(text) if surrogate is None else _refused(f"its text cannot be used: {surrogate}")
+    return Rendered(text) if surrogate is None else _render_error(f"its text cannot be used: {surrogate}")
 
 
-def _refused(reason: str) -> Rendered:
+def _render_error(reason: str) -> Rendered:
     return Rendered("", "chat_template_error", f"the chat template cannot render `messages`: {reason}")

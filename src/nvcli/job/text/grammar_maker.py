@@ -100,7 +100,7 @@ class GrammarMaker:
             return RowError("invalid_structured", f"takes {len(key):,} bytes; allowed: {MAX_GRAMMAR_BYTES:,}")
         answer = self.worker.ask(key)
         if isinstance(answer, NoAnswer):
-            made: Grammar | RowError = _not_made(answer)
+            made: Grammar | RowError = _no_grammar(answer)
         elif error := (found := self._decode(answer)).error:
             made = RowError("invalid_structured", f"cannot be used: {error}")
         else:
@@ -110,7 +110,7 @@ class GrammarMaker:
         return made
 
 
-def _not_made(answer: NoAnswer) -> RowError:
+def _no_grammar(answer: NoAnswer) -> RowError:
     """Return the error that says why there is no grammar, as the end of a sentence."""
     if not answer.reason:
         return RowError("aborted", "is not looked at: the run ends")
