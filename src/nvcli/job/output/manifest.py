@@ -68,7 +68,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def setting_differences(self, other: Manifest) -> list[str]:
         """Return a line for each difference from `other` in model and configuration."""
-        lines = [f"model: {self.hub_id} → {other.hub_id}"] if self._has_other_hub_id(other) else []
+        has_ids = self.hub_id is not None and other.hub_id is not None
+        lines = [f"model: {self.hub_id} → {other.hub_id}"] if has_ids and self.hub_id != other.hub_id else []
         lines += [
             f"{name}: {_show(self.facts, name)} → {_show(other.facts, name)}{self._way_back(name, other)}"
             for name in [*self.facts, *(name for name in other.facts if name not in self.facts)]
@@ -91,9 +92,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.inputs) != len(other.inputs):
             return [f"inputs: {_names(self.inputs)} → {_names(other.inputs)}"]
         return list(_input_differences(self.inputs, other.inputs))
-
-    def _has_other_hub_id(self, other: Manifest) -> bool:
-        return self.hub_id is not None and other.hub_id is not None and self.hub_id != other.hub_id
 
 
 def _show(facts: dict[str, str | int | float | bool | None], name: str) -> str:

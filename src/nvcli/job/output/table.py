@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,13 +32,12 @@ _EMPTY_COLUMNS = ("id", "index", "choices", "usage", "error")
 
 def write_table(path: Path, rows_file: Path, rows: int) -> None:
     """Write the table at `path` from the rows in `rows_file`. Raises OutputError if their number is not `rows`."""
-    write = _writer(path)
     table = real_path(path)
     temporary = rewrite_path(table)
     mode = (table if table.exists() else rows_file).stat().st_mode & 0o777
     try:
         with new_file(temporary, mode=0o600) as file:  # nobody else may read it before it has its own mode
-            num_written = write(lambda: (line for _, line in valid_rows(rows_file)), file)
+            num_written = _write_rows(path, lambda: (line for _, line in valid_rows(rows_file)), file)
             if num_written != rows:
                 raise OutputError(
                     f"the table {path} was not made: {rows:,} rows were answered, and {rows_file.name} "
@@ -52,13 +50,13 @@ def write_table(path: Path, rows_file: Path, rows: int) -> None:
     sync_folder(table.parent)
 
 
-def _writer(path: Path) -> Callable[[Callable[[], Iterable[bytes]], BinaryIO], int]:
-    """Return the function that writes rows to the table at `path` and returns their number."""
+def _write_rows(path: Path, lines: Callable[[], Iterable[bytes]], file: BinaryIO) -> int:
+    """Write rows in the format of the table at `path`, and return their number."""
     if is_csv(path):
-        return partial(write_csv, name=path.name)
+        return write_csv(lines, file, name=path.name)
     from nvcli.job.output.parquet_output import write_parquet
 
-    return write_parquet
+    return write_parquet(lines, file)
 
 
 def write_csv(lines: Callable[[], Iterable[bytes]], file: BinaryIO, *, name: str) -> int:

@@ -22,13 +22,7 @@ from nvcli.errors import ConfigError, LoadError
 from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.run.adapter_modes import find_modes
 from nvcli.job.run.device import device_of
-from nvcli.job.run.image_settings import (
-    check_of_text,
-    keeps_images_whole,
-    most_image_tokens,
-    most_prompt_images,
-    with_tower,
-)
+from nvcli.job.run.image_settings import check_of_text, image_limits, keeps_images_whole, with_tower
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
@@ -182,7 +176,7 @@ def resolve_engine_config(
     if dtype == "auto":
         dtype = model.dtype if device == "cuda" else "float32"
     max_num_batched_tokens = _max_num_batched_tokens(run, model, device, max_model_len, gpus)
-    max_image_tokens = most_image_tokens(run, model_path, model, max_model_len)
+    max_image_tokens, max_prompt_images = image_limits(run, model_path, model, max_model_len)
     attention_backend = attention_choice(run.attention_backend)
     _check_attention_dp(run)
     if run.batch_invariant:
@@ -230,7 +224,7 @@ def resolve_engine_config(
         draft_head=None if model.draft_head is None else find_head(run.speculation.draft_head or MTP),
         draft_policy=run.speculation.policy,
         max_image_tokens=max_image_tokens,
-        max_prompt_images=most_prompt_images(run, model_path, model),
+        max_prompt_images=max_prompt_images,
         keeps_images_whole=keeps_images_whole(model, max_image_tokens, max_num_batched_tokens),
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )

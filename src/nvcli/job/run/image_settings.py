@@ -79,20 +79,15 @@ def check_of_text(name: str, adapter: Adapter) -> None:
         )
 
 
-def most_image_tokens(run: RunConfig, model_path: Path, model: ModelConfig, max_model_len: int) -> int:
-    """Return the most tokens of an image; 0: the run reads none."""
-    if not model.has_tower:
-        return 0
-    assert model.vision is not None
-    return min(image_processor(run, model_path, model.vision).rule.max_tokens, max_model_len)
-
-
-def most_prompt_images(run: RunConfig, model_path: Path, model: ModelConfig) -> int:
-    """Return the most images of a prompt, if tiles between which there is text count as images of their own."""
+def image_limits(run: RunConfig, model_path: Path, model: ModelConfig, max_model_len: int) -> tuple[int, int]:
+    """Return the most tokens of an image, 0 if the run reads none, and the most images of a prompt, where tiles with
+    text between them count as images of their own."""
     vision = model.vision if model.has_tower else None
-    if vision is None or vision.text is None or not vision.text.parts_tiles:
-        return MAX_PROMPT_IMAGES
-    return MAX_PROMPT_IMAGES * most_pictures(image_processor(run, model_path, vision).rule)
+    if vision is None:
+        return 0, MAX_PROMPT_IMAGES
+    rule = image_processor(run, model_path, vision).rule
+    pictures = most_pictures(rule) if vision.text is not None and vision.text.parts_tiles else 1
+    return min(rule.max_tokens, max_model_len), MAX_PROMPT_IMAGES * pictures
 
 
 def keeps_images_whole(model: ModelConfig, max_image_tokens: int, max_num_batched_tokens: int) -> bool:

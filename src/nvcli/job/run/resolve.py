@@ -77,6 +77,8 @@ class ResolvedModel(RowSettings):
     """The LoRA adapters that rows choose, by name."""
     tokenizer: Tokenizer | None = None
     """The tokenizer, if a setting had to be looked up in it; None: not loaded yet."""
+    inputs: tuple[str, ...] = ()
+    """The input files by name, patterns expanded; `-` is standard input. Empty: the rows come from elsewhere."""
 
     @property
     def model_limits(self) -> ModelLimits:
@@ -123,7 +125,7 @@ class ResolvedModel(RowSettings):
     @property
     def image_folders(self) -> ImageFolders:
         """The folders below which the images of rows may be."""
-        return ImageFolders.of((), self.run.job.media_roots, self.run.job.media_domains)
+        return ImageFolders.of(self.inputs, self.run.job.media_roots, self.run.job.media_domains)
 
     def prepare(
         self, reader: RowReader, tokenizer: Tokenizer, *, has_grammars: bool = True
@@ -151,8 +153,6 @@ class ResolvedModel(RowSettings):
 class ResolvedJob(ResolvedModel):
     """A job: which rows are answered, by which model, with which settings, into which output."""
 
-    inputs: tuple[str, ...]
-    """The input files by name, patterns expanded; `-` is standard input."""
     output: str
     """The output's name; `-` is standard output."""
     chat: TextKinds
@@ -175,10 +175,6 @@ class ResolvedJob(ResolvedModel):
     """Lines for the user on how the output goes on."""
     first_kinds: frozenset[PromptKind] = frozenset()
     """Kinds of prompts among the first rows of the inputs, if these could be looked at."""
-
-    @property
-    def image_folders(self) -> ImageFolders:
-        return ImageFolders.of(self.inputs, self.run.job.media_roots, self.run.job.media_domains)
 
     def describe_kinds(self, kinds: Collection[PromptKind]) -> list[str]:
         """Return lines on how prompts of these kinds are sent."""
@@ -283,8 +279,7 @@ def resolve_job(
         inputs=[_described(known, pdfs.get(known.name)) for known in known_inputs],
     )
     return ResolvedJob(
-        **(_values(resolved) | {"config": config}),
-        inputs=tuple(names),
+        **(_values(resolved) | {"config": config, "inputs": tuple(names)}),
         output=output,
         chat=chat.kinds,
         limit=limit,

@@ -6,7 +6,8 @@ A vision tower is loaded only where rows have images, so files of text are searc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,25 +78,20 @@ def _have_images(inputs: Sequence[str], first_rows: Iterable[Job | JobResult]) -
         return True
     left = _MAX_BYTES
     for name in inputs:
-        if left > 0 and not compression_of(name) and input_format(name) in _SEARCHED_FORMATS:
-            is_found, num_bytes = _search(Path(name), left)
-            if is_found:
-                return True
-            left -= num_bytes
+        if not compression_of(name) and input_format(name) in _SEARCHED_FORMATS:
+            for piece in _first_pieces(Path(name), left):
+                if _PART.search(piece):
+                    return True
+                left -= len(piece)
     return False
 
 
-def _search(file: Path, most: int) -> tuple[bool, int]:
-    """Tell whether the first bytes of a file, at most about `most`, hold a part that is an image, and how many were
-    read. A file that cannot be read holds none; reading its rows will report what is wrong."""
-    num_bytes, rest = 0, b""
-    try:
-        with file.open("rb", buffering=0) as source:
-            while num_bytes < most and (chunk := source.read(_CHUNK_BYTES)):
-                if _PART.search(rest + chunk):
-                    return True, num_bytes
-                num_bytes += len(chunk)
-                rest = chunk[-_LONGEST_PART:]
-    except OSError:
-        return False, num_bytes
-    return False, num_bytes
+def _first_pieces(file: Path, most: int) -> Iterator[bytes]:
+    """Yield the first bytes of a file, at most about `most`, in pieces that begin with the end of the piece before.
+    A file that cannot be read has none; reading its rows will report what is wrong."""
+    end = b""
+    with suppress(OSError), file.open("rb", buffering=0) as source:
+        while most > 0 and (chunk := source.read(_CHUNK_BYTES)):
+            yield end + chunk
+            most -= len(chunk)
+            end = chunk[-_LONGEST_PART:]
