@@ -7,7 +7,7 @@ slower. The prices are those that fit the last seconds best (least squares); whe
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -60,54 +60,45 @@ class Speed:
 
     def __init__(self, usual: Usual) -> None:
         self._usual = usual
-        self._products = [[0.0] * 4 for _ in range(4)]
-        self._times = [0.0] * 4
         self._seconds = 0.0
-        self._work = Work()
-        self._prices: Work | None = None
+        self._work: Any = 0.0
+        """The work of that time."""
+        self._products: Any = 0.0
+        """The sum of the products of each two amounts of work, over its seconds: noise grows with the root of these."""
+        self._prices: Any = None
         self._slots = 1
 
     def learn(self, work: Work, seconds: float, *, num_running: int) -> None:
         """Learn that the work took `seconds`, with `num_running` samples at a time."""
+        import numpy as np  # late: the tokenizer has brought it by then
+
         self._slots = max(self._slots, num_running)
-        if seconds <= 0:
-            return
-        kept = 0.5 ** (seconds / _MEMORY_SECONDS)
-        weight = 1 / seconds  # noise grows with the root of the time
-        for row, amount in enumerate(work):
-            self._times[row] = kept * self._times[row] + weight * amount * seconds
-            for column, other in enumerate(work):
-                self._products[row][column] = kept * self._products[row][column] + weight * amount * other
-        self._seconds = kept * self._seconds + seconds
-        self._work = Work(*(kept * old + new for old, new in zip(self._work, work, strict=True)))
-        self._prices = self._fit()
+        if seconds > 0:
+            kept, amounts = 0.5 ** (seconds / _MEMORY_SECONDS), np.array(work)
+            self._seconds = kept * self._seconds + seconds
+            self._work = kept * self._work + amounts
+            self._products = kept * self._products + np.outer(amounts, amounts) / seconds
+            self._prices = self._fit()
 
     def seconds(self, work: Work) -> float | None:
         """Return how long work takes; None if nothing has been learned yet."""
-        if self._prices is None:
-            return None
-        return sum(price * amount for price, amount in zip(self._prices, work, strict=True))
+        return None if self._prices is None else float(self._prices.dot(work))
 
-    def _fit(self) -> Work | None:
-        import numpy as np  # late: the tokenizer has brought it by then
+    def _fit(self) -> Any:
+        """Return the prices, each for an amount of `Work`; None if no work was done."""
+        import numpy as np
 
-        usual = self._usual_prices()
-        if usual is None:
+        steps, prompt_tokens, context = self._usual
+        usual = np.array(Work(steps * self._slots, 1 - steps, 1 / context, prompt_tokens))
+        if not usual.dot(self._work) > 0:
             return None
-        scale = np.array(usual)
-        matrix = np.array(self._products) * np.outer(scale, scale) / _NOISE**2 + np.eye(4) / _SPREAD**2
-        target = np.array(self._times) * scale / _NOISE**2 + 1 / _SPREAD**2
-        positive = scale > 0
+        usual *= self._seconds / usual.dot(self._work)  # so that the work done costs the time that it took
+        matrix = self._products * np.outer(usual, usual) / _NOISE**2 + np.eye(4) / _SPREAD**2
+        target = self._work * usual / _NOISE**2 + 1 / _SPREAD**2
+        positive = usual > 0
         while True:
             ratios = np.zeros(4)
             ratios[positive] = np.linalg.solve(matrix[np.ix_(positive, positive)], target[positive])
             if (ratios[positive] > 0).all():
-                return Work(*(ratios * scale).tolist())
+                return ratios * usual
             positive = ratios > 0
-
-    def _usual_prices(self) -> Work | None:
-        """Return usual prices, scaled so that the work done costs the time that it took."""
-        steps, prompt_tokens, context = self._usual
-        usual = Work(steps * self._slots, 1 - steps, 1 / context, prompt_tokens)
-        total = sum(price * amount for price, amount in zip(usual, self._work, strict=True))
-        return Work(*(price * self._seconds / total for price in usual)) if total > 0 else None

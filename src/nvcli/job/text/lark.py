@@ -134,13 +134,13 @@ class ValueNotation(ABC):
     def string(self, value: str) -> str:
         """Return the piece for one string."""
 
-    @abstractmethod
     def key(self, name: str) -> str | None:
-        """Return the piece for a property's name; None: the notation cannot write it."""
+        """Return the piece for a property's name, as a string; None: the notation cannot write it."""
+        return self.string(name)
 
-    @abstractmethod
     def any_key(self) -> str:
         """Return the piece for any property's name."""
+        return self.any_string()
 
     def value(self, schema: Any) -> str:
         """Return the piece for the values that a schema allows."""
@@ -248,12 +248,6 @@ class PythonNotation(ValueNotation):
 
     def string(self, value: str) -> str:
         return self.lark.one_of([self.lark.text(repr(value)), self.lark.text(json.dumps(value, ensure_ascii=False))])
-
-    def key(self, name: str) -> str | None:
-        return self.string(name)
-
-    def any_key(self) -> str:
-        return self.any_string()
 
     def keyword_arguments(self, schema: Mapping[str, Any]) -> str:
         """Return the piece for the properties of an object as the arguments of a call."""
