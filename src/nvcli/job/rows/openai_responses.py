@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from nvcli.core.validation import is_integer, show
+from nvcli.core.validation import convert, is_integer, show
 from nvcli.errors import RowError
 from nvcli.job.job import Choice, JobResult
 from nvcli.job.rows.openai_structured import unsupported_key, unsupported_value
@@ -31,7 +31,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def chat_body(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of the equivalent chat request. `given` has no nulls. Raises RowError."""
+    """Return the body of the equivalent chat request. `given` has no nulls. Raises RowError and InvalidValue."""
     for key, value in given.items():
         if key in ("tools", "tool_choice") and value not in ([], "auto", "none"):
             raise _unsupported(
@@ -68,9 +68,7 @@ def _messages(given: Mapping[str, Any]) -> list[Any]:
     for number, item in enumerate(value if isinstance(value, list) else ()):
         messages.append(_message(item, f"body.input[{number}]"))
     if "instructions" in given:
-        text = given["instructions"]
-        if not isinstance(text, str):
-            raise RowError("invalid_value", f"`body.instructions` is {show(text)}; allowed: text")
+        text = convert(given["instructions"], str, under=("body", "instructions"))
         messages.insert(0, {"role": "system", "content": text})
     return messages
 

@@ -100,7 +100,8 @@ def openai_model(row: dict[str, Any]) -> str | None:
 
 
 def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
-    """Return the parameters of a request to one of these urls, without those that are null. Raises RowError."""
+    """Return the parameters of a request to one of these urls, without those that are null. Raises RowError and
+    InvalidValue."""
     if row.get("method", "POST") != "POST":
         raise RowError("invalid_value", f'`method` is {show(row["method"])}; allowed: "POST"')
     url, body = row.get("url"), row.get("body")
@@ -111,8 +112,7 @@ def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RowError("invalid_value", f"`body` is {show(body)}; expected an object with the request's parameters")
     given = {key: value for key, value in body.items() if value is not None}
-    if not isinstance(given.get("model", ""), str):
-        raise RowError("invalid_value", f"`body.model` is {show(given['model'])}; allowed: text")
+    convert(given.get("model", ""), str, under=("body", "model"))
     return given
 
 

@@ -6,7 +6,7 @@ releases, `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar` ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -21,14 +21,19 @@ STRUCTURED_KEYS = (
 )
 """Parameters of a body, at most one of which may be given."""
 
-_FORMS = {
-    "json": "json_schema",
-    "json_object": "json_object",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+
+
+_FORMS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "json": ("json_schema", lambda value: isinstance(value, dict | bool), "a JSON schema"),
+    "json_object": ("json_object", lambda value: value is True, "true or false"),
+    "regex": ("regex", lambda value: isinstance(value, str), "text"),
+    "choice": ("choice", _are_texts, "a list of texts"),
+    "grammar": ("grammar", lambda value: isinstance(value, str), "text"),
 }
-"""vLLM's names → the keys of `structured`."""
+"""vLLM's names → the keys of `structured`, whether they may have a value, and what is allowed."""
 
 
 def unsupported_key(key: str, known: Iterable[str], where: str = "body") -> RowError:
@@ -58,7 +63,7 @@ def structured_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
     if key == "structured_outputs":
         return _of_structured_outputs(given[key])
     name = key.removeprefix("guided_")
-    return {_FORMS[name]: _check_value(name, given[key], f"body.{key}")}
+    return _structured(name, given[key], f"body.{key}")
 
 
 def _of_response_format(value: Any) -> dict[str, Any]:
@@ -73,7 +78,7 @@ def _of_response_format(value: Any) -> dict[str, Any]:
     inner = value.get("json_schema")
     if not isinstance(inner, dict) or inner.get("schema") is None:
         raise _invalid(where, inner, "expected an object with a `schema`")
-    return {"json_schema": _check_value("json", inner["schema"], f"{where}.schema")}
+    return _structured("json", inner["schema"], f"{where}.schema")
 
 
 def _of_structured_outputs(value: Any) -> dict[str, Any]:
@@ -87,29 +92,20 @@ def _of_structured_outputs(value: Any) -> dict[str, Any]:
     if len(given) != 1:
         raise RowError("invalid_structured", f"`{where}` holds {len(given)} of {', '.join(_FORMS)}; give one of them")
     ((name, each),) = given.items()
-    return {_FORMS[name]: _check_value(name, each, f"{where}.{name}")}
+    return _structured(name, each, f"{where}.{name}")
 
 
-def _check_value(name: str, value: Any, where: str) -> Any:
-    """Return the value of one of vLLM's parameters in the type of `structured`. Raises RowError."""
+def _structured(name: str, value: Any, where: str) -> dict[str, Any]:
+    """Return the value of one of vLLM's parameters as `structured` has it. Raises RowError."""
     if name == "json" and isinstance(value, str):
         try:
             value = decode_inner(value)
         except msgspec.DecodeError as error:
             raise RowError("invalid_structured", f"`{where}` is {show(value)}, which is not JSON: {error}") from None
-    match name:
-        case "json":
-            fits, allowed = isinstance(value, dict | bool), "a JSON schema"
-        case "json_object":
-            fits, allowed = value is True, "true or false"
-        case "choice":
-            fits = isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
-            allowed = "a list of texts"
-        case _:
-            fits, allowed = isinstance(value, str), "text"
-    if not fits:
+    key, is_allowed, allowed = _FORMS[name]
+    if not is_allowed(value):
         raise _invalid(where, value, f"allowed: {allowed}")
-    return value
+    return {key: value}
 
 
 def _invalid(where: str, value: Any, way_out: str) -> RowError:
