@@ -6,6 +6,8 @@ import random
 from itertools import accumulate, count
 
 from nvcli.engine.chunk_groups import Chunk, ChunkGroup, ChunkGroups, PrefixCosts
+from nvcli.engine.state import Prompt, RequestState
+from requests_factory import make_request
 
 COSTS = PrefixCosts(tile_tokens=32)
 EAGER = PrefixCosts(tile_tokens=32, token=0, least_gain=1, least_gain_in_step=1)
@@ -24,14 +26,22 @@ class Tables:
     def chunk(self, prefix: list[int], num_tokens: int, *, own: int = 0) -> Chunk:
         """A chunk behind a prefix and `own` blocks more that are in the cache."""
         before = prefix + self.blocks(own)
-        return Chunk([before + self.blocks(-(-num_tokens // BLOCK_SIZE))], len(before) * BLOCK_SIZE, num_tokens)
+        return make_chunk([before + self.blocks(-(-num_tokens // BLOCK_SIZE))], len(before) * BLOCK_SIZE, num_tokens)
+
+
+def make_chunk(blocks: list[list[int]], num_before: int, num_tokens: int) -> Chunk:
+    """A chunk of a request with these blocks in each KV group."""
+    request = make_request(0, [1], 1)
+    return Chunk(
+        RequestState(request, Prompt(request), blocks=blocks, num_computed=num_before + num_tokens), num_tokens
+    )
 
 
 def arrange(
     chunks: list[Chunk], costs: PrefixCosts | None = COSTS, kv_groups: tuple[int, ...] = (0,)
 ) -> tuple[list[int], list[ChunkGroup]]:
-    arrangement = ChunkGroups(kv_groups, BLOCK_SIZE, costs).arrange(chunks)
-    return (list(range(len(chunks))), []) if arrangement is None else arrangement
+    in_order, groups = ChunkGroups(kv_groups, BLOCK_SIZE, costs).arrange(chunks)
+    return [chunks.index(chunk) for chunk in in_order], groups
 
 
 def find(chunks: list[Chunk], costs: PrefixCosts | None = COSTS, kv_groups: tuple[int, ...] = (0,)) -> list[ChunkGroup]:
@@ -41,8 +51,8 @@ def find(chunks: list[Chunk], costs: PrefixCosts | None = COSTS, kv_groups: tupl
 def test_short_chunks_behind_a_prefix_are_a_group() -> None:
     """The first one computes the prefix, and attends to it on its own."""
     tables = Tables()
-    first = Chunk([tables.blocks(33)], 0, 2056)
-    prefix = list(first.tables[0][:32])
+    first = make_chunk([tables.blocks(33)], 0, 2056)
+    prefix = list(first.state.blocks[0][:32])
     chunks = [first, *[tables.chunk(prefix, 8) for _ in range(100)]]
     assert find(chunks) == [ChunkGroup(1, 100, 2048)]
 
@@ -56,7 +66,7 @@ def test_every_prefix_has_its_group() -> None:
     order, groups = arrange(chunks)
     assert groups == [ChunkGroup(1, 60, 512), ChunkGroup(61, 60, 2048), ChunkGroup(121, 60, 1024)]
     assert order[0] == 60
-    assert order[1:61] == [number for number in range(181) if chunks[number].tables[0][0] == prefixes[0][0]]
+    assert order[1:61] == [number for number in range(181) if chunks[number].state.blocks[0][0] == prefixes[0][0]]
     assert sorted(order) == list(range(181))
 
 
@@ -118,7 +128,7 @@ def test_a_prefix_is_shared_in_all_kv_groups() -> None:
     """Where two requests hold different copies of a block in one of them, they share what is before it."""
     tables = Tables()
     one, other = tables.blocks(32), tables.blocks(32)
-    chunks = [Chunk([one + tables.blocks(1), other[:20] + tables.blocks(13)], 2048, 8) for _ in range(100)]
+    chunks = [make_chunk([one + tables.blocks(1), other[:20] + tables.blocks(13)], 2048, 8) for _ in range(100)]
     assert find(chunks, COSTS, (0,)) == [ChunkGroup(0, 100, 2048)]
     assert find(chunks, COSTS, (0, 1)) == [ChunkGroup(0, 100, 20 * BLOCK_SIZE)]
 
@@ -145,6 +155,6 @@ def test_random_trees() -> None:
             members = [chunks[number] for number in order[group.first : group.first + group.num_chunks]]
             num_blocks = group.num_keys // BLOCK_SIZE
             assert num_blocks > 0
-            assert len({tuple(chunk.tables[0][:num_blocks]) for chunk in members}) == 1
-            assert min(chunk.num_before for chunk in members) >= group.num_keys
+            assert len({tuple(chunk.state.blocks[0][:num_blocks]) for chunk in members}) == 1
+            assert min(chunk.start for chunk in members) >= group.num_keys
     assert num_groups > 100

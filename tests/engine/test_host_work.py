@@ -14,11 +14,9 @@ from types import FrameType
 import pytest
 
 from nvcli.core.messages import pack
-from nvcli.engine.adapter_places import AdapterPlaces
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
-from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.step_draft import StepDraft, _pack_blocks
@@ -91,13 +89,9 @@ def test_a_block_for_a_long_request_takes_no_more_than_one_for_a_short_one() -> 
                 decoding=[],
                 decode_slots=pack([3]),
                 decode_widths=[1],
-                row_limits=b"",
                 decode_lens=pack([column * 16 + 1]),
-                freed_slots=[],
                 registered=[],
-                restarts=False,
-                adapters=MergedAdapter(AdapterPlaces(0), num_slots=4, mergeable=()),
-                sharing=tables.share(draft, 1),
+                **tables.share(draft, 1),
             )
             assert step.input.block_columns == pack([column])
             return tracemalloc.get_traced_memory()[1]

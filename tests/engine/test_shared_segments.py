@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from nvcli.core.messages import unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.limits import SchedulerLimits
@@ -41,22 +43,38 @@ def enter(segments: SharedSegments, slot: int, *tables: list[int], max_tokens: i
     return state
 
 
+class Changes(NamedTuple):
+    segments: list[tuple[int, ...]]
+    """(KV group, number, first key, end of the keys, parent's number or 0)"""
+    slots: list[tuple[int, ...]]
+    """(KV group, slot, number of its last active segment or 0)"""
+    is_used: bool
+
+
+def take_changes(segments: SharedSegments, num_decodes: int) -> Changes:
+    """What the next step tells the ranks."""
+    fields = segments.take_changes(num_decodes)
+    numbers, slots = iter(unpack(fields["segments"])), iter(unpack(fields["slot_segments"]))
+    of_segments = list(zip(*[numbers] * 5, strict=True))
+    return Changes(of_segments, list(zip(*[slots] * 3, strict=True)), fields["shares_segments"])
+
+
 def test_many_rows_behind_a_long_prefix_read_it_once() -> None:
     segments = make_segments()
     states = [enter(segments, slot, [*SHARED, 100 + slot]) for slot in range(64)]
-    changes = segments.take_changes(64)
+    changes = take_changes(segments, 64)
     assert changes.is_used
     assert changes.segments == [(0, 1, 0, 2048, 0)]
     assert changes.slots == [(0, slot, 1) for slot in range(64)]
     assert segments.num_saved == 63 * 2048
     segments.check_integrity(states)
-    changes = segments.take_changes(64)
+    changes = take_changes(segments, 64)
     assert changes.is_used
     assert changes.segments == changes.slots == [], "ranks are told what changed"
     assert segments.num_bytes_saved == 2 * 10 * 63 * 2048
-    segments.take_changes(32)  # a step for half of them
+    take_changes(segments, 32)  # a step for half of them
     assert segments.num_bytes_saved == 2.5 * 10 * 63 * 2048
-    segments.take_changes(0)  # a step of prompts
+    take_changes(segments, 0)  # a step of prompts
     assert segments.num_bytes_saved == 2.5 * 10 * 63 * 2048
 
 
@@ -69,7 +87,7 @@ def test_what_does_not_pay_is_not_read_once() -> None:
         enter(segments, slot, [40, 100 + slot])
     for slot in range(60, 120):
         enter(segments, slot, [100 + slot, 300 + slot])
-    changes = segments.take_changes(64)
+    changes = take_changes(segments, 64)
     assert changes.segments == changes.slots == []
     assert not changes.is_used
     assert segments.num_saved == 0
@@ -81,7 +99,7 @@ def test_a_step_reads_once_where_all_groups_together_save_enough() -> None:
     for group in range(30):
         for member in range(4):
             enter(segments, 4 * group + member, [1000 * group + block for block in range(1, 11)])
-        used.append(segments.take_changes(64).is_used)
+        used.append(take_changes(segments, 64).is_used)
         assert segments.num_saved == 3 * 640 * (group + 1)
     assert used == [3 * 640 * (group + 1) >= 16_384 for group in range(30)]
 
@@ -89,17 +107,17 @@ def test_a_step_reads_once_where_all_groups_together_save_enough() -> None:
 def test_a_segment_is_read_once_until_too_few_rows_are_left() -> None:
     segments = make_segments()
     states = [enter(segments, slot, [*SHARED, 100 + slot]) for slot in range(64)]
-    segments.take_changes(64)
+    take_changes(segments, 64)
     for slot in range(62):
         segments.leave(slot)
         segments.check_integrity(states[slot + 1 :])
-    changes = segments.take_changes(64)
+    changes = take_changes(segments, 64)
     assert sorted(changes.slots) == [(0, 62, 0), (0, 63, 0)]
     assert not changes.is_used
     assert segments.num_saved == 0
     # The slots of those who left may still name the segment, until a request that does not have it comes.
     enter(segments, 5, [200, 201])
-    assert segments.take_changes(64).slots == [(0, 5, 0)]
+    assert take_changes(segments, 64).slots == [(0, 5, 0)]
 
 
 def test_a_request_that_should_end_with_its_first_token_does_not_decode_over_the_segments_of_its_slot() -> None:
@@ -107,26 +125,26 @@ def test_a_request_that_should_end_with_its_first_token_does_not_decode_over_the
     segments = make_segments()
     for slot in range(64):
         enter(segments, slot, [*SHARED, 100 + slot])
-    segments.take_changes(64)
+    take_changes(segments, 64)
     segments.leave(5)
     enter(segments, 5, [200, 201], max_tokens=1)
-    assert segments.take_changes(64).slots == [(0, 5, 0)]
+    assert take_changes(segments, 64).slots == [(0, 5, 0)]
     enter(segments, 70, [202, 203], max_tokens=1)
-    assert segments.take_changes(64).slots == [], "its slot has had no segment"
+    assert take_changes(segments, 64).slots == [], "its slot has had no segment"
 
 
 def test_variants_cut_a_segment_and_leave_the_slots_of_others_alone() -> None:
     segments = make_segments()
     states = [enter(segments, slot, [*SHARED, 100 + slot]) for slot in range(64)]
-    segments.take_changes(64)
+    take_changes(segments, 64)
     states.append(enter(segments, 64, [*SHARED[:8], 300, 301]))
-    changes = segments.take_changes(64)
+    changes = take_changes(segments, 64)
     assert sorted(changes.segments) == [(0, 1, 512, 2048, 2), (0, 2, 0, 512, 0)]
     assert changes.slots == [(0, 64, 2)]
     segments.check_integrity(states)
     # Once it has left, both are one segment again.
     segments.leave(64)
-    assert segments.take_changes(64).segments == [(0, 1, 0, 2048, 0)]
+    assert take_changes(segments, 64).segments == [(0, 1, 0, 2048, 0)]
     segments.check_integrity(states[:64])
 
 
@@ -137,7 +155,7 @@ def test_rows_that_lack_what_their_window_has_left_behind_share_the_rest() -> No
     states = [enter(segments, slot, [*SHARED, 100 + slot], [*late, 600 + slot]) for slot in range(1, 40)]
     early = [block + 500 for block in SHARED]
     states.append(enter(segments, 0, whole, [*early, 600]))
-    changes = segments.take_changes(64)
+    changes = take_changes(segments, 64)
     assert (0, 1, 0, 2048, 0) in changes.segments
     assert [entry for entry in changes.segments if entry[0] == 1] == [(1, 1, 1024, 2048, 0)]
     assert segments.num_bytes_saved == 39 * 2048 * 10, "not those of windows"
@@ -148,14 +166,14 @@ def test_nobody_knows_what_was_told_in_steps_that_did_not_run() -> None:
     segments = make_segments()
     for slot in range(64):
         enter(segments, slot, [*SHARED, 100 + slot])
-    segments.take_changes(64)
+    take_changes(segments, 64)
     for slot in range(64):
         segments.leave(slot)
-    segments.take_changes(64)
+    take_changes(segments, 64)
     segments.forget_told()
     enter(segments, 7, [200, 201])
     enter(segments, 8, [202, 203])
-    assert segments.take_changes(64).slots == [(0, 7, 0), (0, 8, 0)]
+    assert take_changes(segments, 64).slots == [(0, 7, 0), (0, 8, 0)]
 
 
 def test_ranks_are_told_again_what_steps_that_were_taken_back_told() -> None:
@@ -179,6 +197,6 @@ def test_without_costs_there_are_no_segments() -> None:
     segments = SharedSegments({0: None}, block_size=BLOCK_SIZE, max_num_seqs=256, costs=None)
     for slot in range(64):
         enter(segments, slot, [*SHARED, 100 + slot])
-    changes = segments.take_changes(64)
+    changes = take_changes(segments, 64)
     assert changes.segments == changes.slots == []
     assert not changes.is_used

@@ -16,8 +16,9 @@ with recurrent states have rules of their own (`state_blocks.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from nvcli.core.messages import KVGroup
+from nvcli.core.messages import KVGroup, pack
 from nvcli.engine.block_manager import BlockHash, BlockManager
 from nvcli.engine.chunk_groups import ChunkGroups, PrefixCosts
 from nvcli.engine.key_copies import KeyCopies
@@ -26,7 +27,7 @@ from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.engine.state_blocks import StateBlocks, different
-from nvcli.engine.step_draft import Sharing, StepDraft
+from nvcli.engine.step_draft import StepDraft
 from nvcli.engine.whole_images import whole_chunk
 
 
@@ -97,14 +98,16 @@ class BlockTables:
         """Record that the steps scheduled so far compute all known tokens of a request."""
         self._segments.enter(state)
 
-    def share(self, draft: StepDraft, num_decodes: int) -> Sharing:
-        """Return what a step's rows share: this many decode rows, and the chunks of its draft."""
-        return Sharing(
-            self._chunk_groups.arrange(draft.chunks),
-            self._segments.take_changes(num_decodes),
-            self._key_copies.packed(),
-            self._key_copies.copies_new_keys,
-        )
+    def share(self, draft: StepDraft, num_decodes: int) -> dict[str, Any]:
+        """Return the fields of a `StepInput` about keys that its rows share: this many decode rows, and the chunks of
+        its draft, which are put in order for that."""
+        draft.chunks, groups = self._chunk_groups.arrange(draft.chunks)
+        return {
+            "shared_prefixes": pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
+            "key_copies": self._key_copies.packed(),
+            "copies_new_keys": self._key_copies.copies_new_keys,
+            **self._segments.take_changes(num_decodes),
+        }
 
     def forget_told(self) -> None:
         """Record that steps did not run, so that the ranks' state is unknown. No request may be running."""

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from nvcli.engine.segment_forest import num_equal
+from nvcli.engine.state import RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +41,15 @@ class PrefixCosts:
 
 
 class Chunk(NamedTuple):
-    """A prefill chunk of a step."""
+    """A prefill chunk of the step being planned: the last `num_tokens` of a request's computed tokens."""
 
-    tables: Sequence[list[int]]
-    """The request's blocks in each KV group."""
-    num_before: int
-    """Tokens of the request before the chunk."""
+    state: RequestState
     num_tokens: int
+
+    @property
+    def start(self) -> int:
+        """Tokens of the request before the chunk."""
+        return self.state.num_computed - self.num_tokens
 
 
 class ChunkGroup(NamedTuple):
@@ -56,15 +59,6 @@ class ChunkGroup(NamedTuple):
     """The first chunk's position in the step's new order."""
     num_chunks: int
     num_keys: int
-
-
-class Arrangement(NamedTuple):
-    """A step's chunks, ordered so that those of a group are adjacent."""
-
-    order: list[int]
-    """The numbers of the chunks."""
-    groups: list[ChunkGroup]
-    """The groups, at least one."""
 
 
 @dataclass(slots=True)
@@ -93,21 +87,21 @@ class ChunkGroups:
         self.num_bytes_saved = 0
         """Bytes of keys and values that steps did not read, because one tile had tokens of several chunks."""
 
-    def arrange(self, chunks: Sequence[Chunk]) -> Arrangement | None:
-        """Sort the chunks of a step and find the worthwhile groups; None if there are none."""
+    def arrange(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[ChunkGroup]]:
+        """Find the worthwhile groups among the chunks of a step. Returns the chunks, sorted if there are groups, and
+        the groups."""
         if self._costs is None or len(chunks) < 2:
-            return None
-        tables = [chunk.tables[self._kv_groups[0]] for chunk in chunks]
-        if len({table[0] for table in tables}) == len(chunks):
-            return None
-        prefixes = [table[: chunk.num_before // self._block_size] for table, chunk in zip(tables, chunks, strict=True)]
-        order = sorted(range(len(chunks)), key=lambda number: prefixes[number])
-        runs = self._find([chunks[number] for number in order])
+            return chunks, []
+        first_group = self._kv_groups[0]
+        if len({chunk.state.blocks[first_group][0] for chunk in chunks}) == len(chunks):
+            return chunks, []
+        in_order = sorted(chunks, key=lambda chunk: chunk.state.blocks[first_group][: chunk.start // self._block_size])
+        runs = self._find(in_order)
         if not runs:
-            return None
+            return chunks, []
         saved = sum(int(run.tiles_saved) * run.num_blocks for run in runs) * self._block_size
         self.num_bytes_saved += saved * self._token_bytes
-        return Arrangement(order, [ChunkGroup(run.first, run.count, run.num_blocks * self._block_size) for run in runs])
+        return in_order, [ChunkGroup(run.first, run.count, run.num_blocks * self._block_size) for run in runs]
 
     def _find(self, chunks: Sequence[Chunk]) -> list[_Run]:
         """Return the worthwhile runs of adjacent chunks."""
@@ -163,10 +157,10 @@ class ChunkGroups:
         """Count the leading blocks that two requests share, up to those of the chunks' own tokens."""
         num_blocks: int | None = None
         for group in self._kv_groups:
-            one, other = left.tables[group], right.tables[group]
+            one, other = left.state.blocks[group], right.state.blocks[group]
             if one[0] != other[0]:
                 return 0
             if num_blocks is None:
-                num_blocks = min(left.num_before, right.num_before) // self._block_size
+                num_blocks = min(left.start, right.start) // self._block_size
             num_blocks = num_equal(one[:num_blocks], other[:num_blocks])
         return num_blocks or 0

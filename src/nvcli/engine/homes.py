@@ -13,6 +13,7 @@ and requests are spread evenly, even if the prompts of all of them begin as thos
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
@@ -20,7 +21,7 @@ from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.length_forecast import LengthForecast
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.state import RequestState
-from nvcli.engine.step_draft import Sharing, StepDraft
+from nvcli.engine.step_draft import StepDraft
 
 _UNEVENNESS = 8
 """A home takes a request for the sake of its prefix cache while it runs at most one, and one in so many, more than the
@@ -120,7 +121,7 @@ class Homes:
         for home in self._homes:
             home.tables.begin_step()
 
-    def share(self, draft: StepDraft, num_decodes: int) -> Sharing:
+    def share(self, draft: StepDraft, num_decodes: int) -> dict[str, Any]:
         """Return what a step's rows share (`BlockTables.share`): with several homes, nothing."""
         return self._homes[0].tables.share(draft, num_decodes)
 

@@ -171,7 +171,7 @@ class Scheduler:
         if not preempted and (has_prompts or not row_limits):
             self._admit(draft, budgets, now)
 
-        if not decode_slots and not draft.has_chunks:
+        if not decode_slots and not draft.chunks:
             self._running.rest_on(self._waiting)
             return None
         step = draft.finish(
@@ -180,14 +180,14 @@ class Scheduler:
             decode_slots=decode_slots,
             decode_widths=widths,
             decode_lens=decode_lens,
+            registered=self._homes.take_registered(),
             draft_tokens=self._drafts.shared_tokens(len(rows)) if row_limits else 0,
             row_limits=row_limits,
-            freed_slots=self._running.take_freed_slots(),
-            registered=self._homes.take_registered(),
+            extends_drafts=self._drafts.extends(has_drafts=bool(row_limits), has_prompts=bool(draft.chunks)),
+            freed_slots=pack(self._running.take_freed_slots()),
             restarts=self._restarts,
-            adapters=self._running.merged,
-            sharing=self._homes.share(draft, len(rows)),
-            extends_drafts=self._drafts.extends(has_drafts=bool(row_limits), has_prompts=draft.has_chunks),
+            **self._running.merged.take_changes(),
+            **self._homes.share(draft, len(rows)),
         )
         self._next_step_id += 1
         self._num_with_drafts += bool(row_limits)
@@ -395,11 +395,10 @@ class Scheduler:
         if num_counted > state.num_counted:
             self._prompt_tokens += num_counted - state.num_counted
             state.num_counted = num_counted
-        is_end = state.num_uncomputed == 0
-        draft.add_chunk(state, length, num_logits=int(is_end))
+        draft.add_chunk(state, length)
         # Steps run in order and store before they attend, so these blocks can be shared from now on.
         self._homes.register(state)
-        if is_end:
+        if not state.num_uncomputed:
             self._running.decoding.add(state)
             self._homes.tables_of(state).decodes(state)
 

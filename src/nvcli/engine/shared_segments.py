@@ -2,28 +2,17 @@
 ranks.
 
 `segment_forest.py` keeps the segments of each group. Only blocks full of known tokens count, and ranks get only the
-changes (`SegmentChanges`). Neither module knows tensors.
+changes. Neither module knows tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
+from nvcli.core.messages import pack
 from nvcli.engine.segment_forest import SegmentCosts, SegmentForest
 from nvcli.engine.state import RequestState
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentChanges:
-    """Changes to segments that a step sends to the ranks."""
-
-    segments: list[tuple[int, int, int, int, int]]
-    """(KV group, number, first key, end of the keys, parent's number or 0) of each new or changed segment."""
-    slots: list[tuple[int, int, int]]
-    """(KV group, slot, number of its last active segment or 0)."""
-    is_used: bool
-    """Whether the step is to read active segments once for all."""
 
 
 class SharedSegments:
@@ -91,17 +80,18 @@ class SharedSegments:
         first."""
         return sum(forest.num_saved for forest in self._forests.values())
 
-    def take_changes(self, num_decodes: int) -> SegmentChanges:
-        """Return the changes to send with the next step, which has this many decode rows."""
-        segments: list[tuple[int, int, int, int, int]] = []
-        slots: list[tuple[int, int, int]] = []
+    def take_changes(self, num_decodes: int) -> dict[str, Any]:
+        """Return the fields of the next `StepInput` about segments, with what has changed since the last one.
+        `num_decodes`: the decode rows of the step."""
+        segments: list[int] = []
+        slots: list[int] = []
         for group, forest in self._forests.items():
-            for number, (begin, end, parent) in forest.changed_segments.items():
-                segments.append((group, number, begin, end, parent))
+            for number, place in forest.changed_segments.items():
+                segments += (group, number, *place)
             for slot, number in forest.changed_slots.items():
                 if self._told.get((group, slot), self._told_else) != number:
                     self._told[group, slot] = number
-                    slots.append((group, slot, number))
+                    slots += (group, slot, number)
             forest.changed_segments.clear()
             forest.changed_slots.clear()
         num_saved = self.num_saved
@@ -109,7 +99,7 @@ class SharedSegments:
         for group, size in self._counted.items() if is_used else ():
             saved = self._forests[group].num_saved * min(num_decodes, len(self._inside)) // len(self._inside)
             self.num_bytes_saved += saved * size
-        return SegmentChanges(segments, slots, is_used)
+        return {"segments": pack(segments), "slot_segments": pack(slots), "shares_segments": is_used}
 
     def forget_told(self) -> None:
         """Record that steps did not run, so that the ranks' state is unknown. No request may be in the forests."""

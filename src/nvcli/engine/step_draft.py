@@ -6,16 +6,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple
-
-import msgspec
+from typing import Any
 
 from nvcli.core.messages import MAX_STEP_GRAMMAR_BYTES, NewSlot, PromptQuery, StepInput, StepOutput, pack, unpack
 from nvcli.core.structured import Constraint
-from nvcli.engine.chunk_groups import Arrangement, Chunk
+from nvcli.engine.chunk_groups import Chunk
 from nvcli.engine.draft_policy import Drafting
-from nvcli.engine.merged_adapter import MergedAdapter
-from nvcli.engine.shared_segments import SegmentChanges
 from nvcli.engine.state import RequestState
 
 
@@ -65,17 +61,6 @@ class ScheduledStep:
             state.queries.put_back(query.count)
 
 
-class Sharing(NamedTuple):
-    """The keys and values that a step's rows share."""
-
-    arrangement: Arrangement | None
-    """The order and groups of its prefill chunks; None if there are no groups."""
-    segments: SegmentChanges
-    key_copies: bytes
-    """See `StepInput.key_copies`."""
-    copies_new_keys: bool
-
-
 class StepDraft:
     """Collects a step's input: requests that enter slots, new blocks, tokens that the ranks lack, and the rows."""
 
@@ -97,14 +82,8 @@ class StepDraft:
         self._span_starts: list[int] = []
         self._span_counts: list[int] = []
         self._token_ids = bytearray()
-        self._chunks: list[tuple[int, int, int, int]] = []
-        """(slot, number of tokens, number of logits, length after the step) of each prefill chunk."""
-        self._states: list[RequestState] = []
-        """The request of each chunk."""
-        self._queries: list[PromptQuery] = []
-        """Queries of the chunks; rows are counted from the first chunk."""
-        self._querying: list[RequestState] = []
-        """The request of each query."""
+        self.chunks: list[Chunk] = []
+        """The prefill chunks, in the order of their rows."""
 
     def has_room_for(self, state: RequestState, *, most_prefix_ids: int) -> bool:
         """Whether the step has room for an entering request's grammar and, if the ranks need them, its cached prefix
@@ -183,38 +162,11 @@ class StepDraft:
             self._token_ids += new.tobytes()
             state.num_brought += len(new)
 
-    def add_chunk(self, state: RequestState, num_tokens: int, *, num_logits: int) -> None:
+    def add_chunk(self, state: RequestState, num_tokens: int) -> None:
         """Add a prefill chunk: the last `num_tokens` of a request's computed tokens, which the step brings along."""
-        assert state.slot is not None
-        start = state.num_computed - num_tokens
-        self.add_tokens(state, start, num_tokens + (self._looks_ahead and state.num_computed < state.num_tokens))
-        if state.queries is not None:
-            query = state.queries.read_chunk(len(self._chunks), start, state.num_computed)
-            if query is not None:
-                self._queries.append(query)
-                self._querying.append(state)
-        self._chunks.append((state.slot, num_tokens, num_logits, state.num_computed))
-        self._states.append(state)
-
-    def _arrange(self, arrangement: Arrangement) -> None:
-        """Reorder the chunks."""
-        order = arrangement.order
-        self._chunks = [self._chunks[number] for number in order]
-        self._states = [self._states[number] for number in order]
-        row_of = {number: row for row, number in enumerate(order)}
-        self._queries = [msgspec.structs.replace(query, row=row_of[query.row]) for query in self._queries]
-
-    @property
-    def has_chunks(self) -> bool:
-        return bool(self._chunks)
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        """The prefill chunks."""
-        return [
-            Chunk(state.blocks, length - num_tokens, num_tokens)
-            for state, (_, num_tokens, _, length) in zip(self._states, self._chunks, strict=True)
-        ]
+        chunk = Chunk(state, num_tokens)
+        self.add_tokens(state, chunk.start, num_tokens + (self._looks_ahead and state.num_uncomputed > 0))
+        self.chunks.append(chunk)
 
     def finish(
         self,
@@ -224,32 +176,22 @@ class StepDraft:
         decode_slots: bytes,
         decode_widths: Sequence[int],
         decode_lens: bytes,
-        row_limits: bytes,
-        freed_slots: Sequence[int],
         registered: list[list[int]],
-        restarts: bool,
-        adapters: MergedAdapter,
-        sharing: Sharing,
-        draft_tokens: int = 0,
-        extends_drafts: bool = False,
+        **others: Any,
     ) -> ScheduledStep:
         """Return the step, which has something to compute.
 
         `decoding`: the requests of the decode rows; `decode_slots` and `decode_lens` are their packed slots and lengths
-        after the step, `decode_widths` the numbers of their tokens. `draft_tokens`, `row_limits`: see `StepInput`;
-        `registered`: see `ScheduledStep`.
+        after the step, `decode_widths` the numbers of their tokens. `registered`: see `ScheduledStep`; `others`: more
+        fields of the `StepInput`.
         """
-        num_decodes = len(decode_slots) // 4
-        if sharing.arrangement is not None:
-            self._arrange(sharing.arrangement)
-        groups = sharing.arrangement.groups if sharing.arrangement is not None else []
+        states = [chunk.state for chunk in self.chunks]
+        ends = [state.num_uncomputed == 0 for state in states]
+        queries, querying = self._read_prompts(first_row=len(decoding))
         block_groups, block_slots, block_columns, block_ids = _pack_blocks(self._blocks)
-        chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
         widths = pack(decode_widths)
-        changes = sharing.segments
         step = StepInput(
             step_id=step_id,
-            freed_slots=pack(freed_slots),
             new_slots=self._new_slots,
             block_groups=block_groups,
             block_slots=block_slots,
@@ -259,29 +201,27 @@ class StepDraft:
             token_starts=pack(self._span_starts),
             token_counts=pack(self._span_counts),
             token_ids=bytes(self._token_ids),
-            slots=decode_slots + chunk_slots,
-            num_tokens=widths + chunk_tokens,
-            num_logits=widths + chunk_logits,
-            seq_lens=decode_lens + chunk_lens,
-            draft_tokens=draft_tokens,
-            row_limits=row_limits,
-            num_decodes=num_decodes,
+            slots=decode_slots + pack([state.slot for state in states]),  # type: ignore[misc]
+            num_tokens=widths + pack([chunk.num_tokens for chunk in self.chunks]),
+            num_logits=widths + pack(ends),
+            seq_lens=decode_lens + pack([state.num_computed for state in states]),
+            num_decodes=len(decoding),
             constraints=[constraint for _, constraint in self._constraints.values()],
-            restarts=restarts,
-            segments=pack(number for segment in changes.segments for number in segment),
-            slot_segments=pack(number for slot in changes.slots for number in slot),
-            shares_segments=changes.is_used,
-            shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
-            key_copies=sharing.key_copies,
-            copies_new_keys=sharing.copies_new_keys,
-            extends_drafts=extends_drafts,
-            **adapters.take_changes(),
-            queries=[msgspec.structs.replace(query, row=num_decodes + query.row) for query in self._queries],
+            queries=queries,
+            **others,
         )
-        sampling = [
-            state for state, (_, _, num_logits, _) in zip(self._states, self._chunks, strict=True) if num_logits
-        ]
-        return ScheduledStep(step, decoding + sampling, registered, self._querying)
+        return ScheduledStep(step, [*decoding, *compress(states, ends)], registered, querying)
+
+    def _read_prompts(self, first_row: int) -> tuple[list[PromptQuery], list[RequestState]]:
+        """Return the queries of the chunks, whose rows count from `first_row`, and the request of each query."""
+        queries: list[PromptQuery] = []
+        querying: list[RequestState] = []
+        for row, chunk in enumerate(self.chunks, first_row):
+            state = chunk.state
+            if state.queries is not None and (query := state.queries.read_chunk(row, chunk.start, state.num_computed)):
+                queries.append(query)
+                querying.append(state)
+        return queries, querying
 
 
 def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[bytes]:
@@ -304,7 +244,3 @@ def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[by
             columns += all_columns[first_column - least : first_column - least + count]
         ids += blocks
     return [groups.tobytes(), slots.tobytes(), columns.tobytes(), pack(ids)]
-
-
-def _pack_columns(rows: Sequence[tuple[int, int, int, int]]) -> list[bytes]:
-    return [pack(column) for column in zip(*rows, strict=True)] if rows else [b""] * 4
