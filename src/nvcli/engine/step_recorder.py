@@ -23,80 +23,26 @@ class RepeatedBlocks:
     """
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
-        self._group = next((number for number, group in enumerate(groups) if group.window is None), None)
-        # The arrays grow with the slots, columns and blocks that appear.
+        self._group = next((number for number, group in enumerate(groups) if group.window is None), -1)
         self._tables = np.zeros((0, 0), dtype=np.int32)
-        """[slots, columns], the block of each column, or 0."""
-        self._decoding = np.zeros(0, dtype=np.bool_)
-        """[slots], whether the slot is a decode row of the latest step."""
-        self._holders = np.zeros(0, dtype=np.int32)
-        """[blocks], the decode rows that hold each block."""
-        self._num_held = 0
-        """The sum of `_holders`."""
-        self._packed_slots = b""
-        """The packed slots of the latest step's decode rows, to recognise an equal set."""
-        self.num_among_decode_rows = 0
-        """Blocks that decode rows of the latest step need not read again."""
+        """[slots, columns], the block of each column, or 0. It grows with the slots and columns that appear."""
 
     def take(self, step: StepInput) -> None:
-        """Apply the next step: its changes of the block tables, and its decode rows."""
-        if step.freed_slots:
-            freed = _unpack(step.freed_slots)
-            self._grow(freed)
-            leaving = freed[self._decoding[freed]]
-            self._hold(self._tables[leaving], -1)
-            self._decoding[leaving] = False
-            self._tables[freed] = 0
-        if step.block_ids:
-            is_counted = _unpack(step.block_groups) == (-1 if self._group is None else self._group)
-            entries = (step.block_slots, step.block_columns, step.block_ids)
-            self._set(*(_unpack(packed)[is_counted] for packed in entries))
-        packed_slots = step.slots[: 4 * step.num_decodes]
-        if packed_slots != self._packed_slots or np.count_nonzero(self._decoding) < step.num_decodes:
-            self._packed_slots = packed_slots
-            slots = _unpack(packed_slots)
-            self._grow(slots)
-            decoding = np.zeros_like(self._decoding)
-            decoding[slots] = True
-            self._hold(self._tables[self._decoding & ~decoding], -1)
-            self._hold(self._tables[decoding & ~self._decoding], 1)
-            self._decoding = decoding
+        """Apply the next step's changes of the block tables."""
+        rows = [_unpack(packed) for packed in (step.freed_slots, step.slots, step.block_slots)]
+        columns = _unpack(step.block_columns)
+        num_slots, num_columns = (1 + int(numbers.max(initial=-1)) for numbers in (np.concatenate(rows), columns))
+        if num_slots > self._tables.shape[0] or num_columns > self._tables.shape[1]:
+            self._tables = _enlarged(self._tables, num_slots, num_columns)
+        self._tables[rows[0]] = 0
+        is_counted = _unpack(step.block_groups) == self._group
+        self._tables[rows[2][is_counted], columns[is_counted]] = _unpack(step.block_ids)[is_counted]
 
-    def num_among_chunks(self, step: StepInput) -> int:
-        """Return the number of blocks that the prefill chunks of the latest step need not read again."""
-        slots = _unpack(step.slots)[step.num_decodes :]
-        self._grow(slots)
+    def num_among(self, slots: _Ints) -> int:
+        """Return the number of blocks that rows of these slots need not read again."""
         tables = self._tables[slots]
         blocks = tables[tables > 0]
         return len(blocks) - int(np.count_nonzero(np.bincount(blocks)))
-
-    def _set(self, slots: _Ints, columns: _Ints, blocks: _Ints) -> None:
-        """Set the blocks of these slots and columns."""
-        self._grow(slots, columns)
-        is_held = self._decoding[slots]
-        self._hold(self._tables[slots[is_held], columns[is_held]], -1)
-        self._hold(blocks[is_held], 1)
-        self._tables[slots, columns] = blocks
-
-    def _hold(self, blocks: np.ndarray, change: int) -> None:
-        """Count decode rows that hold these blocks once more (`change` 1) or once less (-1); 0 is not a block."""
-        blocks = blocks[blocks > 0]
-        if len(blocks) == 0:
-            return
-        if (most := int(blocks.max())) >= len(self._holders):
-            self._holders = _enlarged(self._holders, most + 1)
-        np.add.at(self._holders, blocks, change)
-        self._num_held += change * len(blocks)
-        self.num_among_decode_rows = self._num_held - int(np.count_nonzero(self._holders))
-
-    def _grow(self, slots: _Ints, columns: _Ints | None = None) -> None:
-        """Make room for these slots and columns in the tables."""
-        num_slots, num_columns = self._tables.shape
-        least_slots = max(num_slots, int(slots.max(initial=-1)) + 1)
-        least_columns = num_columns if columns is None else max(num_columns, int(columns.max(initial=-1)) + 1)
-        if (least_slots, least_columns) != (num_slots, num_columns):
-            self._tables = _enlarged(self._tables, least_slots, least_columns)
-            self._decoding = _enlarged(self._decoding, least_slots)
 
 
 def _unpack(packed: bytes) -> _Ints:
@@ -129,6 +75,7 @@ class StepRecorder:
             for packed in (step.num_tokens, step.num_logits, step.seq_lens)
         )
         self._repeated.take(step)
+        slots = _unpack(step.slots)
         chunk_lens, ends = num_tokens[step.num_decodes :], lens[step.num_decodes :]
         starts = ends - chunk_lens
         self._in_flight.append(
@@ -140,8 +87,8 @@ class StepRecorder:
                 decode_keys=int(lens[: step.num_decodes].sum()),
                 prefill_keys=int(ends.sum()),
                 prefill_pairs=int((ends * (ends + 1) - starts * (starts + 1)).sum()) // 2,
-                repeated_decode_keys=self._repeated.num_among_decode_rows * self._block_size,
-                repeated_prefill_keys=self._repeated.num_among_chunks(step) * self._block_size,
+                repeated_decode_keys=self._repeated.num_among(slots[: step.num_decodes]) * self._block_size,
+                repeated_prefill_keys=self._repeated.num_among(slots[step.num_decodes :]) * self._block_size,
                 num_chunks=len(chunk_lens),
                 num_used_blocks=num_used_blocks,
             )
