@@ -97,10 +97,10 @@ class EngineHere:
         return runner.ready
 
     def add(self, requests: list[Request]) -> None:
-        self._core.add(requests)
+        self._core.scheduler.add(requests)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        self._core.abort(request_ids)
+        self._core.scheduler.abort(request_ids)
 
     def poll(self, timeout: float) -> list[RequestOutput]:
         return self._core.step() if self._core.has_work else []

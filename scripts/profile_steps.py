@@ -124,7 +124,7 @@ def start_engine(run: RunConfig, workload: Workload, tp: int) -> EngineCore:
     limits = scheduler_limits(config, ready)
     scheduler = Scheduler(limits, BlockManager(ready.num_blocks))
     core = EngineCore(scheduler, RanksExecutor(runner, peers), max_in_flight=config.max_steps_in_flight)
-    core.add(workload.requests(model.vocab_size))
+    core.scheduler.add(workload.requests(model.vocab_size))
     return core
 
 
@@ -215,7 +215,7 @@ def main() -> None:
     )
     core = start_engine(run, workload, options.tp)
     while not options.prompts and (
-        core.stats.num_waiting or core.stats.generated_tokens < options.generated * options.running
+        core.scheduler.stats.num_waiting or core.scheduler.stats.generated_tokens < options.generated * options.running
     ):
         core.step()
     for _ in range(_RECORDINGS):

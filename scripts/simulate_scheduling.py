@@ -221,7 +221,7 @@ def simulate(
             next_id += request.n
             held.update(dict.fromkeys(range(request.request_id, next_id), row.context.index))
             requests.append(request)
-        core.add(requests)
+        core.scheduler.add(requests)
         if not core.has_work:
             break
         for output in core.step():
@@ -244,7 +244,7 @@ def simulate(
             outcome.computed_tokens += record.num_prefill_tokens
             outcome.slot_seconds += seconds * (record.num_decodes + record.num_chunks) / seqs
             outcome.kv_seconds += seconds * record.num_used_blocks * BLOCK_SIZE / kv_tokens
-    outcome.preemptions = core.stats.num_preemptions
+    outcome.preemptions = core.scheduler.stats.num_preemptions
     return outcome
 
 

@@ -87,10 +87,10 @@ def make_core(runner: ModelRunner, scheduler: Scheduler | None = None) -> Engine
 
 def run_core(core: EngineCore, requests: Iterable[Request] = ()) -> dict[int, RequestOutput]:
     """Step until every request is answered: the last output of each, by request id."""
-    core.add(requests)
+    core.scheduler.add(requests)
     outputs: dict[int, RequestOutput] = {}
     for _ in range(MOST_STEPS):
         if not core.has_work:
             return outputs
         outputs.update({output.request_id: output for output in core.step()})
-    raise AssertionError(f"after {MOST_STEPS:,} steps the engine has not come to an end: {core.stats}")
+    raise AssertionError(f"after {MOST_STEPS:,} steps the engine has not come to an end: {core.scheduler.stats}")

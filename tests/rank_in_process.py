@@ -125,15 +125,15 @@ class RankInProcess:
             max_num_batched_tokens=limits.num_homes * limits.tokens_per_home,
             max_model_len=limits.max_model_len,
             max_blocks_per_seq=-(-limits.max_model_len // limits.block_size) * len(limits.kv_groups),
-            max_draft_tokens=limits.tokens_per_row - 1,
+            max_draft_tokens=limits.drafting.most_tokens - 1,
         )
         rows, lens = rows_of(step), unpack(step.seq_lens)
         assert 0 < len(rows) == len(lens) == len({slot for slot, _, _ in rows}) <= limits.max_num_seqs
         assert max(slot for slot, _, _ in rows) < self.max_num_seqs
         self.check_homes(step)
-        assert max(lens) < limits.max_model_len + limits.tokens_per_row
+        assert max(lens) < limits.max_model_len + limits.drafting.most_tokens
         decodes, chunks = rows[: step.num_decodes], rows[step.num_decodes :]
-        assert all(0 < num_tokens == num_logits <= limits.tokens_per_row for _, num_tokens, num_logits in decodes)
+        assert all(0 < num_tokens == num_logits <= limits.drafting.most_tokens for _, num_tokens, num_logits in decodes)
         assert all(0 <= num_logits <= 1 <= num_tokens for _, num_tokens, num_logits in chunks)
         assert len(decodes) <= -(-limits.max_num_seqs // limits.num_micro_batches)
         brought = {(slot, start + len(tokens)) for slot, start, tokens in spans_of(step)}

@@ -62,10 +62,10 @@ class SchedulerEngine:
         return self._ready
 
     def add(self, requests: list[Request]) -> None:
-        self._core.add(requests)
+        self._core.scheduler.add(requests)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        self._core.abort(request_ids)
+        self._core.scheduler.abort(request_ids)
 
     def poll(self, timeout: float) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []
@@ -83,7 +83,7 @@ class SchedulerEngine:
 
     @property
     def stats(self) -> EngineStats:
-        return self._core.stats
+        return self._core.scheduler.stats
 
     def close(self) -> None:
         os.close(self._event)

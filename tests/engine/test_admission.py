@@ -64,7 +64,7 @@ def run(
     executor = EndingExecutor(lengths)
     scheduler = Scheduler(limits, BlockManager(num_blocks))
     core = EngineCore(scheduler, executor, max_in_flight=2)
-    core.add(requests)
+    core.scheduler.add(requests)
     num_steps = num_answers = 0
     while core.has_work:
         num_answers += len(core.step())

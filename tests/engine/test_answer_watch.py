@@ -50,7 +50,8 @@ def test_a_looping_row_ends_with_its_reason_at_a_place_of_its_own() -> None:
     executor.runner.launch = looping(executor.runner.launch)  # type: ignore[method-assign]
     rule = StopRepetition(max_pattern_size=4, min_count=4, min_tokens=40)
     for i, stop_repetition in enumerate((rule, False)):
-        core.add([make_request(i, [1], 100, sampling=SamplingParams(temperature=0, stop_repetition=stop_repetition))])
+        sampling = SamplingParams(temperature=0, stop_repetition=stop_repetition)
+        core.scheduler.add([make_request(i, [1], 100, sampling=sampling)])
     done = run(core, scheduler)
     assert (done[1].finish_reason, len(unpack(done[1].token_ids))) == ("length", 100)
     assert done[0].finish_reason == "repetition"
@@ -76,8 +77,8 @@ def thinking(budget: int, max_tokens: int = 30, **limit: Any) -> RequestOutput:
     values = {"start_ids": [], "ends": [[END]], "forced_ids": FORCED, **limit}
     sampling = SamplingParams(temperature=0, logprobs=0)
     thought = ThoughtLimit(budget=budget, **values)
-    core.add([make_request(0, [1, 2, 3], max_tokens, sampling=sampling, thought_limit=thought)])
-    core.add([make_request(1, [1, 2, 3], 40)])
+    core.scheduler.add([make_request(0, [1, 2, 3], max_tokens, sampling=sampling, thought_limit=thought)])
+    core.scheduler.add([make_request(1, [1, 2, 3], 40)])
     done = run(core, scheduler)
     assert unpack(done[1].token_ids).tolist() == list(range(100, 140))
     return done[0]
@@ -120,7 +121,7 @@ def test_a_prompt_is_read_though_forced_tokens_would_fill_the_answer() -> None:
     thought = ThoughtLimit(budget=0, start_ids=[], ends=[[END]], forced_ids=FORCED)
     for i, max_tokens in enumerate((1, 2, 3)):
         read = PromptScoring(first=1)
-        core.add([make_request(i, [1, 2, 3, 4], max_tokens, thought_limit=thought, read=read)])
+        core.scheduler.add([make_request(i, [1, 2, 3, 4], max_tokens, thought_limit=thought, read=read)])
     for i, output in rank_in_process.run(core, scheduler).items():
         tokens = unpack(output.token_ids).tolist()
         assert (tokens[:i], len(tokens), output.finish_reason) == (FORCED[:i], i + 1, "length")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from nvcli.core.messages import KVGroup
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
+from nvcli.engine.draft_policy import NO_DRAFTS
 from nvcli.engine.state import Prompt, RequestState
 from nvcli.engine.step_draft import StepDraft
 from requests_factory import make_request
@@ -41,7 +42,7 @@ class Requests:
     def compute(self, state: RequestState, num_tokens: int) -> int:
         """As many of these tokens as there is room for, as a chunk or, behind the known tokens, as a decode row."""
         if state.num_computed + num_tokens > state.capacity:
-            num_tokens = self.tables.grow(state, num_tokens, StepDraft(), least=1)
+            num_tokens = self.tables.grow(state, num_tokens, StepDraft(NO_DRAFTS), least=1)
         state.num_computed += num_tokens
         self.tables.register(state)
         return num_tokens
@@ -136,7 +137,7 @@ def test_ranks_forget_states_of_drafts_in_columns_that_a_chunk_skips() -> None:
     state.num_computed = 7
     requests.tables.trim(state)
     state.generated.extend(range(12))
-    draft = StepDraft()
+    draft = StepDraft(NO_DRAFTS)
     assert requests.tables.grow(state, 11, draft, least=1) == 11
     told = {column: blocks for group, _, column, blocks in draft._blocks if group == 1}
     assert (told[2], told[3], told[4]) == ([0], [0], state.blocks[1][4:])
@@ -157,11 +158,11 @@ def test_a_chunk_is_as_long_as_there_are_blocks() -> None:
 def test_no_block_is_taken_where_there_is_room_for_too_few_tokens() -> None:
     requests = Requests((FULL,), 3)
     state = requests.compute_all(list(range(7)), 7)
-    assert requests.tables.grow(state, 6, StepDraft(), least=6) == 5
+    assert requests.tables.grow(state, 6, StepDraft(NO_DRAFTS), least=6) == 5
     assert requests.num_held(state) == [2]
-    assert requests.tables.grow(state, 6, StepDraft(), least=5) == 5
+    assert requests.tables.grow(state, 6, StepDraft(NO_DRAFTS), least=5) == 5
     assert requests.num_held(state) == [3]
-    assert requests.tables.grow(state, 6, StepDraft(), least=6) == 5
+    assert requests.tables.grow(state, 6, StepDraft(NO_DRAFTS), least=6) == 5
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (WINDOW,), (FULL, WINDOW), (WINDOW, FULL, KVGroup(window=11))])

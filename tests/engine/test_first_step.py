@@ -65,9 +65,9 @@ def test_the_engine_takes_some_messages_and_runs_a_step_before_it_takes_more() -
     for first in (100, 200, 300):
         inbox.put(AddRequests([make_request(first + i, [1], 5) for i in range(100)]))
     assert _take_messages(inbox, late, core, executor, lambda message: None)
-    assert core.stats.num_waiting == 300
+    assert core.scheduler.stats.num_waiting == 300
     assert _take_messages(inbox, late, core, executor, lambda message: None)
-    assert core.stats.num_waiting == 400
+    assert core.scheduler.stats.num_waiting == 400
     assert not late
 
 
@@ -80,9 +80,9 @@ def test_what_is_no_request_does_not_wait_behind_requests() -> None:
         inbox.put(AddRequests([make_request(first + i, [1], 5) for i in range(250)]))
     inbox.put(AbortRequests([999]))
     assert _take_messages(inbox, late, core, executor, lambda message: None)
-    assert [output.request_id for output in core._scheduler.take_outputs()] == [999]
+    assert [output.request_id for output in core.scheduler.take_outputs()] == [999]
     for first in range(1_000, 3_000, 250):
         inbox.put(AddRequests([make_request(first + i, [1], 5) for i in range(250)]))
     inbox.put(CloseEngine())
     assert not _take_messages(inbox, late, core, executor, lambda message: None)
-    assert core.stats.num_waiting == 1_000
+    assert core.scheduler.stats.num_waiting == 1_000

@@ -16,6 +16,7 @@ import pytest
 from nvcli.core.messages import pack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
+from nvcli.engine.draft_policy import NO_DRAFTS
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.segment_forest import SegmentCosts
@@ -54,13 +55,13 @@ def calls_of_an_admitting_step(num_shared: int, num_requests: int = 64) -> float
     recorder = StepRecorder(LIMITS)
     core = EngineCore(Scheduler(LIMITS, BlockManager(4000)), InstantExecutor(), max_in_flight=1, recorder=recorder)
     prefix = [index % 97 for index in range(num_shared)]
-    core.add([make_request(0, [*prefix, 5], 100)])
+    core.scheduler.add([make_request(0, [*prefix, 5], 100)])
     core.step()
-    core.add([make_request(i, [*prefix, *[1000 + i] * 20], 100) for i in range(1, num_requests + 1)])
+    core.scheduler.add([make_request(i, [*prefix, *[1000 + i] * 20], 100) for i in range(1, num_requests + 1)])
     num_calls = count_calls(core.step)
     num_calls += count_calls(core.step)  # in which they decode
-    assert core.stats.num_running == num_requests + 1
-    assert core.stats.cached_tokens == num_shared * num_requests
+    assert core.scheduler.stats.num_running == num_requests + 1
+    assert core.scheduler.stats.cached_tokens == num_shared * num_requests
     return num_calls / num_requests
 
 
@@ -80,7 +81,7 @@ def test_a_block_for_a_long_request_takes_no_more_than_one_for_a_short_one() -> 
     tables = LIMITS.empty_tables(BlockManager(10))
 
     def peak_bytes(column: int) -> int:
-        draft = StepDraft()
+        draft = StepDraft(NO_DRAFTS)
         draft.add_blocks(0, 3, column, [5])
         tracemalloc.start()
         try:

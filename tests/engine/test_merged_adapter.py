@@ -37,7 +37,7 @@ def run(num_blocks: int, per_adapter: int) -> tuple[int, int]:
     ]
     rank = RankInProcess(LIMITS)
     core, scheduler = make_core(LIMITS, rank, num_blocks=num_blocks, max_in_flight=1)
-    core.add(requests)
+    core.scheduler.add(requests)
     while core.has_work:
         core.step()
         scheduler.check_integrity()
@@ -75,7 +75,7 @@ def test_no_request_rests_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [make_request(i, [i % 50], 24, adapter=1 if i < SLOTS else 2) for i in range(20 * SLOTS)]
     requests = [msgspec.structs.replace(each, max_tokens=10 + each.request_id % 9) for each in requests]
     core, _ = make_core(LIMITS, RankInProcess(LIMITS), num_blocks=400, max_in_flight=1)
-    core.add(requests)
+    core.scheduler.add(requests)
     ended: list[int] = []
     while core.has_work:
         ended += [output.request_id for output in core.step() if output.finish_reason is not None]

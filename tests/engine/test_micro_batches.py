@@ -26,7 +26,7 @@ def make_core(
 
 
 def answer(core: EngineCore, scheduler: Scheduler, requests: list[Request]) -> dict[int, RequestOutput]:
-    core.add(requests)
+    core.scheduler.add(requests)
     return run(core, scheduler)
 
 
@@ -58,10 +58,10 @@ def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
 
 def test_abort_while_a_step_is_in_flight() -> None:
     core, scheduler, rank = make_core(2)
-    core.add([make_request(i, [i, 1], 50) for i in range(4)])
+    core.scheduler.add([make_request(i, [i, 1], 50) for i in range(4)])
     outputs = core.step() + core.step() + core.step()
     assert rank.outputs
-    core.abort([0, 3])
+    core.scheduler.abort([0, 3])
     while core.has_work:
         outputs += core.step()
         scheduler.check_integrity()
@@ -82,7 +82,7 @@ def test_steps_in_flight_that_did_not_run_are_taken_back(num_micro_batches: int)
     expected = answers(answer(core, scheduler, requests()))
     core, scheduler, rank = make_core(num_micro_batches)
     done: dict[int, RequestOutput] = {}
-    core.add(requests())
+    core.scheduler.add(requests())
     while core.has_work:
         done.update({output.request_id: output for output in core.step()})
         if len(rank.steps) % 10 == 9 and core._in_flight:

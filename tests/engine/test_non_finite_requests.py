@@ -48,9 +48,9 @@ def answers(
     core, scheduler = make_core(
         scheduler_limits, PoisonedRank(scheduler_limits), num_blocks=num_blocks, max_in_flight=max_in_flight
     )
-    core.add(requests)
+    core.scheduler.add(requests)
     done = run(core, scheduler)
-    assert core.stats.generated_tokens == sum(len(unpack(output.token_ids)) for output in done.values())
+    assert core.scheduler.stats.generated_tokens == sum(len(unpack(output.token_ids)) for output in done.values())
     return done
 
 
@@ -89,13 +89,13 @@ def test_what_was_generated_before_is_not_lost_from_the_count_nor_told_as_the_an
     limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, block_size=4)
     rank = PoisonedRank(limits)
     core, scheduler = make_core(limits, rank, num_blocks=20)
-    core.add([make_request(0, [1, 2, 3], 9)])
+    core.scheduler.add([make_request(0, [1, 2, 3], 9)])
     for _ in range(3):
         core.step()
     rank.runner.tokens[0][0] = POISON
     (output,) = run(core, scheduler).values()
     assert output.error_type == "non_finite_logits"
-    assert 0 < len(unpack(output.token_ids)) == core.stats.generated_tokens < 9
+    assert 0 < len(unpack(output.token_ids)) == core.scheduler.stats.generated_tokens < 9
 
 
 def test_the_prefix_cache_forgets_what_was_computed_behind_broken_tokens() -> None:

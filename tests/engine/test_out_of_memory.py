@@ -48,27 +48,27 @@ def answers(done: dict[int, RequestOutput]) -> dict[int, tuple[list[int], str | 
 
 def undisturbed(requests: list[Request]) -> dict[int, tuple[list[int], str | None]]:
     core, scheduler, _ = make_core(lambda step: False, num_blocks=1000, max_num_batched_tokens=1000)
-    core.add(requests)
+    core.scheduler.add(requests)
     return answers(run(core, scheduler))
 
 
 def test_batches_are_halved_until_they_fit() -> None:
     requests = [make_request(i, range(i, i + 30), 20) for i in range(20)]
     core, scheduler, rank = make_core(lambda step: step.total_tokens > 9, max_num_batched_tokens=40)
-    core.add(requests)
+    core.scheduler.add(requests)
     assert answers(run(core, scheduler)) == undisturbed(requests)
     limits = scheduler.limits
     assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (8, 8)  # 40, 20, 10, 8
     assert len(rank.failed) == len(core.notes) == 3
     assert "max_num_batched_tokens 20 and max_num_seqs 8" in core.take_notes()[0]
     assert core.take_notes() == []
-    assert core.stats.num_preemptions == 0
+    assert core.scheduler.stats.num_preemptions == 0
 
 
 def test_fewer_requests_run_where_smaller_batches_are_not_enough() -> None:
     requests = [make_request(i, range(5), 20) for i in range(20)]
     core, scheduler, rank = make_core(lambda step: step.num_rows > 2)
-    core.add(requests)
+    core.scheduler.add(requests)
     assert answers(run(core, scheduler)) == undisturbed(requests)
     assert scheduler.limits.max_num_seqs == 2
     assert max(step.num_rows for step in rank.ran) == 2
@@ -77,7 +77,7 @@ def test_fewer_requests_run_where_smaller_batches_are_not_enough() -> None:
 def test_what_was_computed_is_found_again() -> None:
     """Blocks of steps that ran are reused; a long prompt is not computed twice for one failed decode step."""
     core, scheduler, rank = make_core(lambda step: step.step_id == 20, max_num_batched_tokens=64)
-    core.add([make_request(0, range(50), 30)])
+    core.scheduler.add([make_request(0, range(50), 30)])
     run(core, scheduler)
     assert len(rank.failed) == 1
     assert sum(step.total_tokens for step in rank.ran) < 50 + 30 + 2 * BLOCK_SIZE
@@ -88,10 +88,10 @@ def test_nothing_is_found_again_in_ranks_that_were_started_anew() -> None:
     core, scheduler, rank = make_core(
         lambda step: step.step_id == 10, num_blocks=64, blocks_anew=lambda: 20, max_num_batched_tokens=64
     )
-    core.add(requests := [make_request(i, [*range(20), i], 20) for i in range(6)])
+    core.scheduler.add(requests := [make_request(i, [*range(20), i], 20) for i in range(6)])
     assert answers(run(core, scheduler)) == undisturbed(requests)
     assert len(rank.failed) == 1
-    assert core.stats.num_blocks == 20
+    assert core.scheduler.stats.num_blocks == 20
     assert re.search(r"max_num_seqs 8\. Restarting all ranks took 0\.0 s", core.take_notes()[0])
 
 
@@ -100,7 +100,7 @@ def test_limits_are_lowered_until_ranks_can_be_started_anew() -> None:
         lambda step: step.step_id == 10, blocks_anew=lambda: 20, max_num_batched_tokens=64
     )
     rank.num_refusals = 3
-    core.add(requests := [make_request(i, [*range(20), i], 20) for i in range(6)])
+    core.scheduler.add(requests := [make_request(i, [*range(20), i], 20) for i in range(6)])
     assert answers(run(core, scheduler)) == undisturbed(requests)
     (note,) = core.take_notes()
     assert "from now on with max_num_batched_tokens 4 and max_num_seqs 4" in note  # 32, 16, 8
@@ -109,25 +109,25 @@ def test_limits_are_lowered_until_ranks_can_be_started_anew() -> None:
 def test_limits_that_cannot_be_lowered_any_further_end_the_run() -> None:
     core, scheduler, rank = make_core(lambda step: step.step_id == 3, blocks_anew=lambda: 20)
     rank.num_refusals = 100
-    core.add([make_request(0, range(5), 20)])
+    core.scheduler.add([make_request(0, range(5), 20)])
     with pytest.raises(CapacityError, match=r"a single token per step \(as planned\)"):
         run(core, scheduler)
 
 
 def test_prompts_that_are_computed_again_count_once() -> None:
     core, scheduler, rank = make_core(lambda step: step.step_id in (1, 7, 9), blocks_anew=lambda: 64)
-    core.add([make_request(i, range(i, i + 30), 5) for i in range(4)])
+    core.scheduler.add([make_request(i, range(i, i + 30), 5) for i in range(4)])
     run(core, scheduler)
     assert len(rank.failed) == 3
-    assert core.stats.prompt_tokens == 4 * 30
+    assert core.scheduler.stats.prompt_tokens == 4 * 30
 
 
 def test_block_that_the_last_step_was_to_fill_is_not_reused() -> None:
     """It is registered when its last token is known, one step before that token's keys are stored."""
     core, scheduler, rank = make_core(lambda step: step.step_id == 2)
-    core.add([first := make_request(0, range(6), 3)])
+    core.scheduler.add([first := make_request(0, range(6), 3)])
     ((ids, _),) = answers(run(core, scheduler)).values()
-    core.add([second := make_request(1, [*range(6), *ids[:2], 1, 2], 5)])
+    core.scheduler.add([second := make_request(1, [*range(6), *ids[:2], 1, 2], 5)])
     assert answers(run(core, scheduler)) == undisturbed([second])
     assert len(rank.failed) == 1
     assert undisturbed([first])[0][0] == ids
@@ -137,15 +137,15 @@ def test_block_that_the_last_step_was_to_fill_is_not_reused() -> None:
 def test_tokens_that_a_failed_step_was_to_give_are_not_awaited(failing: int) -> None:
     """Requests had taken them already, because they were forced."""
     core, scheduler, rank = make_core(lambda step: step.step_id == failing, force=lambda: 3)
-    core.add(requests := [make_request(i, range(i, i + 5), 12) for i in range(3)])
+    core.scheduler.add(requests := [make_request(i, range(i, i + 5), 12) for i in range(3)])
     assert answers(run(core, scheduler)) == undisturbed(requests)
     assert len(rank.failed) == 1
-    assert core.stats.forced_tokens > 0
+    assert core.scheduler.stats.forced_tokens > 0
 
 
 def test_no_end_of_memory_ends_the_run_with_advice() -> None:
     core, scheduler, rank = make_core(lambda step: True)
-    core.add([make_request(0, range(50), 30)])
+    core.scheduler.add([make_request(0, range(50), 30)])
     with pytest.raises(CapacityError, match=r"a single token per step \(as planned\): lower gpu_memory_utilization"):
         run(core, scheduler)
     assert len(core.notes) == len(rank.failed) - 1

@@ -40,7 +40,7 @@ def test_without_overlap_a_step_is_scheduled_when_the_one_before_is_done() -> No
     executor.may_finish.release(100)
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, block_size=BLOCK_SIZE)
     core = EngineCore(Scheduler(limits, BlockManager(200)), executor, max_in_flight=1)
-    core.add(make_request(i, [1, 2, 3], 20) for i in range(4))
+    core.scheduler.add(make_request(i, [1, 2, 3], 20) for i in range(4))
     while core.has_work:
         core.step()
     assert executor.finished == list(range(20))
@@ -51,7 +51,7 @@ def test_scheduling_overlaps_execution() -> None:
     executor = SlowExecutor()
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, block_size=BLOCK_SIZE)
     core = EngineCore(Scheduler(limits, BlockManager(200)), executor, max_in_flight=2)
-    core.add(make_request(i, [1, 2, 3], 20) for i in range(4))
+    core.scheduler.add(make_request(i, [1, 2, 3], 20) for i in range(4))
 
     core.step()
     assert executor.submitted == [0]

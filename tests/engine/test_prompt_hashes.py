@@ -63,12 +63,12 @@ def test_a_prompt_is_hashed_anew_after_prefixes_were_forgotten(hashed: list[int]
     core = EngineCore(Scheduler(limits, BlockManager(100)), InstantExecutor(), max_in_flight=1)
     for number, expected in enumerate([10, 0, 10]):
         hashed.clear()
-        core.add([make_request(number, range(40), 1)])
+        core.scheduler.add([make_request(number, range(40), 1)])
         while core.has_work:
             core.step()
         assert sum(hashed) == expected
         if expected == 0:
-            core.forget_prefixes()
+            core.scheduler.forget_prefixes()
 
 
 def test_what_is_kept_takes_bounded_memory() -> None:

@@ -20,7 +20,7 @@ from nvcli.core.messages import KVGroup, StepInput, pack, unpack
 from nvcli.core.sampling_params import SamplingParams, StopRepetition
 from nvcli.engine import key_copies, running_requests
 from nvcli.engine.chunk_groups import PrefixCosts
-from nvcli.engine.draft_policy import Drafting
+from nvcli.engine.draft_policy import NO_DRAFTS, Drafting
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
@@ -138,10 +138,10 @@ def _costs(least_gain: int) -> SegmentCosts:
     return SegmentCosts(tile=1, partial_result=0, least_gain=least_gain, least_saved_in_step=1)
 
 
-def drafting_of(tokens_per_row: int) -> Drafting | None:
+def drafting_of(tokens_per_row: int) -> Drafting:
     """As many drafts as fit."""
     if tokens_per_row == 1:
-        return None
+        return NO_DRAFTS
     means = tuple(mean for mean in (1.5, 2.0, 3.0) if mean < tokens_per_row)
     return Drafting(
         widths=tuple(range(2, tokens_per_row + 1)),
@@ -174,7 +174,7 @@ def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool
         max_loaded_adapters=random.Random(seed).choice([1, 2, 3]),
     )
     if num_homes > 1:
-        plain = {"num_micro_batches": 1, "drafting": None, "segment_costs": None, "prefix_costs": None}
+        plain = {"num_micro_batches": 1, "drafting": NO_DRAFTS, "segment_costs": None, "prefix_costs": None}
         limits = replace(limits, num_homes=num_homes, **plain)  # type: ignore[arg-type]
     failures = min(rng.choice([0, 0, rng.randint(1, 4)]), num_lowerings(limits))
     share = rng.choice([0.03, 0.1, 0.5])
@@ -213,14 +213,14 @@ def run_at_random(
         if num_added == len(case.requests) and not core.has_work:
             break
         for request in case.requests[num_added : num_added + rng.randrange(4)]:
-            core.add([request])
+            core.scheduler.add([request])
             num_added += 1
             if rng.random() < hold_back:
                 wait_for_last_tokens(scheduler, request.request_id)
         if num_added and rng.random() < abort:
-            core.abort([rng.randrange(num_added)])
+            core.scheduler.abort([rng.randrange(num_added)])
         if rng.random() < 0.01:
-            core.forget_prefixes()
+            core.scheduler.forget_prefixes()
         for output in core.step():
             assert output.request_id not in done
             tokens[output.request_id] += unpack(output.token_ids)
@@ -237,7 +237,7 @@ def run_at_random(
     assert done.keys() == tokens.keys(), "the engine does not come to an end"
     assert scheduler.num_used_blocks == 0
     assert len(core.take_notes()) == len(case.rank.failed)
-    assert core.stats.num_running == 0
+    assert core.scheduler.stats.num_running == 0
     return done, tokens
 
 

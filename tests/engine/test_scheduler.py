@@ -94,7 +94,7 @@ def counted(n: int, prompt_len: int = 0) -> list[int]:
 
 def test_requests_get_their_tokens() -> None:
     core, scheduler, _ = make_core()
-    core.add(make_request(i, range(i + 1), 10 + i) for i in range(20))
+    core.scheduler.add(make_request(i, range(i + 1), 10 + i) for i in range(20))
     done = run(core, scheduler)
     for i in range(20):
         assert unpack(done[i].token_ids).tolist() == counted(10 + i)
@@ -103,22 +103,22 @@ def test_requests_get_their_tokens() -> None:
 
 def test_the_engine_tells_how_long_running_answers_are() -> None:
     core, scheduler, _ = make_core(num_blocks=8192, max_num_seqs=1300, max_num_batched_tokens=4096)
-    assert core.running_lengths() == b""
-    core.add(make_request(i, [i], 10 + i % 7) for i in range(1300))
+    assert core.scheduler.running_lengths() == b""
+    core.scheduler.add(make_request(i, [i], 10 + i % 7) for i in range(1300))
     for _ in range(4):
         core.step()
-    numbers = unpack(core.running_lengths())
+    numbers = unpack(core.scheduler.running_lengths())
     lengths, most, prompts = (numbers[at::3].tolist() for at in range(3))
     assert set(lengths) == {3}  # the fourth step's token is on its way
     assert set(prompts) == {1}
     assert (len(most), most[:3]) == (434, [10, 13, 16])  # every third: 512 at most
     run(core, scheduler)
-    assert core.running_lengths() == b""
+    assert core.scheduler.running_lengths() == b""
 
 
 def test_stop_id_ends_a_request_and_the_wasted_token_is_dropped() -> None:
     core, scheduler, _ = make_core()
-    core.add([make_request(0, [1], 50, stop_ids=[105]), make_request(1, [2], 9)])
+    core.scheduler.add([make_request(0, [1], 50, stop_ids=[105]), make_request(1, [2], 9)])
     done = run(core, scheduler)
     assert unpack(done[0].token_ids).tolist() == counted(6)
     assert (done[0].finish_reason, done[0].stopped_by_id) == ("stop", True)
@@ -127,9 +127,9 @@ def test_stop_id_ends_a_request_and_the_wasted_token_is_dropped() -> None:
 
 def test_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
     core, scheduler, executor = make_core(max_num_batched_tokens=8)
-    core.add([make_request(0, [1], 30)])
+    core.scheduler.add([make_request(0, [1], 30)])
     core.step()
-    core.add([make_request(1, range(100), 3)])
+    core.scheduler.add([make_request(1, range(100), 3)])
     done = run(core, scheduler)
     assert unpack(done[1].token_ids).tolist() == counted(3)
     modes = [step.mode for step in executor.steps]
@@ -138,7 +138,7 @@ def test_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
 
 def test_equal_prefix_is_computed_once_even_within_a_step() -> None:
     core, scheduler, executor = make_core(max_num_batched_tokens=256)
-    core.add(make_request(i, [*range(40), 200 + i], 2) for i in range(5))
+    core.scheduler.add(make_request(i, [*range(40), 200 + i], 2) for i in range(5))
     done = run(core, scheduler)
     assert [done[i].num_cached_tokens for i in range(5)] == [0, 40, 40, 40, 40]
     assert executor.num_prefill_tokens == 41 + 4
@@ -146,9 +146,9 @@ def test_equal_prefix_is_computed_once_even_within_a_step() -> None:
 
 def test_wholly_cached_prompt_still_computes_its_last_token() -> None:
     core, scheduler, _ = make_core()
-    core.add([make_request(0, range(8), 1)])
+    core.scheduler.add([make_request(0, range(8), 1)])
     run(core, scheduler)
-    core.add([make_request(1, range(8), 3)])
+    core.scheduler.add([make_request(1, range(8), 3)])
     done = run(core, scheduler)
     assert done[1].num_cached_tokens == 4
     assert unpack(done[1].token_ids).tolist() == counted(3)
@@ -156,9 +156,9 @@ def test_wholly_cached_prompt_still_computes_its_last_token() -> None:
 
 def test_preempted_requests_come_back_and_go_on_where_they_were() -> None:
     core, scheduler, _ = make_core(num_blocks=12)
-    core.add(make_request(i, [i, i, i], 30) for i in range(6))
+    core.scheduler.add(make_request(i, [i, i, i], 30) for i in range(6))
     done = run(core, scheduler)
-    assert core.stats.num_preemptions > 0
+    assert core.scheduler.stats.num_preemptions > 0
     for i in range(6):
         assert unpack(done[i].token_ids).tolist() == counted(30)
 
@@ -167,7 +167,7 @@ def test_preempted_requests_come_back_and_go_on_where_they_were() -> None:
 def test_lone_request_that_cannot_fit_becomes_an_error(prompt_len: int, max_tokens: int) -> None:
     """It must neither preempt itself for ever nor stop the others (nano-vllm #274)."""
     core, scheduler, _ = make_core(num_blocks=16)
-    core.add([make_request(0, range(prompt_len), max_tokens), make_request(1, [1, 2], 5)])
+    core.scheduler.add([make_request(0, range(prompt_len), max_tokens), make_request(1, [1, 2], 5)])
     done = run(core, scheduler)
     assert done[0].finish_reason == "error"
     assert done[0].error_type == "kv_cache_too_small"
@@ -182,7 +182,7 @@ def test_answer_that_fills_the_cache_to_the_last_token_fits(
 ) -> None:
     """Its last token is never computed; that it is the last is known one step late."""
     core, scheduler, _ = make_core(num_blocks=2, num_micro_batches=num_micro_batches)
-    core.add([make_request(0, range(2 * BLOCK_SIZE - 2), 20, stop_ids=[99 + num_tokens])])
+    core.scheduler.add([make_request(0, range(2 * BLOCK_SIZE - 2), 20, stop_ids=[99 + num_tokens])])
     (output,) = run(core, scheduler).values()
     assert output.finish_reason == reason
     assert unpack(output.token_ids).tolist() == [100, 101, 102]
@@ -190,10 +190,10 @@ def test_answer_that_fills_the_cache_to_the_last_token_fits(
 
 def test_abort_in_every_state() -> None:
     core, scheduler, _ = make_core(max_num_seqs=2, max_num_batched_tokens=4)
-    core.add([make_request(0, [1], 50), make_request(1, range(20), 5), make_request(2, [1], 5)])
+    core.scheduler.add([make_request(0, [1], 50), make_request(1, range(20), 5), make_request(2, [1], 5)])
     outputs = core.step() + core.step()
-    core.abort([0, 1, 2, 77])  # decoding, in the middle of its prompt, waiting, unknown
-    core.abort([0])
+    core.scheduler.abort([0, 1, 2, 77])  # decoding, in the middle of its prompt, waiting, unknown
+    core.scheduler.abort([0])
     while core.has_work:
         outputs += core.step()
         scheduler.check_integrity()
@@ -206,9 +206,9 @@ def test_abort_in_every_state() -> None:
 def test_abort_of_the_last_request_is_answered(num_steps: int) -> None:
     """Though nothing of it is in flight then: it has not begun, or takes turns with the other micro-batches."""
     core, _, _ = make_core(num_micro_batches=2)
-    core.add([make_request(0, [1, 2, 3], 6)])
+    core.scheduler.add([make_request(0, [1, 2, 3], 6)])
     outputs = [output for _ in range(num_steps) for output in core.step()]
-    core.abort([0])
+    core.scheduler.abort([0])
     while core.has_work:
         outputs += core.step()
     assert [(o.request_id, o.finish_reason) for o in outputs] == [(0, "abort")]
@@ -216,7 +216,7 @@ def test_abort_of_the_last_request_is_answered(num_steps: int) -> None:
 
 def test_streaming_request_reports_as_it_goes() -> None:
     core, _, _ = make_core()
-    core.add([make_request(0, [1, 2, 3], 6, stream=True)])
+    core.scheduler.add([make_request(0, [1, 2, 3], 6, stream=True)])
     pieces = []
     while core.has_work:
         pieces += core.step()
@@ -229,10 +229,10 @@ def test_prefix_ids_of_penalised_requests_stay_within_the_channel() -> None:
     """Many requests with a long cached prefix in one step must not overflow the message (checked on submit)."""
     core, scheduler, executor = make_core(num_blocks=400, max_num_seqs=64, max_num_batched_tokens=200)
     prompt = list(range(180))
-    core.add([make_request(0, prompt, 1)])
+    core.scheduler.add([make_request(0, prompt, 1)])
     run(core, scheduler)
     penalised = SamplingParams(temperature=0, repetition_penalty=1.2)
-    core.add(make_request(i, [*prompt, 200 + i], 2, sampling=penalised) for i in range(1, 60))
+    core.scheduler.add(make_request(i, [*prompt, 200 + i], 2, sampling=penalised) for i in range(1, 60))
     done = run(core, scheduler)
     assert len(done) == 59
     prefixes = [
@@ -248,9 +248,9 @@ def test_prefix_ids_of_penalised_requests_stay_within_the_channel() -> None:
 @pytest.mark.parametrize("fields", [{"bad_words": ((5, 6),)}, {"sampling": SamplingParams(repetition_penalty=1.2)}, {}])
 def test_cached_tokens_travel_where_the_choice_of_a_token_depends_on_them(fields: dict[str, object]) -> None:
     core, scheduler, executor = make_core()
-    core.add([make_request(0, range(41), 1)])
+    core.scheduler.add([make_request(0, range(41), 1)])
     run(core, scheduler)
-    core.add([make_request(1, range(41), 2, **fields)])
+    core.scheduler.add([make_request(1, range(41), 2, **fields)])
     num_steps = len(executor.steps)
     assert run(core, scheduler)[1].num_cached_tokens == 40
     starts = [start for _, start, _ in spans_of(executor.steps[num_steps])]

@@ -44,10 +44,10 @@ def test_counts_follow_from_lengths_chunks_and_prefix_hits() -> None:
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=10, max_model_len=64, block_size=4)
     core = recorded_core(limits)
     prompt = list(range(14))
-    core.add([make_request(0, prompt, 3)])
+    core.scheduler.add([make_request(0, prompt, 3)])
     while core.has_work:
         core.step()
-    core.add([make_request(1, prompt, 1)])  # 12 of its 14 tokens are in the cache
+    core.scheduler.add([make_request(1, prompt, 1)])  # 12 of its 14 tokens are in the cache
     while core.has_work:
         core.step()
     first, second, *decodes, hit = core.take_records()
@@ -70,9 +70,11 @@ def test_keys_that_several_rows_read_are_counted(kv_groups: tuple[KVGroup, ...])
     )
     core = recorded_core(limits)
     prefix = list(range(14))  # three blocks are shared
-    core.add([make_request(0, [*prefix, 50], 9)])
+    core.scheduler.add([make_request(0, [*prefix, 50], 9)])
     core.step()
-    core.add([make_request(1, [*prefix, 51], 3), make_request(2, [*prefix, 52, 53], 2), make_request(3, [60] * 9, 4)])
+    core.scheduler.add(
+        [make_request(1, [*prefix, 51], 3), make_request(2, [*prefix, 52, 53], 2), make_request(3, [60] * 9, 4)]
+    )
     while core.has_work:
         core.step()
     records = core.take_records()
@@ -86,7 +88,9 @@ def test_keys_that_several_rows_read_are_counted(kv_groups: tuple[KVGroup, ...])
 def test_keys_are_no_longer_shared_once_a_slot_is_anothers() -> None:
     limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=40, max_model_len=64, block_size=4)
     core = recorded_core(limits)
-    core.add([make_request(i, [*range(8), 50 + i] if i < 2 else [70 + i] * 9, 3 if i else 6) for i in range(4)])
+    core.scheduler.add(
+        [make_request(i, [*range(8), 50 + i] if i < 2 else [70 + i] * 9, 3 if i else 6) for i in range(4)]
+    )
     while core.has_work:
         core.step()
     shared = [step.repeated_decode_keys for step in core.take_records() if step.num_decodes == 2]
@@ -98,7 +102,7 @@ def test_new_ranks_share_nothing_with_those_before() -> None:
     """A request that is taken back comes into the slot of another one, which had more blocks."""
     limits = SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=60, max_model_len=64, block_size=4)
     core = recorded_core(limits, failing=(5, 6))
-    core.add([make_request(i, [70 + i] * length, 1 if i == 0 else 20) for i, length in enumerate([4, 30, 4])])
+    core.scheduler.add([make_request(i, [70 + i] * length, 1 if i == 0 else 20) for i, length in enumerate([4, 30, 4])])
     while core.has_work:
         core.step()
     assert len(core.take_notes()) == 1

@@ -108,12 +108,12 @@ def test_gemma_3_at_32k_tokens_holds_a_fifth_of_what_full_attention_would(tmp_pa
     )
     scheduler = Scheduler(scheduler_limits(config, ready), BlockManager(held))
     core = EngineCore(scheduler, InstantExecutor(), max_in_flight=2)
-    core.add([make_request(0, [6] * 32000, 768)])
+    core.scheduler.add([make_request(0, [6] * 32000, 768)])
     most = 0
     while core.has_work:
         core.step()
-        most = max(most, scheduler.block_manager.num_used) if core.stats.generated_tokens else 0
-    assert core.stats.generated_tokens == 768, "what the plan says is enough"
+        most = max(most, scheduler.block_manager.num_used) if core.scheduler.stats.generated_tokens else 0
+    assert core.scheduler.stats.generated_tokens == 768, "what the plan says is enough"
     assert held - len(kv_groups(model)) <= most <= held, "and it is needed"
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from nvcli.core.messages import StepInput, StepOutput
 from nvcli.core.weight_changes import WeightsChange, WeightsChanged
-from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
+from nvcli.engine.request import RequestOutput, StepRecord
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.step_draft import ScheduledStep
 from nvcli.errors import CapacityError, LimitsTooHigh
@@ -44,7 +43,7 @@ class StepExecutor(Protocol):
 
 
 class EngineCore:
-    """The engine without its process: takes requests and returns outputs, one step at a time."""
+    """The engine without its process: `scheduler` takes requests, and each step returns outputs."""
 
     def __init__(
         self,
@@ -56,25 +55,13 @@ class EngineCore:
     ) -> None:
         """`max_in_flight`: steps submitted before the oldest one's output is waited for
         (`EngineConfig.max_steps_in_flight`)."""
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._executor = executor
         self._recorder = recorder
         self._max_in_flight = max_in_flight
         self._in_flight: deque[ScheduledStep] = deque()
         self.notes: list[str] = []
         """Warnings for the user, not yet returned by `take_notes`."""
-
-    def add(self, requests: Iterable[Request]) -> None:
-        """Queue requests."""
-        self._scheduler.add(requests)
-
-    def abort(self, request_ids: Iterable[int]) -> None:
-        """End requests early, if they have not ended yet."""
-        self._scheduler.abort(request_ids)
-
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache."""
-        self._scheduler.forget_prefixes()
 
     def change_weights(self, change: WeightsChange) -> tuple[list[RequestOutput], WeightsChanged]:
         """Finish all requests, change the weights of all ranks, or their memory, and forget what was computed with
@@ -84,20 +71,12 @@ class EngineCore:
             outputs += self.step()
         changed = self._executor.change_weights(change)
         if not changed.error_kind:
-            self.forget_prefixes()
+            self.scheduler.forget_prefixes()
         return outputs, changed
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self._scheduler.has_unfinished
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._scheduler.stats
-
-    def running_lengths(self) -> bytes:
-        """Return the lengths of running answers (`EngineStats.running_lengths`)."""
-        return self._scheduler.running_lengths()
+        return bool(self._in_flight) or self.scheduler.has_unfinished
 
     def take_records(self) -> list[StepRecord]:
         """Return the records of the steps since the last call; there are none unless steps are recorded."""
@@ -114,40 +93,40 @@ class EngineCore:
         If nothing can be scheduled, only collect what is in flight. Raises CapacityError if even the smallest step runs
         out of memory, and ModelError if the model gives no finite logits.
         """
-        step = self._scheduler.schedule()
+        step = self.scheduler.schedule()
         if step is not None:
             self._executor.submit(step.input)
             self._in_flight.append(step)
             if self._recorder is not None:
-                self._recorder.submitted(step.input, num_used_blocks=self._scheduler.num_used_blocks)
+                self._recorder.submitted(step.input, num_used_blocks=self.scheduler.num_used_blocks)
         if self._in_flight and (step is None or len(self._in_flight) == self._max_in_flight):
             oldest = self._in_flight.popleft()
             output = self._executor.collect()
             if output.out_of_memory:
                 self._recover(oldest, output.out_of_memory)
-                return self._scheduler.take_outputs()
+                return self.scheduler.take_outputs()
             if self._recorder is not None:
                 self._recorder.collected(output)
             if output.note:
                 self.notes.append(output.note)
-            self._scheduler.process(oldest, output)
-        return self._scheduler.take_outputs()
+            self.scheduler.process(oldest, output)
+        return self.scheduler.take_outputs()
 
     def _recover(self, failed: ScheduledStep, reason: str) -> None:
         """Take back a step that ran out of memory, and the later ones, which the ranks skipped."""
         for _ in self._in_flight:
             output = self._executor.collect()
             assert output.out_of_memory, "a step ran that builds on one that did not"
-        self._scheduler.put_back([failed, *self._in_flight])
+        self.scheduler.put_back([failed, *self._in_flight])
         self._in_flight.clear()
         if self._recorder is not None:
             self._recorder.dropped()
         started_at = time.monotonic()
         num_blocks = self._lower_limits(reason)
-        limits = self._scheduler.limits
+        limits = self.scheduler.limits
         restart = ""
         if num_blocks is not None:
-            self._scheduler.start_anew(num_blocks)
+            self.scheduler.start_anew(num_blocks)
             restart = f". Restarting all ranks took {time.monotonic() - started_at:.1f} s"
         self.notes.append(
             f"warning: out of memory in step {failed.input.step_id} with {failed.num_requests:,} requests and "
@@ -158,8 +137,8 @@ class EngineCore:
 
     def _lower_limits(self, reason: str) -> int | None:
         """Lower the limits until the ranks can go on with them; return what `StepExecutor.recover` returns."""
-        while self._scheduler.lower_limits():
-            limits = self._scheduler.limits
+        while self.scheduler.lower_limits():
+            limits = self.scheduler.limits
             with contextlib.suppress(LimitsTooHigh):  # other programs have taken memory meanwhile
                 return self._executor.recover(
                     max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens

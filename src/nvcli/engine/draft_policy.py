@@ -93,10 +93,10 @@ _UNEVEN_EVERY = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """The limits of drafts."""
+    """The limits of drafts. By default decode rows have none."""
 
-    widths: tuple[int, ...]
-    """Allowed numbers of tokens per row in steps with drafts, ascending; not empty."""
+    widths: tuple[int, ...] = (1,)
+    """Allowed numbers of tokens per row in steps with drafts, ascending; (1,): there are no such steps."""
     uneven_widths: tuple[float, ...] = ()
     """Allowed numbers of tokens per row, on average, in steps whose rows have different numbers of drafts."""
     most_of_uneven: int = 1
@@ -112,18 +112,25 @@ class Drafting:
     has_head: bool = False
     """Whether a head of the model drafts, which must have taken in the steps before (`DraftPolicy.extends`)."""
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a decode row."""
+        return self.widths[-1]
+
+
+NO_DRAFTS = Drafting()
+
 
 class DraftPolicy:
     """Chooses the number of tokens of each decode row for one replica's steps."""
 
-    def __init__(self, drafting: Drafting | None) -> None:
-        """`drafting` None: decode rows have no drafts."""
+    def __init__(self, drafting: Drafting) -> None:
         self._drafting = drafting
         self.num_drafted = [0] * len(DRAFT_SOURCES)
         """Drafted tokens from each of `DRAFT_SOURCES`."""
         self.num_accepted = [0] * len(DRAFT_SOURCES)
-        most = drafting.widths[-1] - 1 if drafting else 0
-        self._has_head = drafting is not None and drafting.has_head
+        most = drafting.most_tokens - 1
+        self._has_head = drafting.has_head
         prior = _RATE_OF_HEADS if self._has_head else 0.0
         self._accepted = DraftRates(
             most, prior=prior, prior_rows=_PRIOR_ROWS_OF_HEAD if self._has_head else _PRIOR_ROWS
@@ -132,7 +139,7 @@ class DraftPolicy:
         """Whether the head takes in the latest step."""
         self._awaited: Form | None = None
         """The form of the next step, if this one has no drafts of the head yet; None: it is still to be chosen."""
-        self._evidence = DraftEvidence(most, drafting.accept_rate if drafting else None)
+        self._evidence = DraftEvidence(most, drafting.accept_rate)
         self._costs = DraftCosts(has_head=self._has_head)
         self._num_steps = 0
         self._num_looks = 0
@@ -145,12 +152,10 @@ class DraftPolicy:
         tries may cost."""
         self._seconds_of: dict[int, float] = {}
         """Seconds of the steps of each size."""
-        self._rates = RowRates(drafting.most_of_uneven - 1 if drafting else 0)
-        self._forms: list[Form] = []
-        """The forms of steps with drafts, those with the fewest tokens first."""
-        if drafting is not None:
-            self._forms = [Form(mean, False) for mean in drafting.uneven_widths] + [Form(w) for w in drafting.widths]
-            self._forms.sort(key=lambda form: (form.mean, not form.is_even))
+        self._rates = RowRates(drafting.most_of_uneven - 1)
+        forms = [*(Form(mean, False) for mean in drafting.uneven_widths), *(Form(w) for w in drafting.widths if w > 1)]
+        self._forms = sorted(forms, key=lambda form: (form.mean, not form.is_even))
+        """The forms of steps with drafts, those with the fewest tokens first; empty if there are no such steps."""
         self._form = _PLAIN
         self._uneven_left = 0
         """Steps that may keep the surest drafts of a head before one with as many for all rows."""
@@ -166,7 +171,7 @@ class DraftPolicy:
         """Return the number of tokens for each of a step's decode rows, up to `max_tokens` in all. `has_prompts`: the
         step may compute prompts too."""
         num_rows, drafting = len(rows), self._drafting
-        if drafting is None or num_rows == 0:
+        if not self._forms or num_rows == 0:
             return [1] * num_rows
         if all(state.request.constraint is not None for state in rows):  # they have no drafts
             self._form, self._steps_with_drafts = _PLAIN, 0
@@ -217,7 +222,7 @@ class DraftPolicy:
     def learn(self, step: StepInput, output: StepOutput, decoding: Sequence[RequestState] = ()) -> None:
         """Learn from a step's output and duration. `decoding`: the requests of its decode rows, before the step's
         tokens are added to them."""
-        if self._drafting is None:
+        if not self._forms:
             return
         num_rows = step.num_decodes
         widths = unpack(step.num_tokens)[:num_rows] if step.row_limits else [1] * num_rows
@@ -252,7 +257,6 @@ class DraftPolicy:
 
     def _form_of(self, widths: Sequence[int], shared_tokens: int) -> Form:
         """Return the form of a step with drafts. `shared_tokens`: see `StepInput.draft_tokens`."""
-        assert self._drafting is not None
         if min(widths) == max(widths) and not shared_tokens:
             return Form(widths[0])
         mean = (shared_tokens or sum(widths)) / len(widths)
@@ -277,7 +281,6 @@ class DraftPolicy:
             if _HEAD not in compress(sources, has_drafts):
                 return
             if not form.is_even:  # its drafts are the surest ones
-                assert self._drafting is not None
                 self._accepted.learn_surest(form.mean, self._drafting.most_of_uneven, all_counts)
                 return
         if sum(count > 1 for count in counts) / num_rows > self._accepted.shares()[0] + _NEWS:
@@ -342,7 +345,6 @@ class DraftPolicy:
         if form.is_even:
             return 1 + sum(shares[: int(form.mean) - 1])
         if self._has_head:
-            assert self._drafting is not None
             return self._accepted.surest(form.mean, self._drafting.most_of_uneven)
         num_rows = len(levels)
         return 1 + self._rates.plan(levels, form.num_tokens(num_rows) - num_rows).num_right / num_rows
@@ -376,9 +378,5 @@ class DraftPolicy:
 
     def _has_graph(self, size: int, form: Form) -> bool:
         """Whether the graph of a shape is likely to have been captured."""
-        drafting = self._drafting
-        assert drafting is not None
-        is_first = form.mean in first_draft_widths(drafting.widths, captured_first_from(size))
-        if drafting.has_head and form.is_even and is_first:
-            return True
-        return self._costs.has_graph(size, form)
+        is_first = form.mean in first_draft_widths(self._drafting.widths, captured_first_from(size))
+        return (self._has_head and form.is_even and is_first) or self._costs.has_graph(size, form)

@@ -23,7 +23,7 @@ from nvcli.core.weight_changes import WeightsChange
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.core import EngineCore
-from nvcli.engine.draft_policy import Drafting
+from nvcli.engine.draft_policy import NO_DRAFTS, Drafting
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.protocol import (
     AbortRequests,
@@ -106,11 +106,10 @@ def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimit
     )
 
 
-def drafting_of(config: EngineConfig, ready: EngineReady) -> Drafting | None:
-    """Return the drafts of decode rows; None: they have none, because nobody wants any or the ranks cannot check
-    them."""
+def drafting_of(config: EngineConfig, ready: EngineReady) -> Drafting:
+    """Return the limits of drafts; there are none where nobody wants any or the ranks cannot check them."""
     if not ready.max_draft_step_tokens:
-        return None
+        return NO_DRAFTS
     return Drafting(
         widths=config.draft_widths,
         uneven_widths=config.uneven_draft_widths,
@@ -147,9 +146,9 @@ def _serve(
         now = time.monotonic()
         if outputs or core.notes or now - last_stats > _STATS_SECONDS:
             if now - last_lengths > _STATS_SECONDS:
-                running_lengths = core.running_lengths()
+                running_lengths = core.scheduler.running_lengths()
                 last_lengths = now
-            stats = msgspec.structs.replace(core.stats, running_lengths=running_lengths)
+            stats = msgspec.structs.replace(core.scheduler.stats, running_lengths=running_lengths)
             send(OutputBatch(outputs, stats, core.take_records(), core.take_notes()))
             last_stats = now
     peak_bytes = executor.close()
@@ -206,14 +205,14 @@ def _take_messages(
             late.append(message)
         elif isinstance(message, AbortRequests):
             _add_requests(late, core)
-            core.abort(message.request_ids)
+            core.scheduler.abort(message.request_ids)
         elif isinstance(message, ForgetPrefixes):
             _add_requests(late, core)
-            core.forget_prefixes()
+            core.scheduler.forget_prefixes()
         elif isinstance(message, WeightsChange):
             _add_requests(late, core)
             outputs, changed = core.change_weights(message)
-            send(OutputBatch(outputs, core.stats))
+            send(OutputBatch(outputs, core.scheduler.stats))
             send(changed)
         else:
             assert message is None or isinstance(message, CloseEngine)
@@ -225,5 +224,5 @@ def _add_requests(late: deque[AddRequests], core: EngineCore, *, most: float = m
     num_added = 0
     while late and num_added < most:
         requests = late.popleft().requests
-        core.add(requests)
+        core.scheduler.add(requests)
         num_added += sum(request.n for request in requests)

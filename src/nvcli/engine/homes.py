@@ -116,24 +116,9 @@ class Homes:
             return self._homes[0].tables.has_room(wanted)
         return all(home.tables.has_room([one for one in wanted if one[0].home == home.number]) for home in self._homes)
 
-    def begin_step(self) -> None:
-        """Begin planning a step (`BlockTables.begin_step`)."""
-        for home in self._homes:
-            home.tables.begin_step()
-
     def share(self, draft: StepDraft, num_decodes: int) -> dict[str, Any]:
         """Return what a step's rows share (`BlockTables.share`): with several homes, nothing."""
         return self._homes[0].tables.share(draft, num_decodes)
-
-    def forget_told(self) -> None:
-        """Record that steps did not run (`BlockTables.forget_told`)."""
-        for home in self._homes:
-            home.tables.forget_told()
-
-    def forget_prefixes(self) -> None:
-        """Make all blocks unfindable; held blocks stay with their holders."""
-        for home in self._homes:
-            home.tables.forget_prefixes()
 
     def register(self, state: RequestState) -> None:
         """Register the blocks of a running request that submitted steps have newly filled (`BlockTables.register`)."""

@@ -8,7 +8,7 @@ from nvcli.core.messages import KVGroup
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.chunk_groups import PrefixCosts
-from nvcli.engine.draft_policy import Drafting
+from nvcli.engine.draft_policy import NO_DRAFTS, Drafting
 from nvcli.engine.segment_forest import SegmentCosts
 
 
@@ -24,8 +24,7 @@ class SchedulerLimits:
     """The most tokens of an image, if no chunk may end inside one; 0: chunks may."""
     num_micro_batches: int = 1
     """Steps in flight at a time; with more than one, a decoding request is in only one of them (pipeline stages)."""
-    drafting: Drafting | None = None
-    """The limits of drafts; None if decode rows have none."""
+    drafting: Drafting = NO_DRAFTS
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
     num_homes: int = 1
     """The number of homes of requests (`engine.homes`). With several, `max_num_batched_tokens` is at least
@@ -52,14 +51,9 @@ class SchedulerLimits:
         return self.whole_image_tokens > 0
 
     @property
-    def tokens_per_row(self) -> int:
-        """The most tokens of a decode row."""
-        return 1 if self.drafting is None else self.drafting.widths[-1]
-
-    @property
     def takes_all_runs(self) -> bool:
         """Whether forced tokens are taken in runs even if that makes the job no faster."""
-        return self.drafting is not None and self.drafting.policy == "always"
+        return self.drafting.policy == "always"
 
     @property
     def most_prefix_ids(self) -> int:

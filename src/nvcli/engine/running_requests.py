@@ -255,7 +255,7 @@ class RunningRequests:
             assert state.num_computed < state.num_tokens
         for state in self._states:
             assert not state.finished
-            assert state.num_computed < self._limits.max_model_len + self._limits.tokens_per_row
+            assert state.num_computed < self._limits.max_model_len + self._limits.drafting.most_tokens
             assert state.num_tokens < state.max_len
 
 

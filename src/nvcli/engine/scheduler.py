@@ -110,7 +110,8 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, and forget the hashes of prompts that are not here."""
-        self._homes.forget_prefixes()
+        for home in self._homes:
+            home.tables.forget_prefixes()
 
     @property
     def has_unfinished(self) -> bool:
@@ -145,7 +146,8 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Return the next step, or None when nothing can be computed now."""
         draft = StepDraft(self.limits.drafting)
-        self._homes.begin_step()
+        for home in self._homes:
+            home.tables.begin_step()
         now = self._next_step_id // self.limits.num_micro_batches
         self._running.regroup(self._waiting, draft, now)
         num_running, num_preemptions = len(self._running), self._num_preemptions
@@ -282,7 +284,8 @@ class Scheduler:
         self._restarts = True
         self._num_with_drafts = 0
         self._forced.put_back()
-        self._homes.forget_told()
+        for home in self._homes:
+            home.tables.forget_told()
 
     def lower_limits(self) -> bool:
         """Go on with `SchedulerLimits.lowered`; return whether there are lower limits. No request may be running."""

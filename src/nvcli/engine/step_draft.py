@@ -64,11 +64,11 @@ class ScheduledStep:
 class StepDraft:
     """Collects a step's input: requests that enter slots, new blocks, tokens that the ranks lack, and the rows."""
 
-    def __init__(self, drafting: Drafting | None = None) -> None:
-        """`drafting`: with it the ranks need the tokens of all cached prefixes, to look drafts up in them, and for a
-        head the token after each chunk, from which it makes its keys."""
-        self._brings_prefixes = drafting is not None
-        self._looks_ahead = drafting is not None and drafting.has_head
+    def __init__(self, drafting: Drafting) -> None:
+        """`drafting`: with drafts the ranks need the tokens of all cached prefixes, to look drafts up in them, and for
+        a head the token after each chunk, from which it makes its keys."""
+        self._brings_prefixes = drafting.most_tokens > 1
+        self._looks_ahead = drafting.has_head
         self.num_prefix_ids = 0
         """Cached tokens of entering requests that the step carries; `max_step_input_bytes` limits them."""
         self._new_slots: list[NewSlot] = []

@@ -91,7 +91,7 @@ def generate(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int,
 def generate_here(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int, RequestOutput], EngineStats]:
     """Answer requests by an engine of one rank in this process."""
     core = make_core(ModelRunner(config_of(path, **config), RankContext(rank=0, report_phase=lambda phase: None)))
-    return run_core(core, batch), core.stats
+    return run_core(core, batch), core.scheduler.stats
 
 
 def config_of(path: Path, *, num_kv_tokens: int | None = None, **config: Any) -> EngineConfig:

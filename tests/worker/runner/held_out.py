@@ -25,7 +25,7 @@ def answer(
         own |= {"draft_head": str(head), "draft_policy": "always", "max_draft_tokens": 4}
     runner = make_runner(demo_path(), device, **{**own, **config})
     core = make_core(runner, make_scheduler(runner, num_blocks))
-    return run_core(core, requests), core.stats
+    return run_core(core, requests), core.scheduler.stats
 
 
 def held_out_questions(temperature: float, first_id: int = 0) -> list[Request]:

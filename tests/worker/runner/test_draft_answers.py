@@ -84,7 +84,7 @@ def run_here(
     if draws:
         draw_widths(scheduler, random.Random(1))
     core = make_core(runner, scheduler)
-    return run_core(core, samples_of(requests)), core.stats
+    return run_core(core, samples_of(requests)), core.scheduler.stats
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_runs_that_cannot_take_tokens_back_draft_nothing_and_say_so(monkeypatch:
     assert runner.ready.max_draft_step_tokens == 0
     (note,) = [note for note in runner.ready.notes if "draft" in note]
     assert note.startswith("note: no tokens are drafted (`speculation`): the attention backend torch needs")
-    assert make_scheduler(runner).limits.drafting is None
+    assert make_scheduler(runner).limits.drafting.most_tokens == 1
 
 
 def test_stages_take_the_same_drafts(
@@ -293,4 +293,4 @@ def test_recurrent_states_on_a_gpu(
     settings = {"block_size": 16, "dtype": "float32", "enforce_eager": enforce_eager}
     core = make_core(make_runner(path, **settings, **DRAFTS))
     assert_equal(run_core(core, samples_of(few_tokens_requests())), expected)
-    assert core.stats.accepted_tokens > 50
+    assert core.scheduler.stats.accepted_tokens > 50

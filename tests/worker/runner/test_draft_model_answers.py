@@ -33,7 +33,7 @@ def run_here(
     own = {"max_model_len": 160, "block_size": 4, "kv_cache_memory": 64 << 20, "max_num_batched_tokens": 64}
     runner = make_runner(demo_path(), device, dtype="float32", **{**own, **config})
     core = make_core(runner, make_scheduler(runner, num_blocks))
-    return run_core(core, REQUESTS), core.stats
+    return run_core(core, REQUESTS), core.scheduler.stats
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def run_here(
     if draws:
         draw_widths(scheduler, random.Random(1))
     core = make_core(runner, scheduler)
-    return run_core(core, REQUESTS), core.stats
+    return run_core(core, REQUESTS), core.scheduler.stats
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def run(core: EngineCore, scheduler: Scheduler, *, max_steps: int = 20_000) -> O
 
 def answer(requests: list[Request], **config: Any) -> tuple[Outputs, Scheduler]:
     core, scheduler = make_core(**config)
-    core.add(requests)
+    core.scheduler.add(requests)
     return run(core, scheduler), scheduler
 
 
@@ -165,11 +165,11 @@ def test_others_go_on_while_a_mask_is_made(
     gate = tmp_path / "gate"
     late = use_late_masks(monkeypatch, LateMasks(gated="a-z", gate=str(gate)))
     core, scheduler = make_core()
-    core.add(requests)
+    core.scheduler.add(requests)
     for _ in range(20):
         core.step()
         scheduler.check_integrity()
-    assert core.stats.generated_tokens == 19
+    assert core.scheduler.stats.generated_tokens == 19
     assert late.num_held == late.num_given == 19
     gate.touch()
     outputs = run(core, scheduler)
@@ -199,11 +199,11 @@ def test_a_slot_is_taken_again_while_a_mask_of_its_last_answer_is_made(
     gate = tmp_path / "gate"
     late = use_late_masks(monkeypatch, LateMasks(gated="a-z", gate=str(gate)))
     core, scheduler = make_core(max_num_seqs=2)
-    core.add([first, second])
+    core.scheduler.add([first, second])
     for _ in range(4):
         core.step()
-    core.abort([0])
-    core.add([third])
+    core.scheduler.abort([0])
+    core.scheduler.add([third])
     threading.Timer(0.2, gate.touch).start()
     found = run(core, scheduler)
     assert late.num_held > 3
@@ -228,7 +228,7 @@ def test_answers_are_the_same_whichever_processes_are_killed(
     The one that was started first is killed: one that has had no time to make a mask ends the run the third time.
     """
     core, scheduler = make_core(**config)
-    core.add(requests)
+    core.scheduler.add(requests)
     rng, outputs, num_killed = random.Random(5), Outputs(), 0
     while core.has_work:
         outputs.update({output.request_id: output for output in core.step()})
@@ -250,7 +250,7 @@ def test_an_answer_that_kills_its_process_fails_alone(
     """In the middle of it: the others go on, those of its process and of its grammar that end before too."""
     use_late_masks(monkeypatch, LateMasks(deadly="[a-f]{4,9}", deadly_tokens=2), num_workers=2)
     core, scheduler = make_core()
-    core.add(requests)
+    core.scheduler.add(requests)
     found = run(core, scheduler)
     failed = {number for number, output in found.items() if output.finish_reason == "error"}
     assert {found[number].error_type for number in failed} == {"structured_too_complex"}
@@ -285,7 +285,7 @@ def test_exceptions_of_the_processes_cost_their_own_answers(
     """Where they go on for answers that have failed already, it is not the answers that are at fault."""
     use_late_masks(monkeypatch, LateMasks(deadly="a-z", deadly_raises=True), num_workers=2)
     core, scheduler = make_core()
-    core.add(make_pair(vocabulary))
+    core.scheduler.add(make_pair(vocabulary))
     found = run(core, scheduler)
     assert [found[number].error_type for number in range(2)] == ["structured_too_complex", ""]
     assert "failed: MemoryError: no room" in core.take_notes()[0]
@@ -308,7 +308,7 @@ def descendants_of(pid: int) -> list[int]:
 def test_nothing_is_left_of_the_processes(vocabulary: Vocabulary) -> None:
     """They end with what they make masks for."""
     core, _ = make_core()
-    core.add(make_pair(vocabulary))
+    core.scheduler.add(make_pair(vocabulary))
     core.step()
     first = core._executor._runner.constraints._workers._process.pid  # type: ignore[attr-defined]
     pids = [first, *children_of(first)]
@@ -338,6 +338,6 @@ def test_rows_wait_where_they_cannot_be_computed_again(vocabulary: Vocabulary, m
     runner._allocate_kv_cache()
     scheduler = make_scheduler(runner)
     core = make_core_of(runner, scheduler)
-    core.add(make_pair(vocabulary))
+    core.scheduler.add(make_pair(vocabulary))
     run(core, scheduler)
     assert late.num_held == 0

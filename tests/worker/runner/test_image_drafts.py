@@ -73,8 +73,8 @@ def test_drafts_do_not_change_the_answers(write: Any, few_blocks: int | None, de
     num_blocks = few_blocks if device == "cpu" else None
     core = make_engine(path, num_blocks, device, draft_head=head, draft_policy="always", max_draft_tokens=3)
     assert answers(core) == expected
-    assert core.stats.drafted[HEAD] > 0
-    assert num_blocks is None or core.stats.num_preemptions > 0
+    assert core.scheduler.stats.drafted[HEAD] > 0
+    assert num_blocks is None or core.scheduler.stats.num_preemptions > 0
 
 
 def test_a_head_reads_images_as_over_the_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
