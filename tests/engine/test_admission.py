@@ -138,7 +138,7 @@ def test_a_lone_request_is_admitted_whatever_is_forecast() -> None:
 def test_a_request_that_did_not_fit_is_looked_at_again_when_one_has_ended_or_after_a_while() -> None:
     limits = make_limits()
     admission = Admission(limits)
-    tables = BlockTables(BlockManager(60), limits.kv_groups, limits.block_size)
+    tables = BlockTables(BlockManager(60), limits)
     matches: list[int] = []
     find = tables.block_manager.find_leading
     tables.block_manager.find_leading = lambda *args: matches.append(1) or find(*args)  # type: ignore[method-assign, func-returns-value]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nvcli.core.messages import KVGroup
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
-from nvcli.engine.draft_policy import NO_DRAFTS
+from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.state import Prompt, RequestState
 from nvcli.engine.step_draft import StepDraft
 from requests_factory import make_request
@@ -18,12 +18,18 @@ BLOCK_SIZE = 4
 FULL, WINDOW, STATE = KVGroup(), KVGroup(window=6), KVGroup(window=2, is_state=True)
 
 
+def limits_of(groups: tuple[KVGroup, ...]) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_num_seqs=100, max_num_batched_tokens=1000, max_model_len=2000, block_size=BLOCK_SIZE, kv_groups=groups
+    )
+
+
 class Requests:
     """Requests that enter, compute and leave, without a scheduler."""
 
     def __init__(self, groups: tuple[KVGroup, ...], num_blocks: int) -> None:
         self.manager = BlockManager(num_blocks)
-        self.tables = BlockTables(self.manager, groups, BLOCK_SIZE)
+        self.tables = BlockTables(self.manager, limits_of(groups))
         self.running: list[RequestState] = []
         self.num_entered = 0
 
@@ -42,7 +48,7 @@ class Requests:
     def compute(self, state: RequestState, num_tokens: int) -> int:
         """As many of these tokens as there is room for, as a chunk or, behind the known tokens, as a decode row."""
         if state.num_computed + num_tokens > state.capacity:
-            num_tokens = self.tables.grow(state, num_tokens, StepDraft(NO_DRAFTS), least=1)
+            num_tokens = self.tables.grow(state, num_tokens, StepDraft(limits_of((FULL,))), least=1)
         state.num_computed += num_tokens
         self.tables.register(state)
         return num_tokens
@@ -119,7 +125,6 @@ def test_a_request_that_was_turned_away_may_hold_blocks_of_another_home(groups: 
         assert home.tables.enter(state, 38, reserve=0) == 38
         if home is homes[0]:
             home.tables.release(state)
-            state.num_computed = 0
     state.slot = 1
     homes[1].running.append(state)
     homes[1].compute(state, 38)
@@ -137,7 +142,7 @@ def test_ranks_forget_states_of_drafts_in_columns_that_a_chunk_skips() -> None:
     state.num_computed = 7
     requests.tables.trim(state)
     state.generated.extend(range(12))
-    draft = StepDraft(NO_DRAFTS)
+    draft = StepDraft(limits_of((FULL,)))
     assert requests.tables.grow(state, 11, draft, least=1) == 11
     told = {column: blocks for group, _, column, blocks in draft._blocks if group == 1}
     assert (told[2], told[3], told[4]) == ([0], [0], state.blocks[1][4:])
@@ -158,11 +163,11 @@ def test_a_chunk_is_as_long_as_there_are_blocks() -> None:
 def test_no_block_is_taken_where_there_is_room_for_too_few_tokens() -> None:
     requests = Requests((FULL,), 3)
     state = requests.compute_all(list(range(7)), 7)
-    assert requests.tables.grow(state, 6, StepDraft(NO_DRAFTS), least=6) == 5
+    assert requests.tables.grow(state, 6, StepDraft(limits_of((FULL,))), least=6) == 5
     assert requests.num_held(state) == [2]
-    assert requests.tables.grow(state, 6, StepDraft(NO_DRAFTS), least=5) == 5
+    assert requests.tables.grow(state, 6, StepDraft(limits_of((FULL,))), least=5) == 5
     assert requests.num_held(state) == [3]
-    assert requests.tables.grow(state, 6, StepDraft(NO_DRAFTS), least=6) == 5
+    assert requests.tables.grow(state, 6, StepDraft(limits_of((FULL,))), least=6) == 5
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (WINDOW,), (FULL, WINDOW), (WINDOW, FULL, KVGroup(window=11))])
@@ -322,7 +327,7 @@ def test_a_lone_request_takes_the_state_that_it_found_along() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 9, 14, 23])
 def test_what_can_fit_fits_with_one_token_at_a_time(window: int, num_tokens: int) -> None:
     groups = (FULL, KVGroup(window))
-    needed = next(n for n in range(1, 50) if BlockTables(BlockManager(n), groups, BLOCK_SIZE).can_fit(num_tokens))
+    needed = next(n for n in range(1, 50) if BlockTables(BlockManager(n), limits_of(groups)).can_fit(num_tokens))
     requests = Requests(groups, needed)
     state = requests.compute_all(list(range(num_tokens)), 1)
     assert state.num_computed == num_tokens

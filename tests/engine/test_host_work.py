@@ -15,8 +15,8 @@ import pytest
 
 from nvcli.core.messages import pack
 from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.core import EngineCore
-from nvcli.engine.draft_policy import NO_DRAFTS
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.segment_forest import SegmentCosts
@@ -78,10 +78,10 @@ def test_a_request_takes_no_more_calls_where_many_share_its_prefix(num_shared: i
 
 
 def test_a_block_for_a_long_request_takes_no_more_than_one_for_a_short_one() -> None:
-    tables = LIMITS.empty_tables(BlockManager(10))
+    tables = BlockTables(BlockManager(10), LIMITS)
 
     def peak_bytes(column: int) -> int:
-        draft = StepDraft(NO_DRAFTS)
+        draft = StepDraft(LIMITS)
         draft.add_blocks(0, 3, column, [5])
         tracemalloc.start()
         try:

@@ -83,7 +83,6 @@ class Admission:
         length = tables.enter(state, budget, reserve=reserve)
         if length == 0:  # an image that must not be cut waits for another step
             tables.release(state)
-            state.num_computed = 0
         if not length:
             return None
         if self._is_on:
@@ -91,7 +90,6 @@ class Admission:
             if self._stretch_of and not self._fits(state, own, step, manager):
                 if not keeps_blocks:
                     tables.release(state)
-                    state.num_computed = 0
                 self._refused, self._refused_at = state, step
                 return None
             self._forecast.begin(state)

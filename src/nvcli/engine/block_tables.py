@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nvcli.core.messages import KVGroup, pack
+from nvcli.core.messages import pack
 from nvcli.engine.block_manager import BlockHash, BlockManager
-from nvcli.engine.chunk_groups import ChunkGroups, PrefixCosts
+from nvcli.engine.chunk_groups import ChunkGroups
 from nvcli.engine.key_copies import KeyCopies
+from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.prompt_hashes import PromptHashes
-from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.engine.state_blocks import StateBlocks, different
@@ -34,23 +34,11 @@ from nvcli.engine.whole_images import whole_chunk
 class BlockTables:
     """Takes blocks from a BlockManager for requests, and gives them back."""
 
-    def __init__(
-        self,
-        block_manager: BlockManager,
-        groups: Sequence[KVGroup],
-        block_size: int,
-        *,
-        max_num_seqs: int = 0,
-        segment_costs: SegmentCosts | None = None,
-        prefix_costs: PrefixCosts | None = None,
-        copies_keys: bool = True,
-    ) -> None:
-        """`segment_costs`: see `SharedSegments`; `prefix_costs`: see `ChunkGroups`; `copies_keys`: whether entering
-        requests may copy keys (`KeyCopies`)."""
+    def __init__(self, block_manager: BlockManager, limits: SchedulerLimits) -> None:
         self.block_manager = block_manager
-        self.block_size = block_size
+        self.block_size = block_size = limits.block_size
         self._prompt_hashes = PromptHashes(block_size)
-        self._groups = tuple(groups)
+        self._groups = groups = limits.kv_groups
         self._of_keys = [number for number, group in enumerate(groups) if not group.is_state]
         self._windowed = [number for number in self._of_keys if groups[number].window is not None]
         self._needs_all = all(group.window is None for group in groups)
@@ -62,17 +50,17 @@ class BlockTables:
             {group: groups[group].window for group in self._of_keys},
             token_bytes=[group.token_bytes for group in groups],
             block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            costs=segment_costs,
+            max_num_seqs=limits.max_num_seqs,
+            costs=limits.segment_costs,
         )
         without_window = [number for number in self._of_keys if groups[number].window is None]
         self._chunk_groups = ChunkGroups(
             without_window,
             block_size,
-            prefix_costs,
+            limits.prefix_costs,
             token_bytes=sum(groups[number].token_bytes for number in without_window),
         )
-        may_copy = copies_keys and block_manager.enable_prefix_caching and not self._states.groups
+        may_copy = limits.num_homes == 1 and block_manager.enable_prefix_caching and not self._states.groups
         self._key_copies = KeyCopies(block_size, is_on=may_copy)
         self._leaving: dict[RequestState, None] = {}
         """Requests that took blocks for a chunk and no longer need all of them in the next step."""
@@ -149,7 +137,6 @@ class BlockTables:
             fresh = manager.allocate(sum(counts), reserve=reserve + num_states)
         if fresh is None:
             self.release(state)
-            state.num_computed = 0
             return None
         for group, count in zip(self._of_keys, counts, strict=True):
             state.blocks[group] += fresh[:count]
@@ -296,7 +283,7 @@ class BlockTables:
         self._prompt_hashes = PromptHashes(self.block_size)
 
     def release(self, state: RequestState) -> None:
-        """Give all of a request's blocks back."""
+        """Give all of a request's blocks back. Its tokens are to be computed again."""
         if state.slot is not None:
             self._segments.leave(state.slot)
         self._key_copies.drop(state)
@@ -307,7 +294,7 @@ class BlockTables:
         self._states.release(state)
         state.blocks = []
         state.first_columns = []
-        state.capacity = 0
+        state.capacity = state.num_computed = 0
         state.set_hashed_blocks(0, self.block_size)
 
     def shares_blocks(self, state: RequestState) -> bool:

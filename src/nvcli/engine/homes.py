@@ -33,7 +33,7 @@ class Home:
 
     def __init__(self, number: int, limits: SchedulerLimits, blocks: BlockManager, forecast: LengthForecast) -> None:
         self.number = number
-        self.tables = limits.empty_tables(blocks)
+        self.tables = BlockTables(blocks, limits)
         self.admission = Admission(limits, forecast)
         self.free_slots: list[int] = []
         """The end is taken first."""
@@ -47,12 +47,7 @@ class Home:
     def leave(self, state: RequestState) -> None:
         """Take back what a request got here when it entered, or holds now. Its tokens are to be computed again."""
         self.admission.leave(state)
-        self.release(state)
-
-    def release(self, state: RequestState) -> None:
-        """Take back a request's blocks. Its tokens are to be computed again."""
         self.tables.release(state)
-        state.num_computed = 0
 
     def rest(self, state: RequestState) -> None:
         """Let a running request leave that keeps its blocks, and goes on with them when it enters again."""
@@ -87,7 +82,7 @@ class Homes:
     def start_anew(self, limits: SchedulerLimits, num_blocks: int) -> None:
         """Begin again with `num_blocks` empty blocks in each home. No request may be running."""
         for home in self._homes:
-            home.tables = limits.empty_tables(home.tables.block_manager.empty(num_blocks))
+            home.tables = BlockTables(home.tables.block_manager.empty(num_blocks), limits)
 
     def tables_of(self, state: RequestState) -> BlockTables:
         """Return the block tables of the home of a request that holds blocks."""

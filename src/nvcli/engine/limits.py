@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nvcli.core.messages import KVGroup
-from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.draft_policy import NO_DRAFTS, Drafting
 from nvcli.engine.segment_forest import SegmentCosts
@@ -56,11 +54,6 @@ class SchedulerLimits:
         return self.drafting.policy == "always"
 
     @property
-    def most_prefix_ids(self) -> int:
-        """The most cached tokens of entering requests that a step carries."""
-        return self.max_model_len + self.max_num_batched_tokens
-
-    @property
     def tokens_per_home(self) -> int:
         """The most tokens that a step computes for the requests of one home."""
         return -(-self.max_num_batched_tokens // self.num_homes)
@@ -68,18 +61,6 @@ class SchedulerLimits:
     def max_decode_rows(self, num_running: int) -> int:
         """Return the most decode rows of a step: a micro-batch's share of the running requests, within its tokens."""
         return min(-(-num_running // self.num_micro_batches), self.max_num_batched_tokens)
-
-    def empty_tables(self, blocks: BlockManager) -> BlockTables:
-        """Make the block tables of a home with these blocks."""
-        return BlockTables(
-            blocks,
-            self.kv_groups,
-            self.block_size,
-            max_num_seqs=self.max_num_seqs,
-            segment_costs=self.segment_costs,
-            prefix_costs=self.prefix_costs,
-            copies_keys=self.num_homes == 1,
-        )
 
     def lowered(self) -> SchedulerLimits | None:
         """Return limits with half the `max_num_batched_tokens`; once that is no more than `max_num_seqs`, half of both.

@@ -70,7 +70,7 @@ class RunningRequests:
         """Let a request wait on that has taken its first blocks."""
         home.admission.leave(state)
         if state not in self._resting:
-            home.release(state)
+            home.tables.release(state)
 
     def release(self, state: RequestState) -> None:
         """Give a request's slot and blocks back. Steps in flight may still use them, because steps run in order."""
@@ -101,7 +101,7 @@ class RunningRequests:
 
     def _end_rest(self, state: RequestState) -> None:
         del self._resting[state]
-        self.homes[state.home].release(state)
+        self.homes[state.home].tables.release(state)
 
     def _free_slot(self, state: RequestState, home: Home) -> None:
         assert state.slot is not None
@@ -150,7 +150,7 @@ class RunningRequests:
                 return
             if home.admission.enter(state, home.tables, 1, step) is None:
                 return
-            if not draft.has_room_for(state, most_prefix_ids=self._limits.most_prefix_ids):
+            if not draft.has_room_for(state):
                 self.turn_away(state, home)
                 return
             waiting.popleft()

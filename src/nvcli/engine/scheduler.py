@@ -145,7 +145,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Return the next step, or None when nothing can be computed now."""
-        draft = StepDraft(self.limits.drafting)
+        draft = StepDraft(self.limits)
         for home in self._homes:
             home.tables.begin_step()
         now = self._next_step_id // self.limits.num_micro_batches
@@ -354,7 +354,7 @@ class Scheduler:
     def _admit(self, draft: StepDraft, budgets: list[int], now: int) -> None:
         """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and the homes' tokens
         go."""
-        waiting, limits = self._waiting, self.limits
+        waiting = self._waiting
         while waiting and (homes := self._homes.open_to(budgets)):
             if waiting[0].finished:
                 waiting.popleft()
@@ -376,7 +376,7 @@ class Scheduler:
                     continue  # nothing else would give blocks back
                 break
             home, length = entered
-            if not draft.has_room_for(state, most_prefix_ids=limits.most_prefix_ids):
+            if not draft.has_room_for(state):
                 self._running.turn_away(state, home)
                 break
             waiting.popleft()

@@ -11,7 +11,7 @@ from typing import Any
 from nvcli.core.messages import MAX_STEP_GRAMMAR_BYTES, NewSlot, PromptQuery, StepInput, StepOutput, pack, unpack
 from nvcli.core.structured import Constraint
 from nvcli.engine.chunk_groups import Chunk
-from nvcli.engine.draft_policy import Drafting
+from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.state import RequestState
 
 
@@ -64,13 +64,14 @@ class ScheduledStep:
 class StepDraft:
     """Collects a step's input: requests that enter slots, new blocks, tokens that the ranks lack, and the rows."""
 
-    def __init__(self, drafting: Drafting) -> None:
-        """`drafting`: with drafts the ranks need the tokens of all cached prefixes, to look drafts up in them, and for
-        a head the token after each chunk, from which it makes its keys."""
-        self._brings_prefixes = drafting.most_tokens > 1
-        self._looks_ahead = drafting.has_head
-        self.num_prefix_ids = 0
-        """Cached tokens of entering requests that the step carries; `max_step_input_bytes` limits them."""
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._brings_prefixes = limits.drafting.most_tokens > 1
+        """Whether the ranks need the tokens of all cached prefixes, to look drafts up in them."""
+        self._looks_ahead = limits.drafting.has_head
+        """Whether they need the token after each chunk, from which a head makes its keys."""
+        self._prefix_ids_left = limits.max_model_len + limits.max_num_batched_tokens
+        """Cached tokens of entering requests that the step may carry besides those that it has; `max_step_input_bytes`
+        counts them."""
         self._new_slots: list[NewSlot] = []
         self._constraints: dict[bytes, tuple[int, Constraint]] = {}
         """The constraints of requests that enter slots, with their indices in the step."""
@@ -85,12 +86,12 @@ class StepDraft:
         self.chunks: list[Chunk] = []
         """The prefill chunks, in the order of their rows."""
 
-    def has_room_for(self, state: RequestState, *, most_prefix_ids: int) -> bool:
+    def has_room_for(self, state: RequestState) -> bool:
         """Whether the step has room for an entering request's grammar and, if the ranks need them, its cached prefix
-        tokens, of which all requests together have at most `most_prefix_ids`. There is always room for one request."""
+        tokens. There is always room for one request."""
         if not self._new_slots:
             return True
-        if self.num_prefix_ids + self._num_prefix_ids(state) > most_prefix_ids:
+        if self._num_prefix_ids(state) > self._prefix_ids_left:
             return False
         constraint = state.request.constraint
         if constraint is None or constraint.key in self._constraints:
@@ -120,7 +121,7 @@ class StepDraft:
                         self.add_blocks(group, state.slot, column, [block])
         if num_prefix_ids:
             self.add_tokens(state, 0, num_prefix_ids)
-            self.num_prefix_ids += num_prefix_ids
+            self._prefix_ids_left -= num_prefix_ids
 
     def _num_prefix_ids(self, state: RequestState) -> int:
         return state.num_computed if self._brings_prefixes or state.needs_prefix_ids else 0
