@@ -51,6 +51,11 @@ class Chunk(NamedTuple):
         """Tokens of the request before the chunk."""
         return self.state.num_computed - self.num_tokens
 
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends what is known of the request, so that its last token has logits."""
+        return self.state.num_uncomputed == 0
+
 
 class ChunkGroup(NamedTuple):
     """Chunks that attend together to the keys that they share."""

@@ -186,8 +186,7 @@ class StepDraft:
         after the step, `decode_widths` the numbers of their tokens. `registered`: see `ScheduledStep`; `others`: more
         fields of the `StepInput`.
         """
-        states = [chunk.state for chunk in self.chunks]
-        ends = [state.num_uncomputed == 0 for state in states]
+        chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_chunks(self.chunks)
         queries, querying = self._read_prompts(first_row=len(decoding))
         block_groups, block_slots, block_columns, block_ids = _pack_blocks(self._blocks)
         widths = pack(decode_widths)
@@ -202,16 +201,17 @@ class StepDraft:
             token_starts=pack(self._span_starts),
             token_counts=pack(self._span_counts),
             token_ids=bytes(self._token_ids),
-            slots=decode_slots + pack([state.slot for state in states]),  # type: ignore[misc]
-            num_tokens=widths + pack([chunk.num_tokens for chunk in self.chunks]),
-            num_logits=widths + pack(ends),
-            seq_lens=decode_lens + pack([state.num_computed for state in states]),
+            slots=decode_slots + chunk_slots,
+            num_tokens=widths + chunk_tokens,
+            num_logits=widths + chunk_logits,
+            seq_lens=decode_lens + chunk_lens,
             num_decodes=len(decoding),
             constraints=[constraint for _, constraint in self._constraints.values()],
             queries=queries,
             **others,
         )
-        return ScheduledStep(step, [*decoding, *compress(states, ends)], registered, querying)
+        sampling = [chunk.state for chunk in self.chunks if chunk.is_last]
+        return ScheduledStep(step, decoding + sampling, registered, querying)
 
     def _read_prompts(self, first_row: int) -> tuple[list[PromptQuery], list[RequestState]]:
         """Return the queries of the chunks, whose rows count from `first_row`, and the request of each query."""
@@ -245,3 +245,9 @@ def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[by
             columns += all_columns[first_column - least : first_column - least + count]
         ids += blocks
     return [groups.tobytes(), slots.tobytes(), columns.tobytes(), pack(ids)]
+
+
+def _pack_chunks(chunks: Sequence[Chunk]) -> list[bytes]:
+    """Return the packed slots, numbers of tokens and of logits, and lengths after the step of prefill chunks."""
+    rows = [(chunk.state.slot, chunk.num_tokens, chunk.is_last, chunk.state.num_computed) for chunk in chunks]
+    return [pack(column) for column in zip(*rows, strict=True)] if rows else [b""] * 4
