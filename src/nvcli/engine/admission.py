@@ -14,6 +14,7 @@ cost nothing, and neither do steps in which all requests fit with all of their `
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
@@ -31,17 +32,15 @@ _SPARE_SHARE = 0.04
 but fewer running requests, which costs more where few fit (`scripts/simulate_scheduling.py`)."""
 
 
+@dataclass(slots=True)
 class _Stretch:
     """Requests forecast to end within one stretch of steps."""
 
-    __slots__ = ("offset", "states")
-
-    def __init__(self) -> None:
-        self.states: dict[RequestState, int] = {}
-        """Each request's offset: the tokens that it alone holds at a step, minus that step's number. It is constant,
-        because a request gets one token in each step."""
-        self.offset = 0
-        """The sum of the offsets."""
+    states: dict[RequestState, int] = field(default_factory=dict)
+    """Each request's offset: the tokens that it alone holds at a step, minus that step's number. It is constant,
+    because a request gets one token in each step."""
+    offset: int = 0
+    """The sum of the offsets."""
 
 
 class Admission:
@@ -123,9 +122,7 @@ class Admission:
 
     def _place(self, state: RequestState, offset: int, step: int) -> None:
         number = self._stretch_number(state, step)
-        stretch = self._stretches.get(number)
-        if stretch is None:
-            stretch = self._stretches[number] = _Stretch()
+        stretch = self._stretches.setdefault(number, _Stretch())
         stretch.states[state] = offset
         stretch.offset += offset
         self._stretch_of[state] = number
@@ -159,10 +156,9 @@ class Admission:
         held = self._offset + len(self._stretch_of) * step + own
         peak = offset = num_running = 0
         for at in sorted({*self._stretches, number}, reverse=True):
-            stretch = self._stretches.get(at)
-            if stretch is not None:
-                num_running += len(stretch.states)
-                offset += stretch.offset
+            stretch = self._stretches.get(at, _Stretch())
+            num_running += len(stretch.states)
+            offset += stretch.offset
             if at == number:
                 num_running += 1
                 offset += own - step

@@ -107,8 +107,6 @@ class Homes:
 
     def has_room(self, wanted: Sequence[tuple[RequestState, int]]) -> bool:
         """Whether there are free blocks for this number of further tokens of each request (`BlockTables.has_room`)."""
-        if len(self._homes) == 1:
-            return self._homes[0].tables.has_room(wanted)
         return all(home.tables.has_room([one for one in wanted if one[0].home == home.number]) for home in self._homes)
 
     def share(self, draft: StepDraft, num_decodes: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import math
 import operator
 from bisect import bisect_left, bisect_right
 from collections import deque
+from dataclasses import dataclass
 
 from nvcli.engine.state import RequestState
 
@@ -31,18 +32,16 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 """Multiples of it, modulo 1, are spread evenly over 0 to 1 however many there are."""
 
 
+@dataclass(slots=True)
 class _Answer:
     """A request of a class, running or ended."""
 
-    __slots__ = ("length", "place", "state")
-
-    def __init__(self, state: RequestState, place: float) -> None:
-        self.state: RequestState | None = state
-        """None once it has ended."""
-        self.length = 0.0
-        """The fraction of `max_tokens` that it used, once it has ended."""
-        self.place = place
-        """The place in the distribution: 0 is the longest answer, 1 the shortest."""
+    state: RequestState | None
+    """None once it has ended."""
+    place: float
+    """The place in the distribution: 0 is the longest answer, 1 the shortest."""
+    length: float = 0.0
+    """The fraction of `max_tokens` that it used, once it has ended."""
 
 
 class _LengthClass:
