@@ -307,18 +307,36 @@ class DraftPolicy:
         self._steps_to_wait = max(0, self._steps_to_wait - 1)
         if costs.plain(size) is None:
             return _PLAIN  # nothing to compare with
-        shares = self._accepted.shares()
-        seconds = max(self._seconds_of.get(size, 0.0), 0.0 if self._has_head else _HORIZON)
         with_graphs = [form for form in forms if self._has_graph(size, form)]
-        is_guess = self._has_head and self._accepted.num_rows < _ROWS_TO_TRUST
-        if not costs.knows_from(size) or (is_guess and with_graphs):
-            forms = with_graphs[:1] if is_guess and with_graphs else with_graphs or forms[: 1 + self._has_head]
+        forms = self._candidates(size, forms, with_graphs)
+        shares = self._accepted.shares()
         gains = {form: self._tokens_of(form, shares, levels) / costs.ratio(size, form) for form in forms}
-        ready = [form for form in forms if costs.is_known(size, form) or form in with_graphs]
+        best, best_gain = self._best(size, gains, with_graphs)
+        if best != _PLAIN and self._debt <= (_MOST_DEBT_OF_KNOWN if costs.is_known(size, best) else _MOST_DEBT):
+            is_rare = self._has_head or best_gain > _LARGE_GAIN
+            if self._steps_with_drafts >= (_PLAIN_EVERY if is_rare else _PLAIN_OFTEN):
+                return _PLAIN
+            if not costs.is_known(size, best):
+                self._steps_to_wait = _STEPS_IN_FLIGHT
+            return best
+        likely = [form for form in forms if form in with_graphs or not self._has_head] or forms
+        return self._try(size, max((gains[form], form) for form in likely)[1])
+
+    def _candidates(self, size: int, forms: list[Form], with_graphs: list[Form]) -> list[Form]:
+        """Return the forms to compare: all of them, once steps with drafts of this size were measured, and rows enough
+        with drafts of a head were seen."""
+        if self._has_head and self._accepted.num_rows < _ROWS_TO_TRUST and with_graphs:
+            return with_graphs[:1]
+        return forms if self._costs.knows_from(size) else with_graphs or forms[: 1 + self._has_head]
+
+    def _best(self, size: int, gains: dict[Form, float], with_graphs: list[Form]) -> tuple[Form, float]:
+        """Return the form with the largest gain, and the gain; `_PLAIN` if none gains enough, or is worth a try."""
+        costs = self._costs
+        seconds = max(self._seconds_of.get(size, 0.0), 0.0 if self._has_head else _HORIZON)
+        ready = [form for form in gains if costs.is_known(size, form) or form in with_graphs]
         most_ready = max([1.0, *(gains[form] for form in ready)])
         best, best_gain = _PLAIN, _LEAST_GAIN if self._form == _PLAIN else _LEAST_TO_STAY
-        for form in forms:
-            gain = gains[form]
+        for form, gain in gains.items():
             if not costs.is_known(size, form):
                 saved = (gain / most_ready - 1) * seconds
                 gain /= 1.0 if self._has_head else _LEAST_TO_TRY
@@ -330,15 +348,7 @@ class DraftPolicy:
             if self._uneven_left <= 0:
                 best = max((form for form in ready if form.is_even), key=gains.__getitem__, default=best)
             self._uneven_left -= 1
-        if best != _PLAIN and self._debt <= (_MOST_DEBT_OF_KNOWN if costs.is_known(size, best) else _MOST_DEBT):
-            is_rare = self._has_head or best_gain > _LARGE_GAIN
-            if self._steps_with_drafts >= (_PLAIN_EVERY if is_rare else _PLAIN_OFTEN):
-                return _PLAIN
-            if not costs.is_known(size, best):
-                self._steps_to_wait = _STEPS_IN_FLIGHT
-            return best
-        likely = [form for form in forms if form in with_graphs or not self._has_head] or forms
-        return self._try(size, max((gains[form], form) for form in likely)[1])
+        return best, best_gain
 
     def _tokens_of(self, form: Form, shares: Sequence[float], levels: Sequence[int]) -> float:
         """Return the tokens that a row can be expected to get in a step of this form."""
