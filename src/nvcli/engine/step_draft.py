@@ -78,11 +78,10 @@ class StepDraft:
         self._grammar_bytes = 0
         self._blocks: list[tuple[int, int, int, Sequence[int]]] = []
         """(KV group, slot, first column, blocks) for each run of blocks that a slot was given."""
-        self._span_slots: list[int] = []
-        """This list and the next three hold spans of tokens, as in `StepInput`."""
-        self._span_starts: list[int] = []
-        self._span_counts: list[int] = []
+        self._spans: list[tuple[int, int, int]] = []
+        """(slot, first position, number of tokens) of each span of tokens that the ranks do not have."""
         self._token_ids = bytearray()
+        """The ids of all spans."""
         self.chunks: list[Chunk] = []
         """The prefill chunks, in the order of their rows."""
 
@@ -147,19 +146,16 @@ class StepDraft:
     def add_tokens(self, state: RequestState, start: int, num_tokens: int) -> None:
         """Add a span of known tokens that the ranks do not have."""
         assert state.slot is not None
-        self._span_slots.append(state.slot)
-        self._span_starts.append(start)
-        self._span_counts.append(num_tokens)
+        self._spans.append((state.slot, start, num_tokens))
         self._token_ids += state.request.model_tokens(state.tokens(start, start + num_tokens)).tobytes()
         state.num_brought = start + num_tokens
 
     def add_last_tokens(self, states: Sequence[RequestState]) -> None:
         """Add the tokens of each of these requests that have come back since a step brought its last ones."""
-        self._span_slots += [state.slot for state in states]  # type: ignore[misc]
-        self._span_starts += [state.num_brought for state in states]
         for state in states:
+            assert state.slot is not None
             new = state.generated[state.num_brought - state.num_prompt :]
-            self._span_counts.append(len(new))
+            self._spans.append((state.slot, state.num_brought, len(new)))
             self._token_ids += new.tobytes()
             state.num_brought += len(new)
 
@@ -186,7 +182,9 @@ class StepDraft:
         after the step, `decode_widths` the numbers of their tokens. `registered`: see `ScheduledStep`; `others`: more
         fields of the `StepInput`.
         """
-        chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_chunks(self.chunks)
+        rows = [(chunk.state.slot, chunk.num_tokens, chunk.is_last, chunk.state.num_computed) for chunk in self.chunks]
+        chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(rows, 4)
+        token_slots, token_starts, token_counts = _pack_columns(self._spans, 3)
         queries, querying = self._read_prompts(first_row=len(decoding))
         block_groups, block_slots, block_columns, block_ids = _pack_blocks(self._blocks)
         widths = pack(decode_widths)
@@ -197,9 +195,9 @@ class StepDraft:
             block_slots=block_slots,
             block_columns=block_columns,
             block_ids=block_ids,
-            token_slots=pack(self._span_slots),
-            token_starts=pack(self._span_starts),
-            token_counts=pack(self._span_counts),
+            token_slots=token_slots,
+            token_starts=token_starts,
+            token_counts=token_counts,
             token_ids=bytes(self._token_ids),
             slots=decode_slots + chunk_slots,
             num_tokens=widths + chunk_tokens,
@@ -247,7 +245,5 @@ def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[by
     return [groups.tobytes(), slots.tobytes(), columns.tobytes(), pack(ids)]
 
 
-def _pack_chunks(chunks: Sequence[Chunk]) -> list[bytes]:
-    """Return the packed slots, numbers of tokens and of logits, and lengths after the step of prefill chunks."""
-    rows = [(chunk.state.slot, chunk.num_tokens, chunk.is_last, chunk.state.num_computed) for chunk in chunks]
-    return [pack(column) for column in zip(*rows, strict=True)] if rows else [b""] * 4
+def _pack_columns(rows: Sequence[tuple[Any, ...]], num_columns: int) -> list[bytes]:
+    return [pack(column) for column in zip(*rows, strict=True)] if rows else [b""] * num_columns
