@@ -26,11 +26,9 @@ place cost."""
 _LEAST_SHARE = 0.25
 """Share of the slots that a group at least fills, or has requests waiting, before its adapter is merged: a change takes
 as long as several steps."""
-
-
 _MOST_REST = 4096
-"""Steps in which some rest, after which no more requests of the group enter that has the slots, and those that rest go
-on to their ends: a group may be long, and a program's requests may never end."""
+"""Steps with resting requests after which the group that has the slots admits no more, and the resting ones go on: a
+group may be long, and a program's requests may never end."""
 
 
 class MergedAdapter:
