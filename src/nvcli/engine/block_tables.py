@@ -103,6 +103,8 @@ class BlockTables:
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""
+        if -(-num_tokens // self.block_size) * len(self._groups) <= self.block_manager.num_blocks:
+            return True
         needed = sum(group.most_blocks(num_tokens, self.block_size) for group in self._groups)
         return needed <= self.block_manager.num_blocks
 
