@@ -232,7 +232,8 @@ def test_decays_of_any_strength(dtype: torch.dtype) -> None:
     moved = DeltaGates(*(gate.to(DEVICE) for gate in gates))
     found = rules.delta_rule(qkv.to(DEVICE, copy=True), moved, pool, on_device(rows), heads)
     assert_close(found.float(), torch.cat(expected), dtype)
-    assert_close(pool[2], state[0], dtype)
+    tolerance = max(1e-3, 4 * TOLERANCE[dtype])  # sums of logarithms are thousands here, of which float32 has 2^-11
+    torch.testing.assert_close(pool[2].cpu(), state[0], atol=tolerance, rtol=tolerance)
 
 
 def test_fixed_decays(dtype: torch.dtype) -> None:

@@ -50,7 +50,7 @@ def shape(name: str, folder: Path, quantization: Any = "w4a16") -> ModelConfig:
         ("gpt-oss-20b", 40, {}, "w4a8"),
         ("gpt-oss-20b", 80, {"batch_invariant": True}, "none"),
         ("gpt-oss-120b", 141, {}, "w4a8"),
-        ("gpt-oss-120b", 141, {"tensor_parallel_size": 2}, "fp8"),
+        ("gpt-oss-120b", 141, {"tensor_parallel_size": 2}, "w4a8"),
         ("gpt-oss-120b", 141, {"tensor_parallel_size": 4}, "fp8"),  # groups of 4 bits would be cut
         ("gpt-oss-120b", 141, {"tensor_parallel_size": 8}, "none"),  # and parts in FP8 would be too narrow
     ],
