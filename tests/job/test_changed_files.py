@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nvcli.errors import InputChanged, OutputError
+from nvcli.errors import ConfigError, InputChanged, OutputError
 from nvcli.job import compression
 from nvcli.job.input.known_input import check_unchanged, know_inputs
 from nvcli.job.input.reader import RowReader
@@ -228,3 +228,8 @@ def test_a_table_that_is_changed_while_it_is_read(tmp_path: Path) -> None:
     Path.unlink(path)
     with pytest.raises(InputChanged):
         list(batches)
+
+
+def test_an_input_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^the input /proc/self/mem cannot be read: Input/output error$"):
+        know_inputs(["/proc/self/mem"])  # a regular file, whose error in a read has no name

@@ -92,10 +92,13 @@ class KnownInput:
 
 def know_inputs(names: Sequence[str]) -> tuple[KnownInput, ...]:
     """Record the state of inputs, which are regular files. Raises ConfigError."""
-    try:
-        return tuple(KnownInput(name, FileState.of(name), describe_input(name)) for name in names)
-    except OSError as error:
-        raise ConfigError(f"the input {error.filename} cannot be read: {error.strerror}") from None
+    known = []
+    for name in names:
+        try:
+            known.append(KnownInput(name, FileState.of(name), describe_input(name)))
+        except OSError as error:  # that of a read names no file
+            raise ConfigError(f"the input {name} cannot be read: {error.strerror}") from None
+    return tuple(known)
 
 
 def check_unchanged(inputs: Sequence[KnownInput]) -> None:
