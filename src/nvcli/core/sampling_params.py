@@ -25,7 +25,7 @@ MAX_STOP_STRINGS = 1024
 """Maximum stop strings per row."""
 
 MAX_STOP_CHARS = 65_536
-"""Maximum characters of a row's stop strings together."""
+"""Maximum characters of a row's stop strings together; each character takes about 200 bytes of memory."""
 
 MAX_ANSWER_NUMBERS = 1 << 24
 """Maximum token ids and log-probabilities in the answers of one row. Each takes about 70 bytes of memory, in the

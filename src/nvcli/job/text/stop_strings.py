@@ -2,6 +2,11 @@
 
 Each token is looked at on its own, so that the outcome does not depend on how many tokens came together. A stop
 string may begin in one token and end in another, and a character may be spread over several tokens.
+
+All stop strings of a row are looked for at once, by the automaton of Aho and Corasick (1975), which reads each
+character of an answer once, however many strings there are and however long they are. It is written out here because
+answers come in pieces: pyahocorasick (2.3.1) corrupts the heap when some pieces have characters beyond U+FFFF and
+others have not (its issue 221), and ahocorasick_rs takes whole texts only.
 """
 
 from __future__ import annotations
@@ -16,33 +21,57 @@ MAX_PENDING_TOKENS = 8
 
 
 class StopStrings:
-    """The stop strings of a row, for the search in its answers."""
+    """The stop strings of a row, compiled for the search in its answers."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         """`strings` may be any number of texts, none of them empty."""
         assert all(strings)
-        self._strings = strings
-        self.longest = max(map(len, strings), default=0)
-        """Length of the longest."""
-        self._by_end: dict[str, list[str]] = {}
-        """Stop strings by their last character, so that most pieces of an answer are searched for none of them."""
+        self.root = _Node(0)
+        """The empty prefix."""
         for string in strings:
-            self._by_end.setdefault(string[-1], []).append(string)
+            self._add(string)
+        self._link()
 
-    def find(self, text: str, begin: int) -> range | None:
-        """Return the place of the first stop string in a text, of those that end after `begin`; None if none does."""
-        found: range | None = None
-        for char in self._by_end.keys() & text[begin:]:
-            for string in self._by_end[char]:
-                at = text.find(string, max(0, begin - len(string) + 1))
-                if at >= 0 and (found is None or (at, len(string)) < (found.start, len(found))):
-                    found = range(at, at + len(string))
-        return found
+    def _add(self, string: str) -> None:
+        node = self.root
+        for depth, char in enumerate(string, 1):
+            node = node.children.setdefault(char, _Node(depth))
+        node.longest = len(string)
 
-    def num_begun(self, text: str) -> int:
-        """Return how many characters at the end of a text a stop string may begin with."""
-        ends = (text[at:] for at in range(len(text)))
-        return len(next((end for end in ends if any(string.startswith(end) for string in self._strings)), ""))
+    def _link(self) -> None:
+        """Set `fallback` and `longest` of all nodes, shortest prefixes first."""
+        level = list(self.root.children.values())
+        for node in level:
+            node.fallback = self.root
+        while level:
+            for node in level:
+                for char, child in node.children.items():
+                    child.fallback = _next(node.fallback, char) or self.root
+                    child.longest = child.longest or child.fallback.longest
+            level = [child for node in level for child in node.children.values()]
+
+
+class _Node:
+    """A prefix of some stop strings."""
+
+    __slots__ = ("children", "depth", "fallback", "longest")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        """Length of the prefix."""
+        self.children: dict[str, _Node] = {}
+        """Prefixes longer by one character, by that character."""
+        self.fallback: _Node | None = None
+        """The longest other prefix that this one ends with; None for the empty prefix."""
+        self.longest = 0
+        """Length of the longest stop string that this prefix ends with; 0: none."""
+
+
+def _next(node: _Node | None, char: str) -> _Node | None:
+    """Return the longest prefix that `node` and then `char` end with; None if that is the empty one."""
+    while node is not None and (child := node.children.get(char)) is None:
+        node = node.fallback
+    return child if node is not None else None
 
 
 class StopStringDetector:
@@ -59,7 +88,8 @@ class StopStringDetector:
         """`decode` gives the text of token ids. A stop string that is complete before `min_tokens` is just text.
         `keeps_stop`: the answer ends after the stop string, not before it."""
         self._decode = decode
-        self._stop_strings = stop_strings
+        self._root = self._node = stop_strings.root
+        self._num_chars = 0
         self._min_tokens = min_tokens
         self._keeps_stop = keeps_stop
         self._ids: list[int] = []
@@ -70,8 +100,6 @@ class StopStringDetector:
         self._read = 0
         self._context_text = ""
         self._pieces: list[str] = []
-        self._tail = ""
-        """The end of the pieces, in which a stop string may have begun."""
         self._num_settled_pieces = 0
         self._held_back = ""
         """Text of earlier pieces that `take_settled` has held back."""
@@ -100,7 +128,7 @@ class StopStringDetector:
         """
         text = "".join([self._held_back, *self._pieces[self._num_settled_pieces :]])
         self._num_settled_pieces = len(self._pieces)
-        end = len(text) - self._stop_strings.num_begun(self._tail)
+        end = len(text) - self._node.depth  # a stop string may begin with these characters
         self._held_back = text[end:]
         return text[:end]
 
@@ -125,11 +153,22 @@ class StopStringDetector:
 
     def _take_piece(self, piece: str) -> bool:
         self._pieces.append(piece)
-        text, begin = self._tail + piece, len(self._tail)
-        self._tail = text[max(0, len(text) - self._stop_strings.longest + 1) :]
-        found = self._stop_strings.find(text, begin)
+        found = self._find(piece)
         if found is None or len(self._ids) < self._min_tokens:
             return False
-        whole = "".join(self._pieces)
-        self.text = whole[: len(whole) - len(text) + (found.stop if self._keeps_stop else found.start)]
+        self.text = "".join(self._pieces)[: found.stop if self._keeps_stop else found.start]
         return True
+
+    def _find(self, piece: str) -> range | None:
+        """Return the place of the stop string that ends in the next piece, the first of several; None if none does."""
+        root, end = self._root, self._num_chars
+        self._num_chars += len(piece)
+        if self._node is root and root.children.keys().isdisjoint(piece):
+            return None  # most pieces
+        found: range | None = None
+        for char in piece:
+            end += 1
+            self._node = node = _next(self._node, char) or root
+            if node.longest and (found is None or end - node.longest < found.start):
+                found = range(end - node.longest, end)
+        return found
