@@ -23,6 +23,8 @@ KVDtype = ModelDtype | Literal["fp8"]
 KeptWeights = Literal["none", "fp8", "w4a16", "w4a8"]
 FOUR_BITS: Sequence[KeptWeights] = ("w4a16", "w4a8")
 """Formats that keep a checkpoint's 4 bits."""
+FP8_PRODUCTS: Sequence[KeptWeights] = ("fp8", "w4a8")
+"""Formats whose products take activations in FP8."""
 Quantization = Literal["auto"] | KeptWeights
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "bf16", "fp8"]

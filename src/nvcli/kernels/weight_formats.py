@@ -36,6 +36,8 @@ FP8Scaling = Literal["channel", "block"]
 W4Kind = Literal["integer", "mxfp4", "mxfp4 for fp8", "nvfp4"]
 """The kind of codes of 4 bits: integers, or numbers of FP4 with the scales of one of its formats. "mxfp4 for fp8":
 they are multiplied by activations in FP8 and become FP8 themselves."""
+MXFP4_KINDS: tuple[W4Kind, ...] = ("mxfp4", "mxfp4 for fp8")
+"""The kinds of MXFP4, which only experts have."""
 
 
 def scale_shape(rows: int, columns: int, scaling: FP8Scaling) -> tuple[int, ...]:
@@ -94,7 +96,7 @@ class StoredGroups:
     def kept(self, columns: int) -> W4Format | None:
         """Return how a rank keeps `columns` of a weight, from a multiple of so many on: with the largest groups that
         neither a group nor the cut ends in. None: there are none."""
-        if self.kind == "mxfp4" or self.kind == "mxfp4 for fp8":
+        if self.kind in MXFP4_KINDS:
             return None if columns % MXFP4_BLOCK else W4Format(self.kind, MXFP4_BLOCK)
         if self.kind == "nvfp4":
             return None if columns % NVFP4_BLOCK else W4Format("nvfp4", NVFP4_BLOCK)

@@ -15,7 +15,7 @@ from nvcli.kernels.fp4_rows import count_exact_blocks, fp4_to_fp8, powers_of_row
 from nvcli.kernels.fp8 import quantise_weight
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
 from nvcli.kernels.w4 import LARGEST_FP4_SCALE, join_block_scales, join_scales, pack, pack_mxfp4
-from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
+from nvcli.kernels.weight_formats import FP8_BLOCK, MXFP4_KINDS, FP8Scaling, W4Format
 from nvcli.models.adapters.merge import read_values
 from nvcli.models.rounded_rows import RowTally
 from nvcli.models.stacked_values import StoredStack, decode_stack, has_one_scale, read_stack, scales_of, stack_key
@@ -160,7 +160,7 @@ def _move_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
 def _read_w4(
     files: OpenFiles, info: TensorInfo, source: WeightSource, kept: W4Format, device: torch.device
 ) -> KeptPart:
-    is_mxfp4, factor = kept.kind in ("mxfp4", "mxfp4 for fp8"), None
+    is_mxfp4, factor = kept.kind in MXFP4_KINDS, None
     if info.codes is None or info.packing is None or info.packing.bits != 4:
         raise LoadError(
             f"{info.file}: tensor {info.name} is stored as {info.dtype}, but config.json does not list it among those "

@@ -10,6 +10,7 @@ import msgspec
 
 from nvcli.attention.kv_layout import SCRATCH_UNIT, projected_scratch_tokens, scratch_tokens
 from nvcli.attention.spec import AttentionSpec, StateSpec, attention_kinds
+from nvcli.core.config_types import FP8_PRODUCTS
 from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
 from nvcli.core.messages import MemoryUse
 from nvcli.models.config import ModelConfig
@@ -136,7 +137,7 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
     most = max(
         -(-count // config.num_homes) if isinstance(block, Mixer) else count for block, count in elements.items()
     )
-    if model.quantization in ("fp8", "w4a8"):
+    if model.quantization in FP8_PRODUCTS:
         most += code_elements(hidden)
     most += model.decoder.has_shortcuts * hidden  # the result that waits for the next layer
     inputs = model.decoder.layer_inputs

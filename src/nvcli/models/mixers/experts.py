@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from nvcli.core.config_types import KeptWeights
+from nvcli.core.config_types import FP8_PRODUCTS, KeptWeights
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT, ExpertActivation, Routing
 from nvcli.models.mixers.mixer import FeedForward, LayerContext, Piece, Ranks, code_elements
 from nvcli.models.mixers.mlp import MLPConfig
@@ -122,7 +122,7 @@ class ExpertsConfig(FeedForward):
         inner = experts * self.intermediate_size // ranks.parts_of_expert
         if self.latent_size is not None:
             inner += (2 + experts) * self.latent_size
-        return (2 + results) * hidden_size + inner + (code_elements(inner) if quantization in ("fp8", "w4a8") else 0)
+        return (2 + results) * hidden_size + inner + (code_elements(inner) if quantization in FP8_PRODUCTS else 0)
 
     def unused_tensors(self, path: str) -> Iterator[str]:
         """Yield the weights that transformers writes for experts that return their input."""

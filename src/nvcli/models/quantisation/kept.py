@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from nvcli.core.config_types import KeptWeights
 from nvcli.errors import ConfigError
-from nvcli.kernels.weight_formats import NVFP4_BLOCK, W4_GROUPS, StoredGroups
+from nvcli.kernels.weight_formats import MXFP4_KINDS, NVFP4_BLOCK, W4_GROUPS, StoredGroups
 from nvcli.models.mixers.mixer import Piece
 from nvcli.models.quantisation.quantisation import Quantisation
 
@@ -54,8 +54,7 @@ def problems_of_cut_groups(groups: StoredGroups, hidden_size: int, pieces: Itera
     """Yield the 4-bit weights that cannot be cut over `size` ranks, by the number of input features per rank."""
     lengths = {"the hidden size": hidden_size}
     for piece in pieces:
-        has_experts_alone = groups.kind in ("mxfp4", "mxfp4 for fp8")
-        if piece.cut_by_inputs is not None and (piece.is_of_experts or not has_experts_alone):
+        if piece.cut_by_inputs is not None and (piece.is_of_experts or groups.kind not in MXFP4_KINDS):
             lengths[piece.cut_by_inputs] = piece.length
     for name, length in lengths.items():
         if groups.kept(length) is None:
