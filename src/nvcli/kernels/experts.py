@@ -21,7 +21,7 @@ from torch import Tensor
 from nvcli.kernels import w4
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix, ExpertScales, ExpertWeights, Routes, W4Scales, matrices
-from nvcli.kernels.fp8 import fp8_linear, fp8_weight_linear, quantise
+from nvcli.kernels.fp8 import fp8_linear, fp8_weight_linear, quantise, values_of_rows
 from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
 
 
@@ -91,8 +91,7 @@ def _multiply(x: Tensor, matrix: ExpertMatrix, *, quantises: bool, batch_invaria
     if matrix.format is not None:
         values = w4.dequantise(weight, scales, x.shape[1], matrix.format)
         if quantises:
-            rows = quantise(x, "channel")
-            x = (rows.codes.float() * rows.scales.unsqueeze(1)).to(x.dtype)
+            x = values_of_rows(quantise(x, "channel")).to(x.dtype)
         return F.linear(x.float(), values, None if bias is None else bias.float()).to(x.dtype)
     if quantises:
         return fp8_linear(quantise(x, "channel" if scales.dim() == 1 else "block"), weight, scales, bias, None)

@@ -118,7 +118,7 @@ def fp8_linear(
     type of the activations, in `out` (contiguous) if that is given. Weight and activations have the same scaling."""
     assert x.scales.dim() == scales.dim(), "blocks of a weight need those of its input, and rows those of rows"
     if not weight.is_cuda:
-        result = F.linear(_values(x), dequantise_weight(weight, scales), None if bias is None else bias.float())
+        result = F.linear(values_of_rows(x), dequantise_weight(weight, scales), None if bias is None else bias.float())
         return result.to(x.dtype) if out is None else out.copy_(result)
     result = _product(x, weight, scales, out, accumulation)
     if bias is not None:
@@ -213,8 +213,8 @@ def _scaled_product(
     return product.to(x.dtype)
 
 
-def _values(x: QuantisedRows) -> Tensor:
-    """The values of activations in float32."""
+def values_of_rows(x: QuantisedRows) -> Tensor:
+    """Return the values of activations in float32."""
     if x.scales.dim() == 1:
         return numbers(x.codes).mul_(x.scales.unsqueeze(-1))
     return numbers(x.codes).mul_(x.scales.repeat_interleave(FP8_BLOCK, 1)[:, : x.codes.shape[1]])

@@ -26,20 +26,13 @@ from nvcli.kernels.triton.recurrent.chunk_walk import (
     num_chunk_programs,
     walk_chunks,
 )
-from nvcli.kernels.triton.recurrent.delta_chunks import NORM_EPS, unit_lower_inverse
+from nvcli.kernels.triton.recurrent.delta_chunks import inverse_lengths, on_diagonal, precisions, unit_lower_inverse
 from nvcli.kernels.triton.recurrent.gates import read_beta, read_decays
-from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_tokens, row_span
+from nvcli.kernels.triton.recurrent.state_rows import RowTensors
 
 _CHANNELS, _WARPS = 16, 4
 """The channels of queries and keys that a program holds at a time, and its warps. 8,192 tokens of 32 heads of 128 take
 an H200 891 µs; with 32 channels 1,290, and with 8 warps besides 1,510."""
-
-
-@triton.jit
-def _inverse_lengths(x):
-    """Return what rows have to be multiplied by to have length 1."""
-    x = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, 1) + NORM_EPS)
 
 
 @triton.jit
@@ -73,14 +66,6 @@ def _product_of_blocks(x, y, PRECISION: tl.constexpr):
     return tl.dot(x, y.permute(0, 2, 1), input_precision=None if PRECISION == "float16" else PRECISION)
 
 
-@triton.jit
-def _on_diagonal(blocks, SIZE: tl.constexpr):
-    """Return the matrix [SIZE, SIZE] with these blocks [NUM, BLOCK, BLOCK] on its diagonal, and zeros elsewhere."""
-    n = tl.arange(0, blocks.shape[0])
-    own = (n[:, None] == n[None, :])[:, None, :, None]
-    return tl.where(own, blocks[:, :, None, :], 0.0).reshape(SIZE, SIZE)
-
-
 @triton.jit(do_not_specialize=["first_row", "num_rows", "num_halvings"])
 def _solve_channels_kernel(
     qkv_ptr,  # [T, NUM_CHANNELS], rows qkv_stride apart; queries and keys are written, see `ChunkParts`
@@ -109,16 +94,14 @@ def _solve_channels_kernel(
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     KEY_DIM: tl.constexpr = HEADS.key_dim
     head = tl.program_id(1)
-    row, chunk = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
-    start, end, before = row_span(row, rows)
-    first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
+    first, count = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
     if count > 0:
         DOT_PRECISION: tl.constexpr = None if PRECISION == "float16" else PRECISION
         n = tl.arange(0, CHUNK)
         is_token = n < count
         token = (first + n).to(tl.int64)
         whole_q, whole_k = load_queries_keys(qkv_ptr, qkv_stride, token, is_token, head, HEADS, KEY_TILE)
-        q_scale, k_scale = _inverse_lengths(whole_q), _inverse_lengths(whole_k)
+        q_scale, k_scale = inverse_lengths(whole_q), inverse_lengths(whole_k)
         tl.debug_barrier()  # all threads have loaded what another one overwrites
         tl.static_assert(CHUNK == 64)
         r = tl.arange(0, 16)
@@ -162,12 +145,12 @@ def _solve_channels_kernel(
             tl.debug_barrier()  # as above
             tl.store(q_ptrs, (q * passed * scale).to(qkv_ptr.dtype.element_ty), mask=mask)
             tl.store(k_ptrs, (k * passed).to(qkv_ptr.dtype.element_ty), mask=mask)
-        similarity += _on_diagonal(near_similarity, CHUNK)
+        similarity += on_diagonal(near_similarity, CHUNK)
         similarity += tl.where(n[:, None] == n[None, :], own_similarity[:, None], 0.0)
         square = (token[:, None] * VALUE_HEADS + head) * CHUNK + n[None, :]
         tl.store(scores_ptr + square, (similarity * scale).to(scores_ptr.dtype.element_ty), mask=is_token[:, None])
         beta = read_beta(gates, token, head, is_token, beta_stride, HEADS.beta_scale)
-        overlap += _on_diagonal(near_overlap, CHUNK)
+        overlap += on_diagonal(near_overlap, CHUNK)
         solved = unit_lower_inverse(overlap * beta[:, None], CHUNK, INVERSE_PRECISION) * beta[None, :]
         tl.store(solved_ptr + square, solved.to(solved_ptr.dtype.element_ty), mask=is_token[:, None])
 
@@ -183,8 +166,7 @@ def compute_chunks(
     solved, scores = torch.empty(2, num_tokens, num_heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
     left_keys = torch.empty(num_tokens, num_heads, heads.key_dim, dtype=qkv.dtype, device=qkv.device)
     wholes = torch.empty(num_programs, num_heads, heads.key_dim, dtype=torch.float32, device=qkv.device)
-    is_half = qkv.element_size() == 2
-    precision = "tf32" if is_half else "tf32x3"
+    precision, inverse_precision = precisions(qkv, heads)
     _solve_channels_kernel[num_programs, num_heads](
         qkv,
         gates,
@@ -205,8 +187,8 @@ def compute_chunks(
         KEY_TILE=chunk_key_tile(heads),
         CHANNELS=min(_CHANNELS, chunk_key_tile(heads)),
         CHUNK=CHUNK,
-        PRECISION="float16" if is_half else precision,
-        INVERSE_PRECISION="float16" if is_half and heads.beta_scale <= 1.0 else precision,
+        PRECISION="float16" if qkv.element_size() == 2 else precision,
+        INVERSE_PRECISION=inverse_precision,
         num_warps=_WARPS,
         num_stages=1,
     )

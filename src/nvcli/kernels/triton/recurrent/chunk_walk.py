@@ -65,8 +65,8 @@ def _first_program(start, row, origin, first_row, CHUNKS: tl.constexpr, BLOCK_SI
 
 @triton.jit
 def find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the row and the chunk of a program. Each row from `first_row` on has as many programs as it may have
-    chunks; some of them get a chunk after the row's last one."""
+    """Return the first token of a program's chunk, and how many it has. Each row from `first_row` on has as many
+    programs as it may have chunks; some of them get a chunk after the row's last one, without tokens."""
     CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
     origin = tl.load(rows.starts + first_row)
     low = first_row
@@ -76,9 +76,10 @@ def find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.co
         first = _first_program(tl.load(rows.starts + middle), middle, origin, first_row, CHUNKS, BLOCK_SIZE)
         low = tl.where(first <= index, middle, low)
         high = tl.where(first <= index, high, middle)
-    start, _, before = row_span(low, rows)
+    start, end, before = row_span(low, rows)
     index -= _first_program(start, low, origin, first_row, CHUNKS, BLOCK_SIZE)
-    return low, chunk_of(before, BLOCK_SIZE, CHUNK) + index
+    chunk = chunk_of(before, BLOCK_SIZE, CHUNK) + index
+    return chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
 
 
 @triton.jit

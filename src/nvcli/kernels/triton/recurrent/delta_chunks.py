@@ -30,12 +30,27 @@ from nvcli.kernels.triton.recurrent.chunk_walk import (
     walk_chunks,
 )
 from nvcli.kernels.triton.recurrent.gates import read_gates
-from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_tokens, row_span
+from nvcli.kernels.triton.recurrent.state_rows import RowTensors
 
 NORM_EPS = tl.constexpr(1e-6)
 _SOLVE_WARPS, _SOLVE_REGISTERS = 4, 168
 """The register limit makes room for three programs on a multiprocessor. Both kernels together take an H200 289 µs for
 8,192 tokens of 14 rows, with 32 heads of 128; 309 without a limit."""
+
+
+@triton.jit
+def inverse_lengths(x):
+    """Return what rows have to be multiplied by to have length 1."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) + NORM_EPS)
+
+
+@triton.jit
+def on_diagonal(blocks, SIZE: tl.constexpr):
+    """Return the matrix [SIZE, SIZE] with these blocks [NUM, BLOCK, BLOCK] on its diagonal, and zeros elsewhere."""
+    n = tl.arange(0, blocks.shape[0])
+    own = (n[:, None] == n[None, :])[:, None, :, None]
+    return tl.where(own, blocks[:, :, None, :], 0.0).reshape(SIZE, SIZE)
 
 
 @triton.jit
@@ -70,9 +85,7 @@ def unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     blocks = tl.where(r == c, 1.0, tl.where(((r ^ c) == 1) & (r > c), -small, 0.0))
     for level in tl.static_range(1, 4):
         blocks = _join(blocks, small, r, c, level, PRECISION)
-    n = tl.arange(0, SIZE // 16)
-    own = (n[:, None] == n[None, :])[:, None, :, None]
-    inverse = tl.where(own, blocks[:, :, None, :], 0.0).reshape(SIZE, SIZE)
+    inverse = on_diagonal(blocks, SIZE)
     i = tl.arange(0, SIZE)[:, None]
     j = tl.arange(0, SIZE)[None, :]
     for level in tl.static_range(4, 6):
@@ -108,15 +121,13 @@ def _solve_kernel(
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    row, chunk = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
-    start, end, before = row_span(row, rows)
-    first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
+    first, count = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
     if count > 0:
         n = tl.arange(0, CHUNK)
         is_token = n < count
         token = (first + n).to(tl.int64)
         q, k = load_queries_keys(qkv_ptr, qkv_stride, token, is_token, key_head, HEADS, KEY_TILE)
-        q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + NORM_EPS) * scale
+        q_scale = inverse_lengths(q) * scale
         overlap = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         k_scale = tl.rsqrt(tl.sum(tl.where(n[:, None] == n[None, :], overlap, 0.0), 1) + NORM_EPS)
         similarity = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -142,6 +153,13 @@ def _solve_kernel(
         tl.store(scale_ptrs + 3 * stride, k_scale * passed, mask=is_token)
 
 
+def precisions(qkv: Tensor, heads: RecurrentHeads) -> tuple[str, str]:
+    """Return the precision of products in float32, and that of the inverse."""
+    is_half = qkv.element_size() == 2
+    precision = "tf32" if is_half else "tf32x3"
+    return precision, "float16" if is_half and heads.beta_scale <= 1.0 else precision
+
+
 def compute_chunks(
     qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: RecurrentHeads, out: Tensor
 ) -> None:
@@ -150,9 +168,7 @@ def compute_chunks(
     num_tokens, num_rows, first_row = len(qkv), len(rows.slots), rows.num_decode_rows
     solved, scores = torch.empty(2, num_tokens, heads.num_value_heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
     scales = torch.empty(4, heads.num_value_heads, num_tokens, dtype=torch.float32, device=qkv.device)
-    is_half = qkv.element_size() == 2
-    precision = "tf32" if is_half else "tf32x3"
-    inverse_precision = "float16" if is_half and heads.beta_scale <= 1.0 else precision
+    precision, inverse_precision = precisions(qkv, heads)
     _solve_kernel[num_chunk_programs(num_tokens, rows), heads.num_value_heads](
         qkv,
         gates,
@@ -176,6 +192,6 @@ def compute_chunks(
         INVERSE_PRECISION=inverse_precision,
         num_warps=_SOLVE_WARPS,
         num_stages=1,
-        maxnreg=_SOLVE_REGISTERS if is_half else None,
+        maxnreg=_SOLVE_REGISTERS if qkv.element_size() == 2 else None,
     )
     walk_chunks(qkv, ChunkParts(solved, scores, scales, None), pool, rows, heads, out)

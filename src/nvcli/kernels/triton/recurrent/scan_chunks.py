@@ -25,7 +25,7 @@ from nvcli.kernels.triton.recurrent.chunk_walk import (
     walk_chunks,
 )
 from nvcli.kernels.triton.recurrent.gates import LOG2_E, read_gates
-from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_tokens, row_span
+from nvcli.kernels.triton.recurrent.state_rows import RowTensors
 
 _HEADS, _WARPS = 8, 8
 """The most heads of a program, and its warps. Measured with the walk on an H200, for 8,204 tokens of 14 rows and 64
@@ -58,9 +58,7 @@ def _scores_kernel(
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     first_head = tl.program_id(1) * HEADS_EACH
     key_head = first_head // (VALUE_HEADS // KEY_HEADS)
-    row, chunk = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
-    start, end, before = row_span(row, rows)
-    first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
+    first, count = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
     if count > 0:
         n = tl.arange(0, CHUNK)
         is_token = n < count
