@@ -51,19 +51,16 @@ def keep_weights(
     if run.quantization != "auto":
         kept = model.with_quantization(run.quantization)
         if run.quantization == "w4a8":
-            _check_fp8_units(device, gpus)
+            _check_fp8_units(gpus or () if device == "cpu" else _known_gpus(gpus))
         if adapter is not None:
             adapter.check_kept(kept)
         return kept
     format_kept = _format_kept(run, model, adapter)
     if device == "cpu" or format_kept is None or _obstacle(run, model, format_kept):
         return model.with_quantization("none")
-    if gpus is None:
-        found = visible_gpus()
-        gpus = () if isinstance(found, str) else found
+    gpus = _known_gpus(gpus)
     assert model.quantisation is not None
-    known = [gpu.capability for gpu in gpus if gpu.capability is not None]
-    has_fp8_units = all(capability >= FP8_CAPABILITY for capability in known)
+    has_fp8_units = all(map(_has_fp8_units, gpus))
     if model.quantisation.numbers == "fp8":
         return model.with_quantization("fp8" if has_fp8_units else "none")
     smallest = smallest_memory(gpus)
@@ -84,11 +81,23 @@ def keep_weights(
     return plain if fits_plain else model.with_quantization(format_kept)
 
 
-def _check_fp8_units(device: Literal["cpu", "cuda"], gpus: Sequence[SmiGpu] | None) -> None:
-    """Raise ConfigError if a GPU has no units for FP8 products, as far as is known (None: by nvidia-smi)."""
-    found = visible_gpus() if gpus is None and device == "cuda" else gpus
-    for gpu in () if found is None or isinstance(found, str) else found:
-        if gpu.capability is not None and gpu.capability < FP8_CAPABILITY:
+def _known_gpus(gpus: Sequence[SmiGpu] | None) -> Sequence[SmiGpu]:
+    """Return the GPUs as far as they are known; None: those that nvidia-smi shows."""
+    if gpus is not None:
+        return gpus
+    found = visible_gpus()
+    return () if isinstance(found, str) else found
+
+
+def _has_fp8_units(gpu: SmiGpu) -> bool:
+    """Whether a GPU has units for FP8 products, as far as is known."""
+    return gpu.capability is None or gpu.capability >= FP8_CAPABILITY
+
+
+def _check_fp8_units(gpus: Sequence[SmiGpu]) -> None:
+    """Raise ConfigError if a GPU has no units for FP8 products."""
+    for gpu in gpus:
+        if not _has_fp8_units(gpu):
             raise ConfigError(
                 f"`quantization` is w4a8, and {gpu.name} has no units for FP8 products: use quantization: w4a16"
             )
