@@ -73,7 +73,7 @@ def failed(outputs: dict[int, RequestOutput]) -> list[int]:
 def test_rows_beside_broken_ones_keep_their_answers(checkpoint: Path, sampling: str, enforce_eager: bool) -> None:
     """In float32, where the size of a batch changes hardly anything."""
     runner = small_runner(checkpoint, dtype="float32", attention_backend="triton", enforce_eager=enforce_eager)
-    assert (runner.steps._graphs is None) == enforce_eager
+    assert (runner.steps.graphs is None) == enforce_eager
     sound, mixed = (run_to_outputs(runner, requests(SAMPLINGS[sampling], poisoned=p)) for p in (False, True))
     broken = {i for i in range(NUM_REQUESTS) if i % 3 == 1}
     met_by_chance = set(failed(sound))  # an answer had the poison itself

@@ -131,7 +131,7 @@ def test_rows_of_different_widths_are_padded(requests: list[Request], expected: 
         graphs = LaunchedGraphs(shapes, runner.steps)
         graphs.captured += shapes
         graphs.replayed = replayed
-        runner.steps.use_graphs(graphs)
+        runner.steps.graphs = graphs
 
     settings = {**DRAFTS, "max_num_seqs": 24, "max_draft_tokens": 7, "max_num_batched_tokens": 200}
     found, _ = run_here(requests, draws=True, prepare=use_graphs, **settings)
@@ -149,8 +149,8 @@ def test_rows_of_different_widths_in_graphs() -> None:
     expected = run_core(make_core(make_runner(demo_path(), **settings)), rows)
     runner = make_runner(demo_path(), **settings, **DRAFTS)
     assert_equal(run_core(make_core(runner), rows), expected)
-    assert runner.steps._graphs is not None
-    assert any(shape.uneven_tokens for shape in runner.steps._graphs._graphs)
+    assert runner.steps.graphs is not None
+    assert any(shape.uneven_tokens for shape in runner.steps.graphs._graphs)
 
 
 def test_ranks_that_share_a_model_take_the_same_drafts(

@@ -117,7 +117,7 @@ def test_graph_equals_eager_bit_for_bit() -> None:
         assert pending is not None
         scheduler.process(step, pending.result())
     state, steps = runner.slots.state, runner.steps
-    graphs = steps._graphs
+    graphs = steps.graphs
     assert graphs is not None
     with torch.inference_mode():
         lens = (state.lengths[:8] + 1).tolist()
@@ -168,7 +168,7 @@ def test_mixed_graphs_answer_right() -> None:
     rng.shuffle(examples)
     asked = [tokenizer.encode(raw_prompt(example)) for example in examples]
     runner = make_runner(demo_path(), max_model_len=1024, max_num_batched_tokens=2048, max_num_seqs=16)
-    graphs = runner.steps._graphs
+    graphs = runner.steps.graphs
     assert graphs is not None
     replay, replayed = graphs.replay, []
 
@@ -222,7 +222,7 @@ def test_windows_give_the_cpus_answers(tmp_path: Path, settings: dict[str, Any])
     torch.backends.cuda.matmul.allow_tf32 = False
     options = {"block_size": 16, "max_num_batched_tokens": 96}
     gpu = make_runner(path, dtype="float32", attention_backend="triton", **options)
-    assert gpu.steps._graphs is not None
+    assert gpu.steps.graphs is not None
     cpu = make_runner(path, device="cpu", **options)
     assert any(group.window is not None for group in gpu.ready.kv_groups)
     some = prompts(8, vocab_size=97)

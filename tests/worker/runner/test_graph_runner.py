@@ -68,7 +68,7 @@ def test_padded_steps_answer_like_exact_ones(path: Path) -> None:
     ]
     padded = make_runner(path, **options)
     graphs = LaunchedGraphs(shapes, padded.steps)
-    padded.steps.use_graphs(graphs)
+    padded.steps.graphs = graphs
     assert answers(padded) == expected
     run = graphs.replayed
     assert {(shape.decode_rows > 0, shape.prefill_rows > 0) for shape in run} == {(True, True), (True, False)}
@@ -95,7 +95,7 @@ def test_padded_steps_whose_chunks_share_prefixes() -> None:
         runner.steps,
     )
     graphs.captured += graphs.shapes
-    runner.steps.use_graphs(graphs)
+    runner.steps.graphs = graphs
     found, num_steps, _ = segment_answers.answers(
         runner, prompts, 3, num_blocks=100, costs=None, prefix_costs=segment_answers.EAGER_PREFIX_COSTS
     )
@@ -120,7 +120,7 @@ def test_steps_that_share_segments_have_graphs_of_their_own(tmp_path: Path) -> N
     shared = [replace(shape, shares_segments=True) for shape in plain if may_share(shape.decode_rows, 6)]
     graphs = LaunchedGraphs(plain + shared, runner.steps)
     graphs.captured += plain
-    runner.steps.use_graphs(graphs)
+    runner.steps.graphs = graphs
     staged, stage = [], runner.steps._buffers.stage
 
     def counted(step: StepInput, batch: StepBatch, *of_drafts: np.ndarray | None) -> StepBatch:

@@ -73,7 +73,7 @@ def run_here(
     if shapes is not None:
         graphs = LaunchedGraphs(shapes, runner.steps)
         graphs.captured += shapes
-        runner.steps.use_graphs(graphs)
+        runner.steps.graphs = graphs
     if draws:
         draw_widths(scheduler, random.Random(1))
     core = make_core(runner, scheduler)

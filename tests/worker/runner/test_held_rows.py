@@ -335,6 +335,7 @@ def test_rows_wait_where_they_cannot_be_computed_again(vocabulary: Vocabulary, m
     monkeypatch.setattr(runner.backend, "needs_exact_lens", True)
     assert not runner._may_hold_rows()
     runner._make_slots()
+    runner._make_steps()
     runner._allocate_kv_cache()
     scheduler = make_scheduler(runner)
     core = make_core_of(runner, scheduler)

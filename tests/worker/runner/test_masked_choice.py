@@ -43,7 +43,7 @@ def test_answers_are_the_same_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> N
         runner = make_runner(demo_path(), "cpu", **CONFIG)
         graphs = LaunchedGraphs(shapes, runner.steps)
         graphs.captured += shapes
-        runner.steps.use_graphs(graphs)
+        runner.steps.graphs = graphs
         return found_in(run_core(make_core(runner), requests)), graphs
 
     num_chosen = 0
@@ -88,7 +88,7 @@ def test_a_shape_stays_in_one_part_where_memory_runs_out(monkeypatch: pytest.Mon
         runner = make_runner(demo_path(), "cpu", **CONFIG)
         graphs = LaunchedGraphs([shape], runner.steps)
         graphs.captured.append(shape)
-        runner.steps.use_graphs(graphs)
+        runner.steps.graphs = graphs
         return found_in(run_core(make_core(runner), requests))
 
     expected = answer()

@@ -28,7 +28,7 @@ def test_answers_are_the_same_with_shared_segments(enforce_eager: bool) -> None:
     assert found == expected
     assert num_steps > 20
     assert num_preemptions > 0
-    graphs = runner.steps._graphs
+    graphs = runner.steps.graphs
     assert enforce_eager or any(shape.shares_segments for shape in graphs._graphs)  # type: ignore[union-attr]
 
 
@@ -46,7 +46,7 @@ def test_answers_are_the_same_where_chunks_share_prefixes(enforce_eager: bool) -
     )
     assert found == expected
     assert num_steps > 3
-    graphs = runner.steps._graphs
+    graphs = runner.steps.graphs
     assert enforce_eager or any(shape.shares_prefixes for shape in graphs._graphs)  # type: ignore[union-attr]
 
 
@@ -110,7 +110,7 @@ def test_rows_with_drafts_share_segments_and_compile_nothing(enforce_eager: bool
     found, num_steps, _ = answers(runner, prompts, 40, num_blocks=300, costs=EAGER_COSTS)
     assert found == expected
     assert num_steps > 10
-    graphs = runner.steps._graphs
+    graphs = runner.steps.graphs
     shapes = () if graphs is None else graphs._graphs
     assert enforce_eager or any(shape.shares_segments and shape.tokens_per_row > 1 for shape in shapes)
     assert compiled_variants() == warmed_up

@@ -9,8 +9,10 @@ CudaGraphRunner).
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -18,7 +20,9 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.worker.runner.device import wait_for_gpu
-from nvcli.worker.runner.graph_choice import GraphChoice
+
+_USES_OF_OTHER = 64
+"""Uses of a graph that does more than a step needs, before one is captured that does no more."""
 
 
 class GraphOutput(Protocol):
@@ -49,8 +53,9 @@ class GraphRunner(Generic[T]):
         self._outputs: dict[BatchShape, T] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self.padded_shape = GraphChoice(shapes, self.has_captured).padded_shape
-        """Returns the shape of the graph that serves a batch; None: none does."""
+        self._uncaptured: Counter[BatchShape] = Counter()
+        """How often steps wanted a graph that is not captured."""
+        self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
 
     def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:
         """Capture the graphs of these shapes (None: all), in order, and wait for the device. `shapes_to_run` run once
@@ -74,6 +79,22 @@ class GraphRunner(Generic[T]):
             self._prepare(shape)
             self._run(shape)
             wait_for_gpu()  # the memory of uploads serves the next steps, too
+
+    def padded_shape(self, shape: BatchShape) -> BatchShape | None:
+        """Return the shape of the graph that serves a batch; None if none does. For some time a captured graph serves
+        instead of one that is not, if a head takes in prompts there that it need not take in, or drafts for up to twice
+        as many rows: that costs less than capturing another."""
+        found = next((candidate for candidate in self._smallest_first if candidate.holds(shape)), None)
+        if found is None or self.has_captured(found) or not (found.prefill_rows or found.extends_drafts):
+            return found
+        self._uncaptured[found] += 1
+        if self._uncaptured[found] >= _USES_OF_OTHER:
+            return found
+        if found.prefill_rows:
+            extended = replace(found, extends_drafts=True)
+            return extended if self.has_captured(extended) else found
+        others = (other for other in self._smallest_first if other.holds(shape) and self.has_captured(other))
+        return next((other for other in others if other.decode_rows <= 2 * found.decode_rows), found)
 
     def has_captured(self, shape: BatchShape) -> bool:
         """Whether the graph of a shape can be replayed."""

@@ -61,7 +61,7 @@ from nvcli.worker.runner.slot_table import SlotTable
 from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_images import StepImages
 from nvcli.worker.runner.step_results import PendingStep
-from nvcli.worker.runner.step_runner import StepParts, StepRunner
+from nvcli.worker.runner.step_runner import StepRunner
 from nvcli.worker.runner.warm_up import run_largest_batches
 from nvcli.worker.runner.weight_changes import WeightChanges
 
@@ -90,6 +90,7 @@ class ModelRunner:
             self._choose_graphs()
             self._make_slots()
             self._make_adapters()
+            self._make_steps()
             self._compile_kernels()
             self._finish_weights()
             self._keep_base_weights()
@@ -258,6 +259,20 @@ class ModelRunner:
                 self.config, self.model, self._row_adapters, self.slots, self.device, self._groups.world, self.dtype
             )
 
+    def _make_steps(self) -> None:
+        adapters = self._adapters if self._row_adapters else None
+        self.steps = StepRunner(
+            *(self.config, self.model, self.slots, self.buffers, self.backend),
+            sampler=self.sampler,
+            constraints=self.constraints,
+            carried=[each for each in (adapters, self._images) if each is not None],
+            link=self.link,
+            clock=self._clock,
+            model_drafter=self._model_drafter,
+            kept_states=self.kept_states,
+            may_draft=self._may_draft,
+        )
+
     def _keep_base_weights(self) -> None:
         if self.config.merged_adapters:
             with self._phase("keep base weights"):
@@ -345,25 +360,7 @@ class ModelRunner:
 
     def _use_kv_cache(self, num_blocks: int, memory: torch.Tensor | None = None) -> None:
         self.kv_cache = KVCache(self._attention.kv_spec, num_blocks, self.device, memory)
-        self.steps = self._make_steps()
-
-    def _make_steps(self) -> StepRunner:
-        parts = StepParts(
-            config=self.config,
-            model=self.model,
-            slots=self.slots,
-            buffers=self.buffers,
-            backend=self.backend,
-            sampler=self.sampler,
-            model_drafter=self._model_drafter,
-            constraints=self.constraints,
-            carried=[each for each in (self._adapters.of_steps, self._images) if each is not None],
-            link=self.link,
-            clock=self._clock,
-            kept_states=self.kept_states,
-            may_draft=self._may_draft,
-        )
-        return StepRunner(parts, self.kv_cache)
+        self.steps.use_kv_cache(self.kv_cache)
 
     def _capture_graphs(self) -> None:
         shapes = self._graph_shapes
@@ -372,7 +369,7 @@ class ModelRunner:
                 before = free_bytes(self.device)
                 graphs = self.steps.make_graphs(shapes.at_start + shapes.late)
                 graphs.capture(shapes.at_start)
-                self.steps.use_graphs(graphs)
+                self.steps.graphs = graphs
                 self._graph_bytes = before - free_bytes(self.device)
 
     def _measure_memory(self) -> None:
@@ -381,10 +378,10 @@ class ModelRunner:
         if self.config.measure_memory:
             with self._phase("measure memory"):
                 buffers = self._buffer_bytes()
-                steps, self.steps = self.steps, self._make_steps()  # graphs would use their own memory
+                graphs, self.steps.graphs = self.steps.graphs, None  # they would use their own memory
                 with peak_allocated(self.device) as peak:
                     self._run_largest_batches()
-                self.steps = steps
+                self.steps.graphs = graphs
                 other = other_bytes(self.device, self._weight_bytes + self._adapters.num_bytes) - self._bytes_outside()
                 measured = by_item(
                     *(self._weight_bytes, self._adapters.num_bytes, buffers),

@@ -8,7 +8,7 @@ the shape, it holds everything that the device does after preparing the inputs; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,56 +39,57 @@ from nvcli.worker.runner.unfilled_blocks import partly_filled_blocks
 from nvcli.worker.runner.uploader import PinnedRing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepParts:
-    """The model, the tables and the buffers of one rank's steps, which are made once, whatever the size of its KV
-    cache."""
-
-    config: EngineConfig
-    model: CausalLM
-    slots: SlotTable
-    buffers: InputBuffers
-    backend: AttentionBackend
-    sampler: Sampler
-    model_drafter: ModelDrafter | None
-    """Drafts by a head of the model; None: rows have none of these."""
-    constraints: Constraints
-    carried: Sequence[Carried]
-    link: StageLink
-    clock: StepClock
-    kept_states: KeptStates | None
-    """Set for a model with recurrent states whose rows may have drafts."""
-    may_draft: bool
-
-
 class StepRunner:
-    """Runs the steps of one rank over one slot table and KV cache."""
+    """Runs the steps of one rank over one slot table, once it has a KV cache (`use_kv_cache`)."""
 
-    def __init__(self, parts: StepParts, kv_cache: KVCache) -> None:
-        config, model, slots = parts.config, parts.model, parts.slots
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        slots: SlotTable,
+        buffers: InputBuffers,
+        backend: AttentionBackend,
+        *,
+        sampler: Sampler,
+        constraints: Constraints,
+        carried: Sequence[Carried],
+        link: StageLink,
+        clock: StepClock,
+        model_drafter: ModelDrafter | None,
+        kept_states: KeptStates | None,
+        may_draft: bool,
+    ) -> None:
+        """`model_drafter`: drafts by a head of the model, if it has one. `kept_states`: given for a model with
+        recurrent states whose rows may have drafts."""
         steps_in_flight, device = config.max_steps_in_flight, slots.state.lengths.device
-        self._model, self._slots, self._buffers = model, slots, parts.buffers
-        self._kv_cache, self._backend, self._sampler = kv_cache, parts.backend, parts.sampler
-        self._carried, self._link, self._clock = parts.carried, parts.link, parts.clock
-        self._states = LateStates(parts.kept_states, kv_cache, slots.upload)
-        self._sets_lengths = parts.may_draft and not model.stage.is_last
+        self._model, self._slots, self._buffers, self._backend = model, slots, buffers, backend
+        self._sampler, self._carried, self._link, self._clock = sampler, carried, link, clock
+        self._kept_states = kept_states
+        self._sets_lengths = may_draft and not model.stage.is_last
         """Whether the lengths of requests come with each step (`SlotTable.set_lengths`)."""
         self._drafter = drafter = Drafter(
-            slots, parts.model_drafter, max_positions=config.max_model_len, accept_rate=config.draft_accept_rate
+            slots, model_drafter, max_positions=config.max_model_len, accept_rate=config.draft_accept_rate
         )
         self._masks = MaskedChoice(
-            *(parts.constraints, parts.sampler, slots, drafter),
+            *(constraints, sampler, slots, drafter),
             max_rows=config.max_step_logits,
             steps_in_flight=steps_in_flight,
         )
         self._reader = PromptQueryReader(model, model.group, device, batch_invariant=config.batch_invariant)
-        self._graphs: GraphRunner[StepLogits | StageOutput] | None = None
+        self.graphs: GraphRunner[StepLogits | StageOutput] | None = None
+        """The graphs that run steps, where one of them serves; None: steps are launched kernel by kernel."""
         self._graph_batches: dict[BatchShape, StepBatch] = {}
         self._on_gpu = device.type == "cuda"
         most_sampled = config.max_step_logits + 4 * config.max_padded_rows
         # The thread that posts outputs may still read those of two steps besides.
         self._pinned = PinnedRing(most_sampled, device, steps_in_flight=steps_in_flight)
         """Pinned buffers for what a step returns: its tokens, and four numbers for each row with drafts."""
+
+    def use_kv_cache(self, kv_cache: KVCache) -> None:
+        """Run steps over a KV cache from now on, without graphs."""
+        self._kv_cache, self.graphs = kv_cache, None
+        self._states = LateStates(self._kept_states, kv_cache, self._slots.upload)
+        self._graph_batches.clear()
 
     def make_graphs(self, shapes: Sequence[BatchShape]) -> GraphRunner[StepLogits | StageOutput]:
         """Make the graphs of these shapes, not yet captured."""
@@ -106,10 +107,6 @@ class StepRunner:
         """Launch a step over the rows loaded for the shape. A graph holds the same work."""
         return self._compute(self._padded_batch(shape), sample=not self._masks.is_split(shape))
 
-    def use_graphs(self, graphs: GraphRunner[StepLogits | StageOutput]) -> None:
-        """From now on, run steps as graphs where a graph serves them."""
-        self._graphs = graphs
-
     def run(self, step: StepInput) -> PendingStep | None:
         """Run one step, or queue it on the GPU; never wait for the device. Returns None in a stage that is not the
         last."""
@@ -117,7 +114,7 @@ class StepRunner:
         shape = self._buffers.choose_shape(step, self._backend)
         queries = self._reader.plan(step) if step.queries else None
         is_eager = sum(each.plan(step) for each in self._carried) or queries is not None or step.copies_new_keys
-        graphs = None if is_eager else self._graphs
+        graphs = None if is_eager else self.graphs
         padded = None if graphs is None else graphs.padded_shape(shape)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
         batch = self._buffers.stage(step, batch, self._drafter.may_draft(step, batch), self._states.begin(step, batch))
@@ -146,8 +143,8 @@ class StepRunner:
                 batch = replace(batch, forward=replace(batch.forward, key_copies=self._slots.key_copies(step)))
             output = self._compute(batch, sample=needs.is_simple, queries=queries)
         else:
-            assert self._graphs is not None
-            output = self._graphs.replay(padded)
+            assert graphs is not None
+            output = graphs.replay(padded)
         if isinstance(output, StageOutput):
             self._clock.stop(step_time)
             self._link.send(output.state)
@@ -170,7 +167,7 @@ class StepRunner:
 
     def _plan(self, batch: StepBatch, padded: BatchShape | None) -> None:
         """Plan a step on the host, and capture the graph of its padded shape if that is due."""
-        graphs = self._graphs
+        graphs = self.graphs
         if padded is None or graphs is None:
             self._backend.plan(batch.forward)
             return
