@@ -20,7 +20,7 @@ from nvcli.demo import demo_path
 from nvcli.errors import RowError, WorkerError
 from nvcli.job.text.grammar_maker import GrammarMaker
 from nvcli.worker.masks import mask_workers
-from nvcli.worker.masks.mask_messages import FollowGrammar, WantMask, answered
+from nvcli.worker.masks.mask_messages import FollowGrammar, MaskStart, WantMask, answered
 from nvcli.worker.masks.mask_patience import Patience
 from nvcli.worker.masks.mask_rows import MaskRowAllocator
 from nvcli.worker.masks.mask_workers import MaskWorkers
@@ -32,6 +32,20 @@ def fail(*args, **kwargs): raise {error}
 module.{name} = fail
 mask_processes.main()
 """
+
+
+def start_two(*, num_rows: int, stays_awake: bool) -> MaskWorkers:
+    return MaskWorkers(
+        MaskStart(
+            model_path=str(demo_path()),
+            vocab_size=640,
+            end_ids=[0],
+            num_rows=num_rows,
+            num_workers=2,
+            stays_awake=stays_awake,
+            finds_runs=False,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,10 +65,10 @@ def test_what_fails_at_the_start_is_said(
     def start_failing(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         code = FAILING.format(module=module, name=name, error=error)
         with printed.open("w") as stderr:
-            return start([command[0], "-P", "-c", code, command[-1]], stderr=stderr, **options)
+            return start([command[0], "-P", "-c", code, *command[4:]], stderr=stderr, **options)
 
     monkeypatch.setattr(mask_workers.subprocess, "Popen", start_failing)
-    workers = MaskWorkers(demo_path(), vocab_size=640, end_ids=[0], num_rows=4, num_workers=2, stays_awake=False)
+    workers = start_two(num_rows=4, stays_awake=False)
 
     def follow() -> None:
         """Begin as a rank does. What fails once the tokens are loaded is found when masks are waited for."""
@@ -77,7 +91,7 @@ NINES = grammar_of(Structured(regex="9*"))
 
 def begin_answers(num_rows: int) -> tuple[MaskWorkers, np.ndarray]:
     """Begin answers of nines in two processes, and wait for their first masks."""
-    workers = MaskWorkers(demo_path(), vocab_size=640, end_ids=[0], num_rows=num_rows, num_workers=2, stays_awake=True)
+    workers = start_two(num_rows=num_rows, stays_awake=True)
     workers.wait_ready()
     rows = np.array([workers.begin(NINES) for _ in range(num_rows)])
     for row in rows.tolist():
@@ -186,7 +200,7 @@ def test_a_grammar_that_overflows_the_stack_fails_alone() -> None:
         maker.grammar(chain(2000), name="x")
         with pytest.raises(RowError, match="killed by SIGSEGV"):
             maker.grammar(chain(7000), name="x")
-    workers = MaskWorkers(demo_path(), vocab_size=640, end_ids=[0], num_rows=8, num_workers=2, stays_awake=False)
+    workers = start_two(num_rows=8, stays_awake=False)
     workers.wait_ready()
     fine, failed = answered(1, has_failed=False), answered(1, has_failed=True)
     deep, deadly = grammar_of(chain(7000)), grammar_of(chain(40_000))

@@ -30,7 +30,7 @@ def use_late_masks(monkeypatch: pytest.MonkeyPatch, late: LateMasks, *, num_work
     take, found = Constraints._take, RowCount()
 
     def count(self: Constraints, chosen: Any) -> None:
-        is_held = chosen.outcome.is_held
+        is_held = chosen.masks.is_held
         found.num_held += int(is_held.sum())
         found.num_given += int((~is_held).sum())
         take(self, chosen)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fake_runners import engine_config
 from nvcli.core.config import load_run_config
 from nvcli.demo import demo_path
 from nvcli.job.run.resolve import resolve_job
@@ -39,14 +40,11 @@ def test_the_first_rows_say_whether_it_is_prepared(
 
 
 def test_what_is_started_ahead_is_taken_if_it_is_what_answers_need() -> None:
-    device = torch.device("cpu")
-    workers = start_workers(demo_path(), 640, [0, 2], device, max_answers=2, finds_runs=False)
+    device, config = torch.device("cpu"), engine_config(model_path=demo_path(), max_num_seqs=2)
+    workers = start_workers(config, 640, [0, 2], device)
     for end_ids, is_taken in (([0, 2], True), ([2], False)):
         constraints = Constraints(
-            demo_path(),
-            640,
-            device,
-            max_answers=2,
+            *(config, 640, device),
             follows=True,
             may_hold=True,
             token_ids=torch.zeros(3, 8, dtype=torch.int32),
@@ -54,8 +52,9 @@ def test_what_is_started_ahead_is_taken_if_it_is_what_answers_need() -> None:
         )
         constraints._load(end_ids)
         assert (constraints._workers is workers) is is_taken
-        assert constraints._memory is not None
+        assert constraints.memory is not None
 
 
 def test_without_tokens_every_answer_fails(tmp_path: Path) -> None:
-    assert start_workers(tmp_path, 640, [0], torch.device("cpu"), max_answers=2, finds_runs=False).wait_ready() == 0
+    config = engine_config(model_path=tmp_path, max_num_seqs=2)
+    assert start_workers(config, 640, [0], torch.device("cpu")).wait_ready() == 0

@@ -46,12 +46,6 @@ class MaskStart(msgspec.Struct, frozen=True, kw_only=True):
     """Whether workers poll for orders before they sleep, which takes part of a core each."""
     finds_runs: bool
     """Whether workers look for runs."""
-    memory_fd: int
-    """The memory, empty until the vocabulary is loaded."""
-    report_fd: int
-    """A socket for `Report`s to the rank. The rank sends back the number of a worker to start, with the descriptor from
-    which it reads its orders."""
-    parent_pid: int
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

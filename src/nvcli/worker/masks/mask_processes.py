@@ -42,8 +42,8 @@ _MAX_REPORT = 3000
 class _FirstProcess:
     """The first process, once the tokens are loaded."""
 
-    def __init__(self, start: MaskStart, report: socket.socket, vocabulary: Vocabulary) -> None:
-        self._start, self._report, self._vocabulary = start, report, vocabulary
+    def __init__(self, start: MaskStart, table: MaskTable, report: socket.socket, vocabulary: Vocabulary) -> None:
+        self._start, self._table, self._report, self._vocabulary = start, table, report, vocabulary
         self._max_memory = max(_LEAST_MEMORY, min(_MOST_MEMORY, available_ram() // start.num_workers))
         self._numbers: dict[int, int] = {}
         """Process id → worker number."""
@@ -58,7 +58,7 @@ class _FirstProcess:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            _work(self._start, self._report, self._vocabulary, number, order_fd, self._max_memory)
+            _work(self._start, self._table, self._report, self._vocabulary, number, order_fd, self._max_memory)
         self._numbers[pid] = number
 
     def watch(self) -> None:
@@ -102,7 +102,13 @@ class _FirstProcess:
 
 
 def _work(
-    start: MaskStart, report: socket.socket, vocabulary: Vocabulary, number: int, order_fd: int, max_memory: int
+    start: MaskStart,
+    table: MaskTable,
+    report: socket.socket,
+    vocabulary: Vocabulary,
+    number: int,
+    order_fd: int,
+    max_memory: int,
 ) -> None:
     """Run as a worker, and exit."""
 
@@ -118,8 +124,6 @@ def _work(
     def begin() -> None:
         end_with_parent(os.getppid(), signal.SIGKILL)
         sleep_exactly()
-        memory = mmap.mmap(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
-        table = MaskTable.of(memory, start.num_rows, vocabulary.num_words)
         worker = MaskWorker(vocabulary, table, first=number, step=start.num_workers, finds_runs=start.finds_runs)
         orders = OrderReader(order_fd, stays_awake=start.stays_awake)
         limit_more_memory(max_memory)
@@ -143,8 +147,14 @@ def _tell(report: socket.socket, message: Report) -> None:
 
 
 def main() -> None:
-    """Load the tokens, fork the workers, and replace those that die, until the rank is gone."""
+    """Load the tokens, fork the workers, and replace those that die, until the rank is gone.
+
+    Arguments of the process: the `MaskStart`, the descriptors of the memory, which is empty until the tokens are
+    loaded, and of a socket for `Report`s to the rank, and the rank's process id. Over the socket the rank sends back
+    the number of each worker to start, with the descriptor from which it reads its orders.
+    """
     start = msgspec.json.decode(sys.argv[1], type=MaskStart)
+    memory_fd, report_fd, parent_pid = map(int, sys.argv[2:])
     ignore_terminal()
     first: _FirstProcess | None = None
 
@@ -154,18 +164,20 @@ def main() -> None:
         os._exit(1)
 
     signal.signal(signal.SIGTERM, end)
-    end_with_parent(start.parent_pid, signal.SIGTERM)
-    report = socket.socket(fileno=start.report_fd)
+    end_with_parent(parent_pid, signal.SIGTERM)
+    report = socket.socket(fileno=report_fd)
     try:
         try:
             vocabulary = Vocabulary.load(Path(start.model_path), vocab_size=start.vocab_size, end_ids=start.end_ids)
         except GrammarError:  # the file has changed since the parent read it: answers fail
             _tell(report, Loaded(0))
             os._exit(0)
-        resize_memory_file(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
+        size = memory_bytes(start.num_rows, vocabulary.num_words)
+        resize_memory_file(memory_fd, size)
+        table = MaskTable.of(mmap.mmap(memory_fd, size), start.num_rows, vocabulary.num_words)
         _tell(report, Loaded(vocabulary.num_words))
         gc.freeze()
-        first = _FirstProcess(start, report, vocabulary)
+        first = _FirstProcess(start, table, report, vocabulary)
         first.watch()
     except BaseException:  # a panic in Rust code is not an Exception
         _tell(report, Failed(_traceback()))

@@ -25,7 +25,6 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -68,37 +67,17 @@ _FAILED = "a process that makes the masks of structured answers"
 class MaskWorkers:
     """The workers and the mask memory of one rank."""
 
-    def __init__(
-        self,
-        model_path: Path,
-        *,
-        vocab_size: int,
-        end_ids: Sequence[int],
-        num_rows: int,
-        num_workers: int,
-        stays_awake: bool,
-        finds_runs: bool = False,
-    ) -> None:
-        """Begin to start the workers, which load the model's tokens; see `MaskStart`."""
-        self.end_ids = [*end_ids]
-        self._num_rows = num_rows
+    def __init__(self, start: MaskStart) -> None:
+        """Begin to start the workers, which load the model's tokens."""
+        num_workers = start.num_workers
+        self.end_ids, self._num_rows = start.end_ids, start.num_rows
         self._memory_fd = os.memfd_create("nvcli-masks")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        start = MaskStart(
-            model_path=str(model_path),
-            vocab_size=vocab_size,
-            end_ids=self.end_ids,
-            num_rows=num_rows,
-            num_workers=num_workers,
-            stays_awake=stays_awake,
-            finds_runs=finds_runs,
-            memory_fd=self._memory_fd,
-            report_fd=theirs.fileno(),
-            parent_pid=os.getpid(),
-        )
+        fds = self._memory_fd, theirs.fileno()
+        arguments = [msgspec.json.encode(start).decode(), *map(str, fds), str(os.getpid())]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _MODULE, msgspec.json.encode(start).decode()],
-            pass_fds=(self._memory_fd, theirs.fileno()),
+            [sys.executable, "-P", "-m", _MODULE, *arguments],
+            pass_fds=fds,
             stdin=subprocess.DEVNULL,
             env={
                 **os.environ,
@@ -129,11 +108,11 @@ class MaskWorkers:
         """Worker → the sum of its `MaskTable.numbers` when it last died."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-        self._rows = MaskRowAllocator(num_rows, num_workers)
+        self._rows = MaskRowAllocator(start.num_rows, num_workers)
         self._num_words: int | None = None
         self.memory: mmap.mmap | None = None
         """The memory, once `wait_ready` has returned."""
-        self._table = MaskTable.empty(num_rows, 0)
+        self._table = MaskTable.empty(start.num_rows, 0)
 
     def wait_ready(self) -> int:
         """Wait until the tokens are loaded, and return the words of a mask. 0: the tokens cannot be loaded, and nothing

@@ -17,7 +17,7 @@ which rows are held. A request that re-enters a slot, after a preemption, brings
 grammar is followed again from the start.
 
 With `finds_runs`, an answer whose mask allows a single token may be in a run of such tokens, which the step's output
-brings along (`MaskOutcome.runs`): the engine may compute all of them in one step. Until it does, the rank itself writes
+brings along (`StepMasks.runs`): the engine may compute all of them in one step. Until it does, the rank itself writes
 their masks, so that the answer goes on token by token.
 """
 
@@ -26,18 +26,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import CONSTRAINT_FAILED, NewSlot, StepInput
 from nvcli.core.structured import Constraint
 from nvcli.worker.masks.answer_table import AnswerTable, FollowedAnswer
 from nvcli.worker.masks.forced_runs import ForcedRuns, Runs
 from nvcli.worker.masks.mask_memory import MaskMemory
-from nvcli.worker.masks.mask_messages import answered
+from nvcli.worker.masks.mask_messages import MaskStart, answered
 from nvcli.worker.masks.mask_patience import Patience, PatienceTimer
 from nvcli.worker.masks.mask_rows import num_mask_rows
 from nvcli.worker.masks.mask_workers import MaskWorkers
@@ -60,12 +60,14 @@ _STEPS_WITHOUT_RUNS = 32
 _MOST_NANOSECONDS = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepMasks:
-    """The masks of a step's constrained rows, as the host went on with them."""
+    """The masks of a step's constrained rows, as the host went on with them, and their outcome."""
 
     masks: TokenMasks
     """The masks; those of late rows are undefined."""
+    rows: np.ndarray
+    """[n], the constrained rows among the sampled ones."""
     wanted: np.ndarray
     """[n] int32: for late masks, the low half of the value that `MaskTable.numbers` will have once they are there; 0
     for the others. On a rank that does not follow grammars none is late."""
@@ -77,17 +79,20 @@ class StepMasks:
     """Seconds that the device may wait for each late mask."""
     runs: ForcedRuns = field(default_factory=lambda: ForcedRuns({}))
     """The tokens that must follow those of the step."""
+    late: Tensor | None = None
+    """[2, num_sampled] int32, as returned by `take_late_masks`, on the device from the step's choice on, and on the
+    host once its tokens are there; None: no mask was late."""
 
     @property
     def any_late(self) -> bool:
         return bool(self.wanted.any())
 
-    def by_row(self, rows: np.ndarray, num_rows: int) -> np.ndarray:
-        """Map the sampled rows of a step, of which `rows` [n] are constrained, to their masks and the numbers they wait
-        for: [2, num_rows] int32, as `take_late_masks` takes them."""
+    def by_row(self, num_rows: int) -> np.ndarray:
+        """Map the sampled rows of a step to their masks and the numbers they wait for: [2, num_rows] int32, as
+        `take_late_masks` takes them."""
         found = np.zeros((2, num_rows), dtype=np.int32)
-        found[0] = self.masks.by_row(rows, num_rows)
-        found[1, rows] = self.wanted
+        found[0] = self.masks.by_row(self.rows, num_rows)
+        found[1, self.rows] = self.wanted
         return found
 
     @property
@@ -96,23 +101,10 @@ class StepMasks:
         nanoseconds = min(_MOST_NANOSECONDS, int(1e9 * self.late_seconds))
         return np.array([np.count_nonzero(self.wanted), nanoseconds], dtype=np.int32)
 
-
-@dataclass(frozen=True, slots=True)
-class MaskOutcome:
-    """Outcome of the masks of a step's constrained rows; complete once the step's tokens are on the host."""
-
-    rows: np.ndarray
-    """[n], the constrained rows among the sampled ones."""
-    has_failed: np.ndarray
-    """[n] bool, rows that had failed when the host went on."""
-    late: Tensor | None
-    """[2, num_sampled] int32 on the host, as returned by `take_late_masks`; None: no mask was late."""
-    runs: ForcedRuns = field(default_factory=lambda: ForcedRuns({}))
-    """`StepMasks.runs`"""
-
     @property
     def is_held(self) -> np.ndarray:
-        """[n] bool, rows that the step left out."""
+        """[n] bool, rows that the step left out; known once its tokens are on the host, as is the rest of the
+        outcome."""
         return self._late(0)
 
     def mark_failures(self, ids: np.ndarray) -> np.ndarray:
@@ -148,8 +140,8 @@ class _Chosen:
     """[num_sampled] int32 on the host, complete at the event."""
     event: torch.cuda.Event | None
     """Completion event; None: already complete."""
-    outcome: MaskOutcome
-    """Outcome of the masks; complete with the ids."""
+    masks: StepMasks
+    """The masks, whose outcome is complete with the ids."""
     rows: np.ndarray
     """[n], the answers' rows in the mask memory."""
     num_tokens: np.ndarray
@@ -165,44 +157,38 @@ class Constraints:
 
     def __init__(
         self,
-        model_path: Path,
+        config: EngineConfig,
         vocab_size: int,
         device: torch.device,
         *,
-        max_answers: int,
         follows: bool,
         may_hold: bool,
         token_ids: Tensor,
-        finds_runs: bool = False,
-        awaits_runs: bool = False,
-        workers: MaskWorkers | None = None,
+        workers: MaskWorkers | None,
     ) -> None:
-        """`vocab_size` is the number of the model's logits, and `max_answers` the number of slots. `follows`: whether
-        this rank follows grammars. `may_hold`: whether a step may leave rows out. `token_ids` are the tokens of all
-        slots (`SlotState`). `finds_runs`: whether the engine is told of tokens that must come next; `awaits_runs`:
-        whether outputs may wait for them, while the device computes the next step. `workers` build the masks, if they
-        were started early (`start_workers`)."""
+        """`vocab_size` is the number of the model's logits. `follows`: whether this rank follows grammars. `may_hold`:
+        whether a step may leave rows out. `token_ids` are the tokens of all slots (`SlotState`). `workers` build the
+        masks, if they were started early (`start_workers`)."""
         self.may_hold = may_hold
-        self._model_path = model_path
-        self._vocab_size = vocab_size
-        self._device = device
-        self._max_answers = max_answers
+        self._config, self._vocab_size, self._device = config, vocab_size, device
         self._follows = follows
         self._token_ids = token_ids
-        self._finds_runs, self._awaits_runs = finds_runs, awaits_runs
+        self._awaits_runs = config.overlap_steps and config.pipeline_parallel_size == 1
+        """Whether outputs may wait for runs, while the device computes the next step."""
         self._num_without_runs = 0
         """Steps since a run began."""
         self._previous: _Chosen | None = None
         """The last choice."""
-        self._answers = AnswerTable(max_answers, num_mask_rows(max_answers))
+        self._num_rows = num_mask_rows(config.max_num_seqs)
+        self._answers = AnswerTable(config.max_num_seqs, self._num_rows)
         self._chosen: deque[_Chosen] = deque()
         self._timer = PatienceTimer(device)
         self._workers = workers
         self._note = ""
         self._num_noted = 0
-        self._memory: MaskMemory | None = None
-        """The masks, once the first constrained request has come; None until then, or if the tokens cannot be
-        loaded."""
+        self.memory: MaskMemory | None = None
+        """The masks of all steps, once the first constrained request has come; None until then, if the tokens cannot be
+        loaded, and on ranks that do not follow grammars."""
 
     def concerns(self, step: StepInput) -> bool:
         """Whether `begin` and `follow` have something to do for a step."""
@@ -240,20 +226,14 @@ class Constraints:
         if step.token_ids and len(self._answers):
             self._take_known(step)
 
-    @property
-    def memory(self) -> MaskMemory | None:
-        """The masks of all steps; None if there are none yet, or never will be because this rank does not follow
-        grammars."""
-        return self._memory
-
     def masks(self, slots: np.ndarray, num_rows: int, may_force: np.ndarray, places: np.ndarray) -> StepMasks:
         """Make the masks of the next tokens of constrained answers in `slots` [n], which are among the `num_rows` rows
         that the step samples, at `places` [n]. `may_force` [n] bool: which answers choose a token that a mask alone
         allows, whatever else they ask for, and without its log-probability."""
-        if self._memory is None or self._workers is None:
+        if self.memory is None or self._workers is None:
             anything = TokenMasks.allowing_all(len(slots), -(-self._vocab_size // 32), self._device)
             has_failed = np.full(len(slots), self._follows)
-            return StepMasks(anything, np.zeros(len(slots), dtype=np.int32), has_failed, memory=None)
+            return StepMasks(anything, places, np.zeros(len(slots), dtype=np.int32), has_failed, memory=None)
         rows = self._answers.rows(slots)
         self._want(rows)
         patience = self._timer.patience() if self.may_hold else None
@@ -268,14 +248,15 @@ class Constraints:
         found = self._workers.answered[rows]
         is_late = found < wanted
         runs = self._find_runs(rows, places, may_force & ~is_late & (found % 2 == 0))
-        self._memory.bring(rows)
+        self.memory.bring(rows)
         low = wanted.astype(np.int32)
         low[low == 0] = 1  # after 2**31 masks of a row: 0 would mean that it is there
         return StepMasks(
-            TokenMasks(self._memory.masks, rows),
+            TokenMasks(self.memory.masks, rows),
+            places,
             wanted=np.where(is_late, low, 0),
             has_failed=~is_late & (found % 2 == 1),
-            memory=self._memory,
+            memory=self.memory,
             late_seconds=0.0 if patience is None else patience.step_seconds / num_rows,
             runs=runs,
         )
@@ -285,7 +266,7 @@ class Constraints:
         write the masks inside runs. Returns the runs for the step, whose sampled rows are at `places` [n], and
         completes those of the previous step."""
         answers, workers = self._answers, self._workers
-        if not self._finds_runs:
+        if not self._config.finds_runs:
             return ForcedRuns({})
         assert workers is not None
         for row in rows[answers.is_in_run[rows]].tolist():
@@ -295,7 +276,7 @@ class Constraints:
             answers.begin_run(row, workers.run(row))
         previous, self._previous = self._previous, None
         if previous is not None:
-            previous.outcome.runs.complete(self._runs_behind(previous, rows[is_new]))
+            previous.masks.runs.complete(self._runs_behind(previous, rows[is_new]))
         self._num_without_runs = 0 if is_new.any() else self._num_without_runs + 1
         is_inside = answers.is_in_run[rows]
         known = {
@@ -310,10 +291,10 @@ class Constraints:
         if not len(rows):
             return {}
         is_next = (self._answers.num_tokens[chosen.rows] == chosen.num_tokens + 1) & np.isin(chosen.rows, rows)
-        found = zip(chosen.rows[is_next].tolist(), chosen.outcome.rows[is_next].tolist(), strict=True)
+        found = zip(chosen.rows[is_next].tolist(), chosen.masks.rows[is_next].tolist(), strict=True)
         return {place: self._answers.rest_of_run(row) for row, place in found}
 
-    def record_choice(self, ids: Tensor, slots: np.ndarray, outcome: MaskOutcome) -> None:
+    def record_choice(self, ids: Tensor, slots: np.ndarray, masks: StepMasks) -> None:
         """Record a step's sampled tokens: ids [num_sampled] int32, on the host or on their way there, as is the outcome
         of the masks; `slots` [n] are those of the constrained rows. Call it even if all of them are held."""
         if not self._follows:
@@ -323,14 +304,14 @@ class Constraints:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         rows = self._answers.rows(slots)
-        chosen = _Chosen(ids, event, outcome, rows, self._answers.num_tokens[rows])
+        chosen = _Chosen(ids, event, masks, rows, self._answers.num_tokens[rows])
         self._chosen.append(chosen)
         self._previous = chosen
 
     def _take(self, chosen: _Chosen) -> None:
         """Take in tokens that have reached the host."""
-        is_given = ~chosen.outcome.is_held
-        ids = chosen.ids.numpy()[chosen.outcome.rows[is_given]]
+        is_given = ~chosen.masks.is_held
+        ids = chosen.ids.numpy()[chosen.masks.rows[is_given]]
         self._answers.take(chosen.rows[is_given], ids.astype(np.int64))
 
     def _want(self, rows: np.ndarray) -> None:
@@ -374,7 +355,7 @@ class Constraints:
 
     def _enter(self, new_slots: Sequence[NewSlot], constraints: Sequence[Constraint]) -> None:
         """Begin the constrained answers among new slots."""
-        if self._memory is None:
+        if self.memory is None:
             self._load(constraints[0].end_ids)
         for new in new_slots:
             if new.constraint is not None:
@@ -397,21 +378,13 @@ class Constraints:
     def _load(self, end_ids: Sequence[int]) -> None:
         """Wait for the workers; all requests to a model have the same end-of-sequence ids."""
         if self._workers is None or self._workers.end_ids != [*end_ids]:
-            self._workers = start_workers(
-                self._model_path,
-                self._vocab_size,
-                end_ids,
-                self._device,
-                max_answers=self._max_answers,
-                finds_runs=self._finds_runs,
-            )
+            self._workers = start_workers(self._config, self._vocab_size, end_ids, self._device)
         self._answers.use_end_ids(end_ids)
         num_words = self._workers.wait_ready()
         if num_words:
             assert self._workers.memory is not None
-            num_rows = num_mask_rows(self._max_answers)
-            self._memory = MaskMemory(
-                self._workers.memory, num_rows, num_words, self._device, num_logits=self._vocab_size
+            self.memory = MaskMemory(
+                self._workers.memory, self._num_rows, num_words, self._device, num_logits=self._vocab_size
             )
 
     def _leave(self, slot: int) -> None:
@@ -438,25 +411,19 @@ class Constraints:
         return replace(patience, step_seconds=0.0)
 
 
-def start_workers(
-    model_path: Path,
-    vocab_size: int,
-    end_ids: Sequence[int],
-    device: torch.device,
-    *,
-    max_answers: int,
-    finds_runs: bool,
-) -> MaskWorkers:
+def start_workers(config: EngineConfig, vocab_size: int, end_ids: Sequence[int], device: torch.device) -> MaskWorkers:
     """Begin to start a rank's mask workers, which take most of a second to load the tokens."""
-    num_free = own_cores(device) - _OTHER_CORES
+    max_answers, num_free = config.max_num_seqs, own_cores(device) - _OTHER_CORES
     num_useful = max_answers if vocab_size > _SMALL_VOCABULARY else max_answers // _LEAST_ANSWERS
     num_workers = min(_MAX_WORKERS, max(_MIN_WORKERS, min(num_free, num_useful)), max_answers)
     return MaskWorkers(
-        model_path,
-        vocab_size=vocab_size,
-        end_ids=end_ids,
-        num_rows=num_mask_rows(max_answers),
-        num_workers=num_workers,
-        stays_awake=num_workers <= num_free,
-        finds_runs=finds_runs,
+        MaskStart(
+            model_path=str(config.model_path),
+            vocab_size=vocab_size,
+            end_ids=[*end_ids],
+            num_rows=num_mask_rows(max_answers),
+            num_workers=num_workers,
+            stays_awake=num_workers <= num_free,
+            finds_runs=config.finds_runs,
+        )
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.core.messages import StepInput
 from nvcli.kernels.step_tensors import StepInputs
-from nvcli.worker.runner.constraints import Constraints, MaskOutcome, StepMasks
+from nvcli.worker.runner.constraints import Constraints, StepMasks
 from nvcli.worker.runner.drafter import Drafter
 from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.input_buffers import StepBatch
@@ -73,8 +73,8 @@ class MaskedChoice:
         self._constraints, self._sampler, self._slots, self._drafter = constraints, sampler, slots, drafter
         self._is_concerned = False
         """Whether the current step has work for the constraints."""
-        self._last: tuple[np.ndarray, np.ndarray, StepMasks, Tensor | None] | None = None
-        """The last choice's constrained rows, their slots and masks, and the outcome of late ones."""
+        self._last: tuple[np.ndarray, StepMasks] | None = None
+        """The slots of the last choice's constrained rows, and their masks."""
         self._num_steps: Counter[BatchShape] = Counter()
         self._given_up: set[BatchShape] = set()
         self._split: set[BatchShape] = set()
@@ -131,13 +131,13 @@ class MaskedChoice:
         logprobs, late = None, None
         if padded in self._sources and needs.is_simple_behind_masks:
             assert padded is not None
-            chosen = self._choose_in_second_graph(padded, rows, masks)
+            chosen = self._choose_in_second_graph(padded, masks)
             ids, late = chosen.ids[:num_sampled], chosen.late[:, :num_sampled]
         else:
             slots = batch.inputs.sample_slots[:num_sampled]
             positions = batch.inputs.sample_positions[:num_sampled]
             if masks is not None:
-                late = self._take_late(masks, rows, num_sampled)
+                late = self._take_late(masks, num_sampled)
             of_rows = None if masks is None else masks.masks
             if batch.drafts is not None:
                 self._drafter.keep_drafts(batch.inputs, num_sampled)
@@ -150,31 +150,31 @@ class MaskedChoice:
                     held = late[0]
             self._drafter.keep(batch, ids, held)
         if masks is not None:
-            self._last = rows, needs.slots[rows], masks, late if masks.any_late else None
+            masks.late = late if masks.any_late else None
+            self._last = needs.slots[rows], masks
         return ids, logprobs
 
-    def record(self, host_ids: Tensor) -> MaskOutcome | None:
-        """Record the chosen tokens, [num_sampled] int32, on the host or on their way there. Returns the outcome of the
-        step's masks, complete once the tokens are there; None if it had none."""
+    def record(self, host_ids: Tensor) -> StepMasks | None:
+        """Record the chosen tokens, [num_sampled] int32, on the host or on their way there. Returns the step's masks,
+        whose outcome is complete once the tokens are there; None if it had none."""
         if self._last is None:
             return None
-        (rows, slots, masks, late), self._last = self._last, None
-        if late is not None and self._on_gpu:
-            late = self._arriving.next()[: late.numel()].view(late.shape).copy_(late.contiguous(), non_blocking=True)
-        outcome = MaskOutcome(rows, masks.has_failed, late, masks.runs)
-        self._constraints.record_choice(host_ids, slots, outcome)
-        return outcome
+        (slots, masks), self._last = self._last, None
+        if (late := masks.late) is not None and self._on_gpu:
+            arriving = self._arriving.next()[: late.numel()].view(late.shape)
+            masks.late = arriving.copy_(late.contiguous(), non_blocking=True)
+        self._constraints.record_choice(host_ids, slots, masks)
+        return masks
 
     def take_note(self) -> str:
         """Return a note for the user, once; empty if there is none."""
         return self._constraints.take_note()
 
-    def _take_late(self, masks: StepMasks, rows: np.ndarray, num_sampled: int) -> Tensor:
+    def _take_late(self, masks: StepMasks, num_sampled: int) -> Tensor:
         """Make the device wait for late masks, and return their outcome: [2, num_sampled] int32."""
         if masks.memory is None:
             return torch.zeros(2, num_sampled, dtype=torch.int32, device=self._staged.device)
-        by_row = masks.by_row(rows, num_sampled)
-        return masks.memory.take_late(*self._slots.upload(by_row[0], by_row[1], masks.patience))
+        return masks.memory.take_late(*self._slots.upload(*masks.by_row(num_sampled), masks.patience))
 
     # ------------------------------------------------------------------ graphs in two parts
 
@@ -213,16 +213,16 @@ class MaskedChoice:
         if self._on_gpu:
             self._graphs.capture_late(shape)
 
-    def _choose_in_second_graph(self, shape: BatchShape, rows: np.ndarray, masks: StepMasks | None) -> _Chosen:
-        """Choose the tokens of a step whose constrained rows [n], if any, have these masks. The result is valid until
-        the next choice."""
+    def _choose_in_second_graph(self, shape: BatchShape, masks: StepMasks | None) -> _Chosen:
+        """Choose the tokens of a step whose constrained rows, if any, have these masks. The result is valid until the
+        next choice."""
         staging = self._staging.next()
         staged = staging.numpy()
         by_row = staged[:-_PATIENCE_WORDS].reshape(2, -1)
         if masks is None:
             by_row[0], by_row[1] = NO_MASK, 0
         else:
-            by_row[:] = masks.by_row(rows, by_row.shape[1])
+            by_row[:] = masks.by_row(by_row.shape[1])
             staged[-_PATIENCE_WORDS:] = masks.patience
         self._staged.copy_(staging, non_blocking=True)
         return self._graphs.replay(shape) if self._on_gpu else self._choose_split(shape)

@@ -163,14 +163,7 @@ class ModelRunner:
         self._mask_workers: MaskWorkers | None = None
         end_ids = [token for token in model.eos_token_ids if token < model.vocab_size][:MAX_END_IDS]
         if config.prepare_grammars and end_ids and self._context.rank == config.output_rank:
-            self._mask_workers = start_workers(
-                config.model_path,
-                model.vocab_size,
-                end_ids,
-                self.device,
-                max_answers=config.max_num_seqs,
-                finds_runs=config.finds_runs,
-            )
+            self._mask_workers = start_workers(config, model.vocab_size, end_ids, self.device)
 
     def _begin_weights(self) -> None:
         """Begin to load the weights on threads; meanwhile kernels are imported and compiled."""
@@ -227,7 +220,6 @@ class ModelRunner:
         has_images = self.model_config.has_tower
         self._images = StepImages(config, self.model, self.slots, self.group, self.device) if has_images else None
         self._image_encoder = None if self._images is None else self._images.encoder
-        follows = self._context.rank == config.output_rank
         self.kept_states: KeptStates | None = None
         self._model_drafter: ModelDrafter | None = None
         if self._may_draft:
@@ -238,15 +230,10 @@ class ModelRunner:
             if self.model.draft_head is not None:
                 self._model_drafter = ModelDrafter(config, self.model, self.slots, self.sampler, self._images)
         self.constraints = Constraints(
-            config.model_path,
-            vocab_size,
-            self.device,
-            max_answers=config.max_num_seqs,
-            follows=follows,
+            *(config, vocab_size, self.device),
+            follows=self._context.rank == config.output_rank,
             may_hold=self._may_hold_rows(),
             token_ids=self.slots.state.token_ids,
-            finds_runs=config.finds_runs,
-            awaits_runs=config.overlap_steps and config.pipeline_parallel_size == 1,
             workers=self._mask_workers,
         )
         state = self.slots.state

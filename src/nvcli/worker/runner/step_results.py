@@ -11,7 +11,7 @@ from torch import Tensor
 from nvcli.core.messages import StepOutput, pack
 from nvcli.worker.distributed.tensor_parallel import StageState
 from nvcli.worker.masks.forced_runs import Runs
-from nvcli.worker.runner.constraints import MaskOutcome
+from nvcli.worker.runner.constraints import StepMasks
 from nvcli.worker.runner.drafter import PendingDrafts
 from nvcli.worker.runner.graph_runner import unowned
 from nvcli.worker.runner.logprobs import PendingLogprobs
@@ -60,8 +60,8 @@ class PendingStep:
     time: StepTime
     is_graph: bool
     query_results: PendingQueryResults | None
-    masks: MaskOutcome | None
-    """Outcome of the masks of its constrained rows; None if there are none."""
+    masks: StepMasks | None
+    """The masks of its constrained rows, whose outcome is complete then too; None if there are none."""
     note: str
     """A line for the user, or empty."""
     drafts: PendingDrafts | None
