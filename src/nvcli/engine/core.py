@@ -129,8 +129,8 @@ class EngineCore:
             self.scheduler.start_anew(num_blocks)
             restart = f". Restarting all ranks took {time.monotonic() - started_at:.1f} s"
         self.notes.append(
-            f"warning: out of memory in step {failed.input.step_id} with {failed.num_requests:,} requests and "
-            f"{failed.num_tokens:,} tokens ({reason}). They are recomputed, from now on with "
+            f"warning: out of memory in step {failed.input.step_id} with {failed.input.num_rows:,} requests and "
+            f"{failed.input.total_tokens:,} tokens ({reason}). They are recomputed, from now on with "
             f"max_num_batched_tokens {limits.max_num_batched_tokens:,} and max_num_seqs {limits.max_num_seqs:,}"
             f"{restart}"
         )

@@ -28,14 +28,6 @@ class ScheduledStep:
     """The request of each of the step's `queries`."""
 
     @property
-    def num_requests(self) -> int:
-        return self.input.num_rows
-
-    @property
-    def num_tokens(self) -> int:
-        return self.input.total_tokens
-
-    @property
     def num_logits(self) -> list[int]:
         """The number of logits of each row that has any, in batch order."""
         return [num_logits for num_logits in unpack(self.input.num_logits) if num_logits]

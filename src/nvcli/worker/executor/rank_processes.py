@@ -48,6 +48,10 @@ class RankProcesses:
             else:
                 self._ranks.append(ahead.child)
                 ahead.child.send(start)
+        self._failed: dict[int, RankFailed] = {}
+        """Rank → its last message, if it failed."""
+        self._dead: set[int] = set()
+        """Ranks that closed their sockets without one."""
         self.out_of_memory: StepNotRun | None = None
         """The earliest step that did not run, as reported by ranks that ran out of memory; None if none did."""
 
@@ -96,13 +100,12 @@ class RankProcesses:
 
     def check(self) -> None:
         """Read the ranks' messages while steps run: note those about running out of memory, raise a rank's error."""
-        error = self._find_cause({}, set())
-        if error is not None:
+        if (error := self._find_cause()) is not None:
             raise error
 
     def raise_failure(self) -> NoReturn:
         """Raise the error behind a rank's failure or death."""
-        self._raise_failure({}, set())
+        raise self._find_cause() or WorkerError("a rank closed its channel for an unknown reason")
 
     def raise_stuck(self) -> NoReturn:
         """Raise a WorkerError for ranks that do not answer."""
@@ -140,16 +143,14 @@ class RankProcesses:
         try:
             message = child.control.recv()
         except (EOFError, ConnectionResetError):
-            self._raise_failure({}, {rank})
+            self._dead.add(rank)
+            self.raise_failure()
         if isinstance(message, RankFailed):
-            self._raise_failure({rank: message}, set())
+            self._failed[rank] = message
+            self.raise_failure()
         return message
 
-    def _raise_failure(self, failed: dict[int, RankFailed], dead: set[int]) -> NoReturn:
-        error = self._find_cause(failed, dead)
-        raise error or WorkerError("a rank closed its channel for an unknown reason")
-
-    def _find_cause(self, failed: dict[int, RankFailed], dead: set[int]) -> NvcliError | None:
+    def _find_cause(self) -> NvcliError | None:
         """Read the messages of all ranks for a moment, and find which rank caused a failure.
 
         Returns None if no rank has failed; if one ran out of memory, `out_of_memory` keeps its message.
@@ -157,7 +158,7 @@ class RankProcesses:
         A user's error (checkpoint, capacity) comes first, then a rank that was killed or stopped, then other failures;
         ranks that merely lost a peer come last.
         """
-        short: set[int] = set()
+        failed, dead, short = self._failed, self._dead, set[int]()
         deadline = time.monotonic() + _CULPRIT_SECONDS
         while (left := deadline - time.monotonic()) > 0 and len({*failed, *dead, *short}) < len(self._ranks):
             for rank, child in enumerate(self._ranks):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.first_drafts import captured_first_from, first_draft_widths
@@ -22,6 +21,7 @@ from nvcli.sizing.graph_sizes import (
 )
 from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.memory import free_bytes
+from nvcli.worker.runner.rank_attention import RankAttention
 
 _LEAST_GRAPH_BYTES = 2 << 20
 """The granularity in which the driver allocates memory for graphs."""
@@ -41,15 +41,11 @@ class GraphShapes:
         cls,
         config: EngineConfig,
         model: ModelConfig,
-        backend: AttentionBackend,
+        attention: RankAttention,
         device: torch.device,
-        *,
-        max_shared_rows: int,
-        shares_prefixes: bool,
-        draft_widths: Sequence[int] = (),
     ) -> GraphShapes:
-        """Choose the shapes. Steps have up to `max_shared_rows` rows that share segments, with `shares_prefixes` chunks
-        that share prefixes, and decode rows of as many tokens as `draft_widths` lists."""
+        """Choose the shapes, by what `attention` can compute."""
+        backend, max_shared_rows, draft_widths = attention.backend, attention.max_shared_rows, attention.draft_widths
         if device.type != "cuda" or config.enforce_eager:
             return cls()
         sizes = step_graph_sizes(config, model)
@@ -65,7 +61,7 @@ class GraphShapes:
             late = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in late]
             at_start = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in at_start]
         # Chunks that share prefixes are short, so there may be many of them.
-        most_shared = config.max_shared_rows if shares_prefixes else 0
+        most_shared = config.max_shared_rows if attention.shares_prefixes else 0
         late += [
             replace(
                 shape,
@@ -79,7 +75,7 @@ class GraphShapes:
             )
         ]
         late += absorbed
-        has_head = bool(draft_widths) and config.draft_head is not None
+        has_head = attention.may_draft and config.draft_head is not None
         if has_head:  # it takes in steps with prompts while it is of use, and those with drafts
             with_prompts = [shape for shape in at_start if shape.prefill_rows]
             late += [replace(shape, extends_drafts=True) for shape in late if shape.prefill_rows]

@@ -41,25 +41,22 @@ class PendingLogprobs:
         return found
 
 
-def find_logprobs(logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray) -> PendingLogprobs:
+def find_logprobs(
+    logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray, *, batch_invariant: bool
+) -> PendingLogprobs:
     """Compute log-probabilities and start copying them to the host.
 
-    logits: [n, V], unmodified; ids: [N] int32; rows: [n] of the batch, `at` on the device; counts: [n] alternatives.
+    logits: [n, V], unmodified; ids: [N] int32; rows: [n] of the batch, `at` on the device; counts: [n] alternatives;
+    batch_invariant: the bits of a row are the same whatever the other rows are.
     """
-    logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, ids[at].long().clamp_(min=0)[:, None])[:, 0]  # `NOT_FINITE` is not a token
-    top = logprobs.topk(max(1, int(counts.max())), dim=-1)
+    targets, num_top = ids[at].long().clamp_(min=0), max(1, int(counts.max()))  # `NOT_FINITE` is not a token
+    if batch_invariant:
+        scores = shard_scores(logits, targets, start=0, num_top=num_top, batch_invariant=True)
+        chosen, top, top_ids = scores.target - scores.log_sum, scores.top - scores.log_sum[:, None], scores.top_ids
+    else:
+        logprobs = logits.float().log_softmax(dim=-1)
+        chosen = logprobs.gather(1, targets[:, None])[:, 0]
+        top, top_ids = logprobs.topk(num_top, dim=-1)
     # An asynchronous copy to the host needs pinned memory.
-    on_host = [x.to("cpu", non_blocking=True) for x in (chosen, top.indices, top.values)]
-    return PendingLogprobs(len(ids), rows, counts, *on_host)
-
-
-def find_invariant_logprobs(
-    logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray
-) -> PendingLogprobs:
-    """Do what `find_logprobs` does, with the same bits for a row whatever the other rows are."""
-    targets = ids[at].long().clamp_(min=0)
-    scores = shard_scores(logits, targets, start=0, num_top=max(1, int(counts.max())), batch_invariant=True)
-    chosen, top = scores.target - scores.log_sum, scores.top - scores.log_sum[:, None]
-    on_host = [x.to("cpu", non_blocking=True) for x in (chosen, scores.top_ids, top)]
+    on_host = [x.to("cpu", non_blocking=True) for x in (chosen, top_ids, top)]
     return PendingLogprobs(len(ids), rows, counts, *on_host)

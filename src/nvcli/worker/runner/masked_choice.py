@@ -144,9 +144,8 @@ class MaskedChoice:
             ids, logprobs = self._sampler.sample_fully(logits[:num_sampled], slots, positions, needs, of_rows)
             held = None
             if masks is not None and late is not None and self._constraints.may_hold:
-                if self._sampler.num_ranks > 1:
-                    late = self._sampler.share(late)
-                if self._sampler.num_ranks > 1 or masks.any_late:
+                late = self._sampler.group.broadcast(late)
+                if self._sampler.group.size > 1 or masks.any_late:
                     held = late[0]
             self._drafter.keep(batch, ids, held)
         if masks is not None:
@@ -184,7 +183,7 @@ class MaskedChoice:
 
     def should_split(self, shape: BatchShape, slots: np.ndarray) -> bool:
         """Count a step of a shape that samples `slots`; return whether to split the shape now."""
-        is_whole = self._constraints.memory is not None and self._sampler.num_ranks == 1 and shape not in self._split
+        is_whole = self._constraints.memory is not None and self._sampler.group.size == 1 and shape not in self._split
         is_whole &= shape.tokens_per_row == 1
         if not is_whole or not len(self._sampler.needs(slots).rows(SamplingFlag.CONSTRAINED)):
             return False

@@ -195,20 +195,9 @@ class ModelRunner:
         self._notes += self._attention.notes
 
     def _choose_graphs(self) -> None:
-        reason = self._attention.why_no_drafts(self.config)
-        self._draft_widths = () if reason else self.config.draft_widths
-        self._may_draft = bool(self._draft_widths)
-        if self.config.max_draft_tokens and reason:
+        if self.config.max_draft_tokens and (reason := self._attention.why_no_drafts):
             self._notes.append(f"note: no tokens are drafted (`speculation`): {reason}")
-        self._graph_shapes = GraphShapes.choose(
-            self.config.of_home,
-            self.model_config,
-            self.backend,
-            self.device,
-            max_shared_rows=self._attention.max_shared_rows,
-            shares_prefixes=self._attention.prefix_tile_tokens > 0,
-            draft_widths=self._draft_widths,
-        )
+        self._graph_shapes = GraphShapes.choose(self.config.of_home, self.model_config, self._attention, self.device)
 
     def _make_slots(self) -> None:
         """Make the empty tables and buffers of the steps, large enough for padded steps."""
@@ -222,7 +211,7 @@ class ModelRunner:
         self._image_encoder = None if self._images is None else self._images.encoder
         self.kept_states: KeptStates | None = None
         self._model_drafter: ModelDrafter | None = None
-        if self._may_draft:
+        if self._attention.may_draft:
             kv_spec = self._attention.kv_spec
             if kv_spec.state_groups:
                 most_tokens, most_rows = config.max_draft_step_tokens, config.max_padded_rows
@@ -257,7 +246,7 @@ class ModelRunner:
             clock=self._clock,
             model_drafter=self._model_drafter,
             kept_states=self.kept_states,
-            may_draft=self._may_draft,
+            may_draft=self._attention.may_draft,
         )
 
     def _keep_base_weights(self) -> None:
@@ -302,14 +291,7 @@ class ModelRunner:
 
     def _run_largest_batches(self) -> None:
         run_largest_batches(
-            self.launch,
-            self.config,
-            self.device,
-            max_shared_rows=self._attention.max_shared_rows,
-            shares_prefixes=self._attention.prefix_tile_tokens > 0,
-            projects_latents=self.backend.projected is not None,
-            draft_widths=self._draft_widths,
-            num_places=self._adapters.num_places,
+            self.launch, self.config, self.device, self._attention, num_places=self._adapters.num_places
         )
         if self._image_encoder is not None:
             self._image_encoder.run_largest()
@@ -390,7 +372,7 @@ class ModelRunner:
                 for number, group in enumerate(self._attention.kv_groups)
             ],
             reads_segments=self._attention.max_shared_rows > 0,
-            max_draft_step_tokens=self.config.max_draft_step_tokens if self._may_draft else 0,
+            max_draft_step_tokens=self.config.max_draft_step_tokens if self._attention.may_draft else 0,
             prefix_tile_tokens=self._attention.prefix_tile_tokens,
             max_loaded_adapters=self._adapters.num_places,
             seconds=self._seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,10 @@ class RankAttention:
     """The tokens of a tile in which chunks attend together to their prefix; 0: one of the stages cannot do that."""
     kv_groups: tuple[KVGroup, ...]
     kv_spec: KVCacheSpec
+    why_no_drafts: str
+    """Why steps cannot check drafts, or cannot make them; empty: they can."""
+    draft_widths: tuple[int, ...]
+    """The numbers of tokens of decode rows with drafts; empty: there are none."""
 
     @classmethod
     def of(
@@ -63,6 +68,7 @@ class RankAttention:
             max_shared_rows=config.max_shared_rows,
         )
         backend, notes = select_backend(config.attention_backend, case)
+        why_no_drafts = _why_no_drafts(config, backend, groups)
         # Stages pad a step to one shape, and a stage whose layers all have windows cannot plan one with prefixes.
         tile_tokens = backend.prefix_tile_tokens if config.max_shared_rows else 0
         return cls(
@@ -72,6 +78,8 @@ class RankAttention:
             prefix_tile_tokens=world.min(tile_tokens),
             kv_groups=groups,
             kv_spec=kv_spec,
+            why_no_drafts=why_no_drafts,
+            draft_widths=() if why_no_drafts else config.draft_widths,
         )
 
     @property
@@ -79,13 +87,22 @@ class RankAttention:
         """Whether some layers keep recurrent states."""
         return any(group.is_state for group in self.kv_groups)
 
-    def why_no_drafts(self, config: EngineConfig) -> str:
-        """Return why steps cannot check drafts, or cannot make them; empty: they can."""
-        backend = self.backend
-        if backend.needs_exact_lens:
-            return f"the attention backend {backend.name} needs the exact length of each request"
-        if config.draft_head is not None and not backend.plans_on_device:
-            return f"the attention backend {backend.name} cannot run a head several times in a step; use triton"
-        if config.pipeline_parallel_size > 1 and self.has_states:
-            return "with pipeline stages (--pp) recurrent states do not learn in time which drafts are right"
-        return ""
+    @property
+    def may_draft(self) -> bool:
+        """Whether decode rows may have drafts."""
+        return bool(self.draft_widths)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prefill chunks may be attended together to the prefix that they share."""
+        return self.prefix_tile_tokens > 0
+
+
+def _why_no_drafts(config: EngineConfig, backend: AttentionBackend, groups: Sequence[KVGroup]) -> str:
+    if backend.needs_exact_lens:
+        return f"the attention backend {backend.name} needs the exact length of each request"
+    if config.draft_head is not None and not backend.plans_on_device:
+        return f"the attention backend {backend.name} cannot run a head several times in a step; use triton"
+    if config.pipeline_parallel_size > 1 and any(group.is_state for group in groups):
+        return "with pipeline stages (--pp) recurrent states do not learn in time which drafts are right"
+    return ""

@@ -99,7 +99,8 @@ class RankWeights:
         self._is_dummy = config.load_format == "dummy"
         self._path = config.model_path
         """The checkpoint folder of the weights."""
-        self._region: MemoryRegion | None = None
+        self.region: MemoryRegion | None = None
+        """The memory of the weights; None if the GPU's driver knows no regions."""
         self._kept: HostCopy | MemoryRegion | None = None
         """The weights while the rank is asleep and keeps them: a copy, or on a CPU the region itself."""
         self._kv_scales: dict[int, list[float]] = {}
@@ -134,9 +135,9 @@ class RankWeights:
             say(note)
 
     def _make_memory(self, num_bytes: int) -> Tensor:
-        self._region = make_region(num_bytes, self._device)
-        if self._region is not None:
-            return self._region.memory
+        self.region = make_region(num_bytes, self._device)
+        if self.region is not None:
+            return self.region.memory
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _found(self, path: Path, files: ModelFiles) -> FoundWeights:
@@ -152,11 +153,6 @@ class RankWeights:
         return FoundWeights(checkpoint, read_kv_scales(self._model, checkpoint) if has_scales else {})
 
     # ------------------------------------------------------------------ later
-
-    @property
-    def region(self) -> MemoryRegion | None:
-        """The memory of the weights; None if the GPU's driver knows no regions."""
-        return self._region
 
     def find(self, path: Path) -> FoundWeights:
         """Find weights that can take the place of the model's in a checkpoint folder; nothing is changed yet.
@@ -201,17 +197,17 @@ class RankWeights:
 
     def keep_copy(self) -> None:
         """Copy the weights to host memory; on a CPU they stay where they are. Raises CapacityError."""
-        assert self._region is not None
+        assert self.region is not None
         if self._device.type == "cpu":
-            self._kept = self._region
+            self._kept = self.region
             return
-        num_bytes, free = self._region.num_bytes, available_ram()
+        num_bytes, free = self.region.num_bytes, available_ram()
         if num_bytes > free:
             raise CapacityError(
                 f"a copy of a rank's weights takes {format_bytes(num_bytes)} of host memory, but only "
                 f"{format_bytes(free)} are free; use sleep(level=2), which drops them and reads them again"
             )
-        self._kept = HostCopy(self._region.memory)
+        self._kept = HostCopy(self.region.memory)
 
     def forget_copy(self) -> None:
         """Forget what `keep_copy` kept. Idempotent."""
@@ -219,9 +215,9 @@ class RankWeights:
 
     def release(self) -> None:
         """Give the memory of the weights back, unless they are kept in it. Idempotent."""
-        assert self._region is not None
-        if self._kept is not self._region:
-            self._region.release()
+        assert self.region is not None
+        if self._kept is not self.region:
+            self.region.release()
 
     def fill(self, found: FoundWeights | None) -> None:
         """Fill the memory: with weights that were found, the kept copy, or made-up weights. Raises LoadError for files
@@ -231,9 +227,9 @@ class RankWeights:
             set_kv_scales(self._model, found.kv_scales, self._device)
             self._path, self._is_dummy = found.checkpoint.path, False
         elif self._kept is not None:
-            assert self._region is not None
+            assert self.region is not None
             if isinstance(self._kept, HostCopy):
-                self._kept.copy_to(self._region.memory)
+                self._kept.copy_to(self.region.memory)
         elif self._is_dummy:
             init_random_weights(self._model, self._device)
         self._kept = None

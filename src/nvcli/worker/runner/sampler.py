@@ -28,7 +28,7 @@ from nvcli.kernels.logit_changes import change_logits, forbid_tokens
 from nvcli.kernels.sampling import packed_argmax, sample, unpack_argmax
 from nvcli.kernels.token_mask import apply_token_mask
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
-from nvcli.worker.runner.logprobs import PendingLogprobs, find_invariant_logprobs, find_logprobs
+from nvcli.worker.runner.logprobs import PendingLogprobs, find_logprobs
 from nvcli.worker.runner.sampling_table import SamplingFlag
 from nvcli.worker.runner.slot_table import SlotTable
 
@@ -92,7 +92,8 @@ class Sampler:
         """`batch_invariant`: a row's log-probabilities have the same bits in every batch, as its token does."""
         self._batch_invariant = batch_invariant
         self._slots, self._table = slots, slots.sampling
-        self._group = group
+        self.group = group
+        """The ranks that choose together."""
         self._vocab_size = vocab_size
         with_ranks = SamplingFlag.OTHER_LIMITS if group.size > 1 else SamplingFlag(0)
         self._whole_logits_flags = int(_CHANGES_AND_LOGPROBS | with_ranks)
@@ -124,14 +125,14 @@ class Sampler:
         """
         columns = self._table.columns
         shard, start = self._shard(logits, slots, positions)
-        if self._group.size == 1:
+        if self.group.size == 1:
             return sample(shard, columns, slots, positions, few_allowed=few_allowed)
-        return unpack_argmax(self._group.max(packed_argmax(shard, columns, slots, positions, start=start)))
+        return unpack_argmax(self.group.max(packed_argmax(shard, columns, slots, positions, start=start)))
 
     def sample_masked(self, logits: Tensor, slots: Tensor, positions: Tensor, masks: Tensor, mask_of: Tensor) -> Tensor:
         """Do what `sample` does, with masks as `apply_token_mask` takes them; with one rank only. `logits` are
         overwritten."""
-        assert self._group.size == 1
+        assert self.group.size == 1
         apply_token_mask(logits[:, : self._vocab_size], masks, mask_of)
         return self.sample(logits, slots, positions, few_allowed=True)
 
@@ -151,12 +152,12 @@ class Sampler:
         """
         if not needs.needs_whole_logits:
             if masks is not None:
-                shard, start = self._group.without_padding(logits, self._vocab_size)
-                if self._group.size > 1:
+                shard, start = self.group.without_padding(logits, self._vocab_size)
+                if self.group.size > 1:
                     masks = self._share_masks(masks)
                 self._mask(shard, needs, masks, start)
             return self._sample_limited(logits, slots, positions, needs, few_allowed=masks is not None), None
-        whole = self._group.gather(logits)
+        whole = self.group.gather(logits)
         if whole is None:
             return self._share(slots, None), None
         whole = whole[:, : self._vocab_size]
@@ -189,33 +190,23 @@ class Sampler:
         if unmodified is None:
             return ids, None
         counts = self._table.num_logprobs_host[needs.slots[asking]]
-        find = find_invariant_logprobs if self._batch_invariant else find_logprobs
-        return ids, find(unmodified, ids, asking, at_asking, counts)
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks that choose together."""
-        return self._group.size
-
-    def share(self, values: Tensor) -> Tensor:
-        """Return rank 0's values on every rank; the others pass memory of the same shape."""
-        return self._group.broadcast(values)
+        return ids, find_logprobs(unmodified, ids, asking, at_asking, counts, batch_invariant=self._batch_invariant)
 
     def _sample_limited(
         self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds, *, few_allowed: bool
     ) -> Tensor:
         """Choose by temperature and limits. With several ranks the only limits here are those of rows with a small
         top-k."""
-        if self._group.size == 1 or needs.is_simple:
+        if self.group.size == 1 or needs.is_simple:
             return self.sample(logits, slots, positions, few_allowed=few_allowed)
         columns = self._table.columns
         shard, start = self._shard(logits, slots, positions)
         packed, lists = shard_candidates(shard, columns, slots, positions, start=start)
-        return choose_candidates(self._group.max(packed), self._group.all_gather(lists), columns, slots, positions)
+        return choose_candidates(self.group.max(packed), self.group.all_gather(lists), columns, slots, positions)
 
     def _shard(self, logits: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, int]:
         """Return this rank's logits of tokens [N, M], some of which are forbidden now, and the first token's id."""
-        shard, start = self._group.without_padding(logits, self._vocab_size)
+        shard, start = self.group.without_padding(logits, self._vocab_size)
         forbid_tokens(shard, self._table.changes, slots, positions, start=start)
         return shard, start
 
@@ -227,14 +218,14 @@ class Sampler:
     def _share_masks(self, masks: TokenMasks) -> TokenMasks:
         """Send rank 0's masks to every rank."""
         (places,) = self._slots.upload(masks.places)
-        shared = self._group.broadcast(masks.masks.index_select(0, places))
+        shared = self.group.broadcast(masks.masks.index_select(0, places))
         return TokenMasks(shared, np.arange(len(shared)))
 
     def _share(self, slots: Tensor, ids: Tensor | None) -> Tensor:
         """Send rank 0's ids to every rank. The other ranks pass None."""
         if ids is None:
             ids = torch.empty(slots.shape, dtype=torch.int32, device=slots.device)
-        return self._group.broadcast(ids)
+        return self.group.broadcast(ids)
 
     def _restrict(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> None:
         """Forbid tokens that complete a bad word, and all except allowed tokens, in logits [N, V] float32, in place."""

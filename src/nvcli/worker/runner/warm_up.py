@@ -12,6 +12,7 @@ from nvcli.core.engine_config import UNEVEN_ROWS, EngineConfig
 from nvcli.core.messages import NO_ADAPTER, NewSlot, PromptQuery, SlotSampling, StepInput, pack
 from nvcli.errors import LimitsTooHigh
 from nvcli.worker.runner.device import wait_for_gpu
+from nvcli.worker.runner.rank_attention import RankAttention
 
 _SAMPLING = SlotSampling(top_k=2, top_p=0.9)
 _MIDDLING_TOKENS = 512
@@ -29,34 +30,26 @@ def run_largest_batches(
     launch: Callable[[StepInput], object],
     config: EngineConfig,
     device: torch.device,
+    attention: RankAttention,
     *,
-    max_shared_rows: int,
-    shares_prefixes: bool,
-    projects_latents: bool = False,
-    draft_widths: Sequence[int] = (),
-    num_places: int = 0,
+    num_places: int,
 ) -> None:
-    """Run the steps that exercise a rank with `launch`, the largest first. Up to `max_shared_rows` requests may share
-    segments of keys and, with `shares_prefixes`, chunks a prefix. With `projects_latents` long chunks may be attended
-    in another way than short ones. Decode rows with drafts have as many tokens as
-    `draft_widths` lists. Requests have LoRA adapters in `num_places` places. Raises LimitsTooHigh if memory runs out.
+    """Run the steps that exercise a rank with `launch`, the largest first. Requests have LoRA adapters in `num_places`
+    places. Raises LimitsTooHigh if memory runs out.
 
     A CPU's KV cache has its own budget, so there a small batch is enough, to load everything that loads lazily.
     """
     on_gpu, num_slots, config = device.type == "cuda", config.max_num_seqs, config.of_home
     num_tokens = config.max_num_batched_tokens if on_gpu else min(config.max_num_batched_tokens, _CPU_TOKENS)
     num_seqs = config.max_num_seqs if on_gpu else 1
-    num_sharing = min(num_seqs, max_shared_rows)
-    shares_prefixes = shares_prefixes and num_seqs > 1
-    drafts = [(min(num_seqs, config.max_draft_step_tokens // width), width) for width in draft_widths]
     for step in warm_up_steps(
         config,
         num_tokens,
         num_seqs,
-        num_sharing,
-        shares_prefixes=shares_prefixes,
-        projects_latents=projects_latents,
-        drafts=drafts,
+        min(num_seqs, attention.max_shared_rows),
+        shares_prefixes=attention.shares_prefixes and num_seqs > 1,
+        projects_latents=attention.backend.projected is not None,
+        drafts=[(min(num_seqs, config.max_draft_step_tokens // width), width) for width in attention.draft_widths],
         num_places=num_places,
         num_slots=num_slots,
     ):
