@@ -170,7 +170,7 @@ def test_nobody_knows_what_was_told_in_steps_that_did_not_run() -> None:
     for slot in range(64):
         segments.leave(slot)
     take_changes(segments, 64)
-    segments.forget_told()
+    segments.forget_sent()
     enter(segments, 7, [200, 201])
     enter(segments, 8, [202, 203])
     assert take_changes(segments, 64).slots == [(0, 7, 0), (0, 8, 0)]

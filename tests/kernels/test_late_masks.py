@@ -30,13 +30,12 @@ LATE = [0, 0, 1, 0, 0, 0, 0, 1, 0]
 HAS_FAILED = [0, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
-def make_memory() -> tuple[mmap.mmap, MaskTable]:
-    memory = mmap.mmap(-1, memory_bytes(R, W))
-    table = MaskTable.of(memory, R, W)
+def make_table() -> MaskTable:
+    table = MaskTable.of(mmap.mmap(-1, memory_bytes(R, W)), R, W)
     table.masks[:] = np.random.default_rng(5).integers(0, 2**32, (R, W), dtype=np.uint32)
     for row, number in enumerate(NUMBERS):
         table.numbers[row] = answered(number - (row in MISSING), has_failed=row in FAILED and row not in MISSING)
-    return memory, table
+    return table
 
 
 def wanted_of(numbers: list[int], is_awaited: list[bool]) -> torch.Tensor:
@@ -46,8 +45,8 @@ def wanted_of(numbers: list[int], is_awaited: list[bool]) -> torch.Tensor:
 
 def test_rows_go_on_with_masks_that_are_there() -> None:
     """Their masks are brought, and no others; of those that are not there, and of those that failed, it says so."""
-    memory, table = make_memory()
-    masks = MaskMemory(memory, R, W, DEVICE, num_logits=32 * W)
+    table = make_table()
+    masks = MaskMemory(table, DEVICE, num_logits=32 * W)
     there, made = masks._there, masks._made
     if there is made:  # on a CPU nothing need be brought
         there = torch.zeros(R, W, dtype=torch.int32)
@@ -72,8 +71,8 @@ def test_rows_go_on_with_masks_that_are_there() -> None:
 @pytest.mark.skipif(not HAS_GPU, reason="only a GPU waits")
 def test_a_gpu_waits_for_masks_until_waiting_costs_more() -> None:
     """It goes on as soon as a mask is there, and without one when the patience for those that are late is lost."""
-    memory, table = make_memory()
-    masks = MaskMemory(memory, R, W, DEVICE, num_logits=32 * W)
+    table = make_table()
+    masks = MaskMemory(table, DEVICE, num_logits=32 * W)
     rows = {row for row, is_awaited in zip(MASK_OF, IS_AWAITED, strict=True) if is_awaited and row >= 0}
     numbers = list(NUMBERS)
 

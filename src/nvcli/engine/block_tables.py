@@ -97,9 +97,9 @@ class BlockTables:
             **self._segments.take_changes(num_decodes),
         }
 
-    def forget_told(self) -> None:
+    def forget_sent(self) -> None:
         """Record that steps did not run, so that the ranks' state is unknown. No request may be running."""
-        self._segments.forget_told()
+        self._segments.forget_sent()
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""

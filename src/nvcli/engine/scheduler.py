@@ -285,7 +285,7 @@ class Scheduler:
         self._num_with_drafts = 0
         self._forced.put_back()
         for home in self._homes:
-            home.tables.forget_told()
+            home.tables.forget_sent()
 
     def lower_limits(self) -> bool:
         """Go on with `SchedulerLimits.lowered`; return whether there are lower limits. No request may be running."""

@@ -45,9 +45,9 @@ class SharedSegments:
         windows are not counted, as their rows may see only part of a segment."""
         self._inside: set[int] = set()
         """The slots of the requests in the forests."""
-        self._told: dict[tuple[int, int], int | None] = {}
+        self._sent: dict[tuple[int, int], int | None] = {}
         """(KV group, slot) → segment number last sent."""
-        self._told_else: int | None = 0
+        self._sent_default: int | None = 0
         """The number last sent for all other slots; None if unknown."""
 
     def enter(self, state: RequestState) -> None:
@@ -89,8 +89,8 @@ class SharedSegments:
             for number, place in forest.changed_segments.items():
                 segments += (group, number, *place)
             for slot, number in forest.changed_slots.items():
-                if self._told.get((group, slot), self._told_else) != number:
-                    self._told[group, slot] = number
+                if self._sent.get((group, slot), self._sent_default) != number:
+                    self._sent[group, slot] = number
                     slots += (group, slot, number)
             forest.changed_segments.clear()
             forest.changed_slots.clear()
@@ -101,11 +101,11 @@ class SharedSegments:
             self.num_bytes_saved += saved * size
         return {"segments": pack(segments), "slot_segments": pack(slots), "shares_segments": is_used}
 
-    def forget_told(self) -> None:
+    def forget_sent(self) -> None:
         """Record that steps did not run, so that the ranks' state is unknown. No request may be in the forests."""
         assert not self._inside
-        self._told.clear()
-        self._told_else = None
+        self._sent.clear()
+        self._sent_default = None
 
     def check_integrity(self, states: Iterable[RequestState]) -> None:
         """Assert that the segments are those of the decoding requests, which are among `states`."""
@@ -113,5 +113,5 @@ class SharedSegments:
         assert by_slot.keys() == self._inside
         for group, forest in self._forests.items():
             tables = {slot: state.blocks[group] for slot, state in by_slot.items() if slot is not None}
-            told = {slot: self._told.get((group, slot), self._told_else) for slot in tables} | forest.changed_slots
+            told = {slot: self._sent.get((group, slot), self._sent_default) for slot in tables} | forest.changed_slots
             forest.check_integrity(tables, {slot: number or 0 for slot, number in told.items()})

@@ -57,4 +57,4 @@ def test_what_is_started_ahead_is_taken_if_it_is_what_answers_need() -> None:
 
 def test_without_tokens_every_answer_fails(tmp_path: Path) -> None:
     config = engine_config(model_path=tmp_path, max_num_seqs=2)
-    assert start_workers(config, 640, [0], torch.device("cpu")).wait_ready() == 0
+    assert start_workers(config, 640, [0], torch.device("cpu")).wait_ready() is None

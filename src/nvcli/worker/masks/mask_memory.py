@@ -7,7 +7,6 @@ host memory when it needs it (`take_late`).
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from nvcli.errors import WorkerError
 from nvcli.kernels.late_masks import take_late_masks
-from nvcli.worker.masks.mask_messages import masks_offset
+from nvcli.worker.masks.mask_messages import MaskTable
 
 _SMALL_BYTES = 256 << 10
 """The largest copy that takes the device no longer than the host needs to switch streams."""
@@ -26,19 +25,16 @@ _SMALL_BYTES = 256 << 10
 class MaskMemory:
     """The masks of all rows, on the host and on the device."""
 
-    def __init__(
-        self, memory: mmap.mmap, num_rows: int, num_words: int, device: torch.device, *, num_logits: int
-    ) -> None:
-        """`memory` is laid out as in `mask_messages`. Raises WorkerError if the GPU driver rejects it."""
-        offset, count = masks_offset(num_rows), num_rows * num_words
-        made = torch.frombuffer(memory, dtype=torch.int32, count=count, offset=offset).view(num_rows, num_words)
-        self._answered = torch.frombuffer(memory, dtype=torch.int64, count=num_rows)
+    def __init__(self, table: MaskTable, device: torch.device, *, num_logits: int) -> None:
+        """Raises WorkerError if the GPU driver rejects the table's memory."""
+        made = torch.from_numpy(table.masks.view(np.int32))
+        self._answered = torch.from_numpy(table.numbers)
         there, self._stream = made, None
         if device.type == "cuda":
             # The host would wait for copies from memory that is not pinned.
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            address = self._answered.data_ptr()
-            status = int(cudart.cudaHostRegister(address, offset + made.nbytes, 0))
+            address = self._answered.data_ptr()  # the memory begins with these, and ends with the masks
+            status = int(cudart.cudaHostRegister(address, made.data_ptr() + made.nbytes - address, 0))
             if status:
                 raise WorkerError(f"the mask memory of structured answers cannot be pinned: CUDA error {status}")
             weakref.finalize(self, cudart.cudaHostUnregister, address)

@@ -145,19 +145,19 @@ class MaskTable:
         numbers = np.frombuffer(memory, dtype=np.int64, count=_NUM_NUMBERS * num_rows).reshape(_NUM_NUMBERS, num_rows)
         runs = np.frombuffer(memory, dtype=np.int32, count=num_rows * _RUN_WORDS, offset=numbers.nbytes)
         count = num_rows * num_words
-        masks = np.frombuffer(memory, dtype=np.uint32, count=count, offset=masks_offset(num_rows))
+        masks = np.frombuffer(memory, dtype=np.uint32, count=count, offset=_masks_offset(num_rows))
         runs, masks = runs.reshape(num_rows, _RUN_WORDS), masks.reshape(num_rows, num_words)
         return cls(numbers[0], numbers[1], numbers[2], numbers[3], runs, masks)
 
 
-def masks_offset(num_rows: int) -> int:
+def _masks_offset(num_rows: int) -> int:
     """Return the offset of the masks in the memory, in bytes."""
     return -(-(8 * _NUM_NUMBERS + 4 * _RUN_WORDS) * num_rows // _PAGE) * _PAGE
 
 
 def memory_bytes(num_rows: int, num_words: int) -> int:
     """Return the size of the memory, in bytes, for masks of `num_words` words of 32 bits."""
-    return masks_offset(num_rows) + 4 * num_rows * num_words
+    return _masks_offset(num_rows) + 4 * num_rows * num_words
 
 
 def next_token(numbers: np.ndarray, tokens: np.ndarray) -> np.ndarray:

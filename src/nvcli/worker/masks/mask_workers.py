@@ -110,20 +110,19 @@ class MaskWorkers:
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
         self._rows = MaskRowAllocator(start.num_rows, num_workers)
         self._num_words: int | None = None
-        self.memory: mmap.mmap | None = None
-        """The memory, once `wait_ready` has returned."""
+        """The words of a mask, once the tokens are loaded; 0: they cannot be."""
         self._table = MaskTable.empty(start.num_rows, 0)
 
-    def wait_ready(self) -> int:
-        """Wait until the tokens are loaded, and return the words of a mask. 0: the tokens cannot be loaded, and nothing
-        may be requested. Raises WorkerError."""
+    def wait_ready(self) -> MaskTable | None:
+        """Wait until the tokens are loaded, and return the table of the masks. None: the tokens cannot be loaded, and
+        nothing may be requested. Raises WorkerError."""
         if self._num_words is None:
             self._check(None)
             assert self._num_words is not None, "that is told first"
             if self._num_words:
-                self.memory = mmap.mmap(self._memory_fd, memory_bytes(self._num_rows, self._num_words))
-                self._table = MaskTable.of(self.memory, self._num_rows, self._num_words)
-        return self._num_words
+                memory = mmap.mmap(self._memory_fd, memory_bytes(self._num_rows, self._num_words))
+                self._table = MaskTable.of(memory, self._num_rows, self._num_words)
+        return self._table if self._num_words else None
 
     @property
     def answered(self) -> np.ndarray:
@@ -149,13 +148,13 @@ class MaskWorkers:
     def begin(self, grammar: str) -> int:
         """Begin an answer, and return its row. `send` sends its orders."""
         follow = self._rows.take(grammar)
-        if self.memory is not None:
+        if self._num_words:
             self._of(follow.row).begun.append(follow)
         return follow.row
 
     def end(self, row: int) -> None:
         """End the answer in a row."""
-        if self.memory is not None:
+        if self._num_words:
             self._of(row).ended.append(row)
         self._rows.give_back(row)
 

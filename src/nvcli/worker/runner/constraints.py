@@ -179,8 +179,7 @@ class Constraints:
         """Steps since a run began."""
         self._previous: _Chosen | None = None
         """The last choice."""
-        self._num_rows = num_mask_rows(config.max_num_seqs)
-        self._answers = AnswerTable(config.max_num_seqs, self._num_rows)
+        self._answers = AnswerTable(config.max_num_seqs, num_mask_rows(config.max_num_seqs))
         self._chosen: deque[_Chosen] = deque()
         self._timer = PatienceTimer(device)
         self._workers = workers
@@ -380,12 +379,9 @@ class Constraints:
         if self._workers is None or self._workers.end_ids != [*end_ids]:
             self._workers = start_workers(self._config, self._vocab_size, end_ids, self._device)
         self._answers.use_end_ids(end_ids)
-        num_words = self._workers.wait_ready()
-        if num_words:
-            assert self._workers.memory is not None
-            self.memory = MaskMemory(
-                self._workers.memory, self._num_rows, num_words, self._device, num_logits=self._vocab_size
-            )
+        table = self._workers.wait_ready()
+        if table is not None:
+            self.memory = MaskMemory(table, self._device, num_logits=self._vocab_size)
 
     def _leave(self, slot: int) -> None:
         """End the answer in a slot, if it is constrained."""

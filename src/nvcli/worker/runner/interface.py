@@ -68,8 +68,8 @@ class RankContext:
     """The processes that compile kernels, where they were started with the rank."""
 
 
-class Carried(Protocol):
-    """One kind of what requests bring besides tokens, such as LoRA adapters or images, for all slots."""
+class RequestExtras(Protocol):
+    """What requests bring besides tokens, of one kind: LoRA adapters or images, for all slots."""
 
     def plan(self, step: StepInput) -> bool:
         """Take in a step on the host, before its batch is made. Return whether it must run outside of graphs."""

@@ -241,7 +241,7 @@ class ModelRunner:
             *(self.config, self.model, self.slots, self.buffers, self.backend),
             sampler=self.sampler,
             constraints=self.constraints,
-            carried=[each for each in (adapters, self._images) if each is not None],
+            extras=[each for each in (adapters, self._images) if each is not None],
             link=self.link,
             clock=self._clock,
             model_drafter=self._model_drafter,

@@ -88,7 +88,7 @@ class RankAdapters:
             self.num_bytes += merged.num_bytes
         return merged.note
 
-    # ------------------------------------------------------------------ steps (`Carried`)
+    # ------------------------------------------------------------------ steps (`interface.RequestExtras`)
 
     def plan(self, step: StepInput) -> bool:
         """Return False: graphs serve all steps."""

@@ -26,7 +26,7 @@ from nvcli.worker.runner.constraints import Constraints
 from nvcli.worker.runner.drafter import Drafter
 from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch
-from nvcli.worker.runner.interface import Carried
+from nvcli.worker.runner.interface import RequestExtras
 from nvcli.worker.runner.late_states import LateStates
 from nvcli.worker.runner.masked_choice import MaskedChoice
 from nvcli.worker.runner.model_drafter import ModelDrafter
@@ -52,7 +52,7 @@ class StepRunner:
         *,
         sampler: Sampler,
         constraints: Constraints,
-        carried: Sequence[Carried],
+        extras: Sequence[RequestExtras],
         link: StageLink,
         clock: StepClock,
         model_drafter: ModelDrafter | None,
@@ -63,7 +63,7 @@ class StepRunner:
         recurrent states whose rows may have drafts."""
         steps_in_flight, device = config.max_steps_in_flight, slots.state.lengths.device
         self._model, self._slots, self._buffers, self._backend = model, slots, buffers, backend
-        self._sampler, self._carried, self._link, self._clock = sampler, carried, link, clock
+        self._sampler, self._extras, self._link, self._clock = sampler, extras, link, clock
         self._kept_states = kept_states
         self._sets_lengths = may_draft and not model.stage.is_last
         """Whether the lengths of requests come with each step (`SlotTable.set_lengths`)."""
@@ -113,7 +113,7 @@ class StepRunner:
         self._masks.begin(step)
         shape = self._buffers.choose_shape(step, self._backend)
         queries = self._reader.plan(step) if step.queries else None
-        is_eager = sum(each.plan(step) for each in self._carried) or queries is not None or step.copies_new_keys
+        is_eager = sum(each.plan(step) for each in self._extras) or queries is not None or step.copies_new_keys
         graphs = None if is_eager else self.graphs
         padded = None if graphs is None else graphs.padded_shape(shape)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
@@ -121,18 +121,7 @@ class StepRunner:
         self._plan(batch, padded)
         self._link.receive(batch.forward.num_tokens)
         step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
-        self._slots.apply(step)
-        if self._sets_lengths:
-            self._slots.set_lengths(step)
-        for each in self._carried:
-            each.apply(step)
-        if step.block_ids and self._backend.reads_behind_rows:
-            own = self._buffers.own_step(step)
-            spec = self._kv_cache.spec
-            (blocks,) = self._slots.upload(partly_filled_blocks(own, spec.block_size, spec.state_groups))
-            self._kv_cache.clear(blocks.long())
-        if step.key_copies and not step.copies_new_keys:
-            self._kv_cache.copy_keys(self._slots.key_copies(step))
+        self._apply_changes(step)
         needs = self._sampler.needs(batch.sampled_slots, batch.is_first)  # including those of new slots
         self._buffers.load(batch, keeps_layout=not needs.is_simple)
         self._masks.before_forward(step)
@@ -161,9 +150,24 @@ class StepRunner:
             is_graph=padded is not None,
             query_results=output.query_results,
             masks=masks,
-            note=self._masks.take_note() or next(filter(None, (each.take_note() for each in self._carried)), ""),
+            note=self._masks.take_note() or next(filter(None, (each.take_note() for each in self._extras)), ""),
             drafts=drafts,
         )
+
+    def _apply_changes(self, step: StepInput) -> None:
+        """Bring slots and KV cache up to date with the engine's message, before the step's rows are loaded."""
+        self._slots.apply(step)
+        if self._sets_lengths:
+            self._slots.set_lengths(step)
+        for each in self._extras:
+            each.apply(step)
+        if step.block_ids and self._backend.reads_behind_rows:
+            own = self._buffers.own_step(step)
+            spec = self._kv_cache.spec
+            (blocks,) = self._slots.upload(partly_filled_blocks(own, spec.block_size, spec.state_groups))
+            self._kv_cache.clear(blocks.long())
+        if step.key_copies and not step.copies_new_keys:
+            self._kv_cache.copy_keys(self._slots.key_copies(step))
 
     def _plan(self, batch: StepBatch, padded: BatchShape | None) -> None:
         """Plan a step on the host, and capture the graph of its padded shape if that is due."""
@@ -195,7 +199,7 @@ class StepRunner:
         self._drafter.find(batch)
         self._buffers.prepare(batch)
         self._drafter.limit_positions(batch)
-        for each in self._carried:
+        for each in self._extras:
             forward = each.prepare(batch.rows, forward)
         self._backend.plan_on_device(forward)
         hidden, states = self._model.run(forward, self._link.received(forward.num_tokens))
