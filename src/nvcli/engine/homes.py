@@ -44,16 +44,6 @@ class Home:
     def num_running(self) -> int:
         return self.admission.num_running
 
-    def leave(self, state: RequestState) -> None:
-        """Take back what a request got here when it entered, or holds now. Its tokens are to be computed again."""
-        self.admission.leave(state)
-        self.tables.release(state)
-
-    def rest(self, state: RequestState) -> None:
-        """Let a running request leave that keeps its blocks, and goes on with them when it enters again."""
-        self.admission.leave(state)
-        self.tables.leave_slot(state)
-
 
 class Homes:
     """All homes of a replica, by number."""

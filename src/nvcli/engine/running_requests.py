@@ -75,7 +75,8 @@ class RunningRequests:
     def release(self, state: RequestState) -> None:
         """Give a request's slot and blocks back. Steps in flight may still use them, because steps run in order."""
         home = self.homes[state.home]
-        home.leave(state)
+        home.admission.leave(state)
+        home.tables.release(state)
         self._free_slot(state, home)
 
     def drop(self, state: RequestState) -> bool:
@@ -135,7 +136,8 @@ class RunningRequests:
         for state in states:
             state.num_owed = state.num_pending
             home = self.homes[state.home]
-            home.rest(state)
+            home.admission.leave(state)
+            home.tables.leave_slot(state)
             self._free_slot(state, home)
             self._resting[state] = None
 

@@ -127,13 +127,13 @@ def test_only_processes_that_are_asleep_get_a_message_for_what_is_in_the_memory(
         write(number, data)
 
     deadline = time.monotonic() + 60
-    while not workers._table.is_asleep[:2].all() and time.monotonic() < deadline:
+    while not workers.table.is_asleep[:2].all() and time.monotonic() < deadline:
         time.sleep(0.001)
     monkeypatch.setattr(workers, "_write", note_and_write)
     for number in range(2, 200):
         wanted = ask(workers, rows, number, nine)
         workers.wait(rows, wanted, len(rows), None)
-        assert (workers.answered[rows] == wanted).all()
+        assert (workers.table.numbers[rows] == wanted).all()
         if number == 2:
             assert sorted(written) == [0, 1]
     assert len(written) < 100
@@ -162,7 +162,7 @@ def test_a_process_that_is_killed_is_missed_by_steps_that_go_on_without_masks_an
         workers.want(WantMask(row, 2, [nine], is_free=False, held_back=[], opening=None, is_opened=False))
     workers.send()
     workers.wait(rows, wanted, len(rows), None)
-    assert (workers.answered[rows] == wanted).all()
+    assert (workers.table.numbers[rows] == wanted).all()
     assert len(set(others_of(workers)) - {*before}) == 1
     workers.wait(rows, ask(workers, rows, 3, nine), len(rows), None)
     assert not workers.ended
@@ -175,7 +175,7 @@ def chain(length: int) -> Structured:
 
 
 def first_masks(workers: MaskWorkers, rows: list[int]) -> np.ndarray:
-    """Wait for the first masks of answers as a rank does. Returns `MaskWorkers.answered` of these rows."""
+    """Wait for the first masks of answers as a rank does. Returns `MaskTable.numbers` of these rows."""
 
     def want(begun: list[int]) -> None:
         for row in begun:
@@ -190,7 +190,7 @@ def first_masks(workers: MaskWorkers, rows: list[int]) -> np.ndarray:
         assert how == "was killed by SIGSEGV"
         want(begun)
         workers.wait(np.array(rows), wanted, len(rows), None)
-    found: np.ndarray = workers.answered[np.array(rows)]
+    found: np.ndarray = workers.table.numbers[np.array(rows)]
     return found
 
 

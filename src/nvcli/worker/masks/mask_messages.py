@@ -149,6 +149,11 @@ class MaskTable:
         runs, masks = runs.reshape(num_rows, _RUN_WORDS), masks.reshape(num_rows, num_words)
         return cls(numbers[0], numbers[1], numbers[2], numbers[3], runs, masks)
 
+    def run(self, row: int) -> list[int]:
+        """Return the tokens of the run that begins with a row's last mask."""
+        tokens: list[int] = self.runs[row, 1 : 1 + self.runs.item(row, 0)].tolist()
+        return tokens
+
 
 def _masks_offset(num_rows: int) -> int:
     """Return the offset of the masks in the memory, in bytes."""

@@ -41,7 +41,6 @@ from nvcli.worker.masks.mask_messages import (
     Raised,
     Report,
     WantMask,
-    allow_only,
     memory_bytes,
     next_token,
 )
@@ -111,7 +110,8 @@ class MaskWorkers:
         self._rows = MaskRowAllocator(start.num_rows, num_workers)
         self._num_words: int | None = None
         """The words of a mask, once the tokens are loaded; 0: they cannot be."""
-        self._table = MaskTable.empty(start.num_rows, 0)
+        self.table = MaskTable.empty(start.num_rows, 0)
+        """What the workers make; empty until `wait_ready` has returned."""
 
     def wait_ready(self) -> MaskTable | None:
         """Wait until the tokens are loaded, and return the table of the masks. None: the tokens cannot be loaded, and
@@ -121,29 +121,8 @@ class MaskWorkers:
             assert self._num_words is not None, "that is told first"
             if self._num_words:
                 memory = mmap.mmap(self._memory_fd, memory_bytes(self._num_rows, self._num_words))
-                self._table = MaskTable.of(memory, self._num_rows, self._num_words)
-        return self._table if self._num_words else None
-
-    @property
-    def answered(self) -> np.ndarray:
-        """[rows], the last mask that is there for each row (`mask_messages.answered`)."""
-        return self._table.numbers
-
-    @property
-    def run_lengths(self) -> np.ndarray:
-        """[rows], the length of the run that begins with each row's last mask."""
-        lengths: np.ndarray = self._table.runs[:, 0]
-        return lengths
-
-    def run(self, row: int) -> list[int]:
-        """Return the tokens of the run that begins with a row's last mask."""
-        length = self._table.runs.item(row, 0)
-        tokens: list[int] = self._table.runs[row, 1 : 1 + length].tolist()
-        return tokens
-
-    def allow_only(self, row: int, token: int) -> None:
-        """Write a row's mask, which allows one token, in place of its worker. No mask may be requested for the row."""
-        allow_only(self._table.masks[row], token)
+                self.table = MaskTable.of(memory, self._num_rows, self._num_words)
+        return self.table if self._num_words else None
 
     def begin(self, grammar: str) -> int:
         """Begin an answer, and return its row. `send` sends its orders."""
@@ -165,13 +144,13 @@ class MaskWorkers:
     def want_next(self, rows: np.ndarray, numbers: np.ndarray, tokens: np.ndarray) -> None:
         """Request the masks of rows [n] with these numbers [n], each after one of the tokens [n] and restricted by the
         grammar alone. The rows' previous masks must be there."""
-        self._table.next_tokens[rows] = next_token(numbers, tokens)
+        self.table.next_tokens[rows] = next_token(numbers, tokens)
         self._has_tokens[rows % len(self._orders)] = True
 
     def send(self) -> None:
         """Send the pending requests. Raises WorkerError."""
         if self._has_tokens.any():
-            self._has_orders |= self._has_tokens & (self._table.is_asleep[: len(self._orders)] != 0)
+            self._has_orders |= self._has_tokens & (self.table.is_asleep[: len(self._orders)] != 0)
             self._has_tokens[:] = False
         for number in np.flatnonzero(self._has_orders).tolist():
             message = self._encoder.encode(self._orders[number])
@@ -180,10 +159,10 @@ class MaskWorkers:
         self._has_orders[:] = False
 
     def wait(self, rows: np.ndarray, wanted: np.ndarray, num_rows: int, patience: Patience | None) -> None:
-        """Wait until `answered` has reached `wanted` [n] in `rows` [n], or a worker has died (`ended`). With patience,
-        some rows may be late, but not all `num_rows` of the step. Raises WorkerError."""
+        """Wait until `MaskTable.numbers` has reached `wanted` [n] in `rows` [n], or a worker has died (`ended`). With
+        patience, some rows may be late, but not all `num_rows` of the step. Raises WorkerError."""
         started = time.perf_counter()
-        while num_late := int((self.answered[rows] < wanted).sum()):
+        while num_late := int((self.table.numbers[rows] < wanted).sum()):
             now = time.perf_counter()
             if now >= self._check_at:
                 self._check_at = now + _CHECK_SECONDS
@@ -209,16 +188,16 @@ class MaskWorkers:
         if traceback:
             how = f"failed: {traceback.strip().rpartition(chr(10))[2]}"
         num_workers = len(self._orders)
-        begun, was_idle = self._rows.begin_anew(number, int(self._table.at_work[number]))
-        num_made = int(self._table.numbers[number::num_workers].sum())
+        begun, was_idle = self._rows.begin_anew(number, int(self.table.at_work[number]))
+        num_made = int(self.table.numbers[number::num_workers].sum())
         if num_made != self._num_made[number] or not was_idle:
             self._num_idle_ends[number] = 0
         self._num_made[number] = num_made
         self._num_idle_ends[number] += was_idle
         if self._num_idle_ends[number] >= _MOST_IDLE_ENDS:
             raise WorkerError(f"{_FAILED} {how}, {_MOST_IDLE_ENDS} times in a row", traceback)
-        self._table.at_work[number] = 0
-        self._table.next_tokens[number::num_workers] = 0
+        self.table.at_work[number] = 0
+        self.table.next_tokens[number::num_workers] = 0
         os.close(self._order_fds[number])
         self._order_fds[number] = self._start(number)
         self._orders[number] = MaskOrders([], begun, [])

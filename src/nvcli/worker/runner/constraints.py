@@ -37,7 +37,7 @@ from nvcli.core.structured import Constraint
 from nvcli.worker.masks.answer_table import AnswerTable, FollowedAnswer
 from nvcli.worker.masks.forced_runs import ForcedRuns, Runs
 from nvcli.worker.masks.mask_memory import MaskMemory
-from nvcli.worker.masks.mask_messages import MaskStart, answered
+from nvcli.worker.masks.mask_messages import MaskStart, allow_only, answered
 from nvcli.worker.masks.mask_patience import Patience, PatienceTimer
 from nvcli.worker.masks.mask_rows import num_mask_rows
 from nvcli.worker.masks.mask_workers import MaskWorkers
@@ -244,7 +244,7 @@ class Constraints:
             self._replace(self._workers.ended)
             self._want(rows)
         self._timer.went_on()
-        found = self._workers.answered[rows]
+        found = self._workers.table.numbers[rows]
         is_late = found < wanted
         runs = self._find_runs(rows, places, may_force & ~is_late & (found % 2 == 0))
         self.memory.bring(rows)
@@ -264,15 +264,16 @@ class Constraints:
         """Begin the runs of answers in rows [n], of which those that `may_begin` [n] have just got their masks, and
         write the masks inside runs. Returns the runs for the step, whose sampled rows are at `places` [n], and
         completes those of the previous step."""
-        answers, workers = self._answers, self._workers
+        answers = self._answers
         if not self._config.finds_runs:
             return ForcedRuns({})
-        assert workers is not None
+        assert self._workers is not None
+        table = self._workers.table
         for row in rows[answers.is_in_run[rows]].tolist():
-            workers.allow_only(row, answers.rest_of_run(row)[0])
-        is_new = may_begin & (workers.run_lengths[rows] >= _LEAST_RUN) & answers.may_begin_run(rows)
+            allow_only(table.masks[row], answers.rest_of_run(row)[0])
+        is_new = may_begin & (table.runs[rows, 0] >= _LEAST_RUN) & answers.may_begin_run(rows)
         for row in rows[is_new].tolist():
-            answers.begin_run(row, workers.run(row))
+            answers.begin_run(row, table.run(row))
         previous, self._previous = self._previous, None
         if previous is not None:
             previous.masks.runs.complete(self._runs_behind(previous, rows[is_new]))
@@ -339,7 +340,7 @@ class Constraints:
         for number in numbers:
             rows, how = self._workers.replace(number)
             for row in rows:
-                is_there = int(self._workers.answered[row]) >= answered(
+                is_there = int(self._workers.table.numbers[row]) >= answered(
                     int(self._answers.wanted[row]), has_failed=False
                 )
                 self._answers.follow_anew(row, tokens_of, has_mask=is_there)
