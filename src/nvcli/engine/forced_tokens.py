@@ -10,7 +10,6 @@ time, as usual.
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -52,38 +51,32 @@ class ForcedTokens:
         """Tokens taken without a decode row of their own."""
         self.num_runs = 0
         """Runs taken."""
-        self._in_flight: deque[ScheduledStep] = deque()
         self._coming: dict[RequestState, int] = {}
         """Request → the number of tokens that steps in flight will give and that it already has."""
 
-    def scheduled(self, step: ScheduledStep) -> None:
-        """Record that a step is in flight."""
-        self._in_flight.append(step)
-
     def put_back(self) -> None:
         """Record that none of the steps in flight will run."""
-        self._in_flight.clear()
         self._coming.clear()
 
     def missing(self, rows: Iterable[tuple[RequestState, int, int]]) -> list[tuple[RequestState, int]]:
-        """Return the requests whose rows in the oldest step in flight gave fewer tokens than they have logits, and how
-        many fewer. Requests whose bounds `take` has made exact are left out. `rows`: (request, number of logits, number
-        of tokens given)."""
+        """Return the requests whose rows in a step gave fewer tokens than they have logits, and how many fewer.
+        Requests whose bounds `take` has made exact are left out. `rows`: (request, number of logits, number of tokens
+        given)."""
         return [(state, n - count) for state, n, count in rows if count != n and state not in self._coming]
 
     def take(
-        self, owners: Sequence[RequestState], tokens: array[int], packed: bytes
+        self, owners: Sequence[RequestState], tokens: array[int], packed: bytes, in_flight: Iterable[ScheduledStep]
     ) -> tuple[Sequence[RequestState], array[int]]:
-        """Process the tokens [n] of the oldest step in flight, their `owners` [n], and the step's `StepOutput.forced`.
+        """Process the tokens [n] of a step, their `owners` [n], and the step's `StepOutput.forced`. `in_flight`: the
+        steps after it.
 
         Returns the new tokens, forced ones included, with their owners. Requests that take forced tokens continue with
         chunks. Their bounds are made exact: such a request has no drafts, so a step in flight computes one token for
         it, however wide its row is.
         """
-        self._in_flight.popleft()
         if not packed and not self._coming:
             return owners, tokens
-        runs = self._choose(owners, _unpack_runs(packed))
+        runs = self._choose(owners, _unpack_runs(packed), in_flight)
         new_owners: list[RequestState] = []
         new_tokens = array("i")
         for index, (state, token) in enumerate(zip(owners, tokens, strict=True)):
@@ -110,7 +103,9 @@ class ForcedTokens:
             self.num_runs += 1
         return new_owners, new_tokens
 
-    def _choose(self, owners: Sequence[RequestState], found: dict[int, array[int]]) -> dict[int, _Run]:
+    def _choose(
+        self, owners: Sequence[RequestState], found: dict[int, array[int]], in_flight: Iterable[ScheduledStep]
+    ) -> dict[int, _Run]:
         """Choose which of the runs found to take. Both mappings are keyed by the index of the token that the run
         follows."""
         runs: dict[int, _Run] = {}
@@ -121,7 +116,7 @@ class ForcedTokens:
                 runs[index] = by_owner[state] = _Run(tokens)
         if not runs:
             return {}
-        for step in self._in_flight:
+        for step in in_flight:
             for state, num_logits in zip(step.sampling, step.num_logits, strict=True):
                 if state in by_owner:
                     by_owner[state].widths.append(num_logits)

@@ -62,8 +62,8 @@ class Scheduler:
         self._homes = self._running.homes
         self._drafts = DraftPolicy(limits.drafting)
         self._turns = PromptTurns()
-        self._num_with_drafts = 0
-        """Steps in flight that have drafts."""
+        self._in_flight: deque[ScheduledStep] = deque()
+        """Steps whose outputs are awaited, the oldest first."""
         self._forced = ForcedTokens(self._running, takes_all=limits.takes_all_runs)
         self._by_id: dict[int, RequestState] = {}
         self._restarts = False
@@ -192,8 +192,7 @@ class Scheduler:
             **self._homes.share(draft, len(rows)),
         )
         self._next_step_id += 1
-        self._num_with_drafts += bool(row_limits)
-        self._forced.scheduled(step)
+        self._in_flight.append(step)
         self._num_decode_rows += len(rows)
         self._restarts = False
         return step
@@ -203,11 +202,12 @@ class Scheduler:
 
         Raises ModelError if many prompts, and only such prompts, have had non-finite logits.
         """
+        oldest = self._in_flight.popleft()
+        assert oldest is step
         assert output.step_id == step.input.step_id
         owners: Sequence[RequestState] = step.sampling
         if output.counts or len(output.token_ids) > 4 * len(owners):
             owners = self._take_back_missing(step, output)
-        self._num_with_drafts -= bool(step.input.row_limits)
         self._drafts.learn(step.input, output, step.sampling[: step.input.num_decodes])
         if output.logprobs:
             for state, logprobs in zip(owners, output.logprobs, strict=True):
@@ -215,7 +215,7 @@ class Scheduler:
                     state.logprobs.append(logprobs)
         step.take_query_results(output)
         num_dropped = 0
-        owners, tokens = self._forced.take(owners, unpack(output.token_ids), output.forced)
+        owners, tokens = self._forced.take(owners, unpack(output.token_ids), output.forced, self._in_flight)
         for state, token in zip(owners, tokens, strict=True):
             # This loop runs for every token of the job, so it is flat.
             if state.slot is None:
@@ -282,7 +282,7 @@ class Scheduler:
         self._homes.unregister(self._homes.take_registered())
         self._running.free_all_slots()
         self._restarts = True
-        self._num_with_drafts = 0
+        self._in_flight.clear()
         self._forced.put_back()
         for home in self._homes:
             home.tables.forget_sent()
@@ -304,16 +304,21 @@ class Scheduler:
 
     # ------------------------------------------------------------------ decode rows
 
+    @property
+    def _awaits_drafts(self) -> bool:
+        """Whether a step in flight has drafts, which may give back blocks that they took."""
+        return any(step.input.row_limits for step in self._in_flight)
+
     def _plan_decode_rows(self, draft: StepDraft, *, has_prompts: bool) -> tuple[list[RequestState], list[int]]:
         """Choose the requests that decode in the next step, the first ready ones, and take blocks for their tokens.
         Returns them and the number of tokens of each row."""
         rows = self._running.decoding.leading(self.limits.max_decode_rows(len(self._running)))
         widths = self._drafts.widths(rows, self.limits.max_num_batched_tokens, has_prompts=has_prompts)
         lacking = lacking_room(rows, widths)
-        if lacking and (max(widths) > 1 or self._num_with_drafts) and not self._homes.has_room(lacking):
+        if lacking and (max(widths) > 1 or self._awaits_drafts) and not self._homes.has_room(lacking):
             widths = [1] * len(rows)
             lacking = lacking_room(rows, widths)
-            if self._num_with_drafts and not self._homes.has_room(lacking):
+            if self._awaits_drafts and not self._homes.has_room(lacking):
                 return [], []
         for state, width in lacking:
             if self._make_room(state, width, draft, least=width) < width and state.slot is not None:
@@ -418,7 +423,7 @@ class Scheduler:
             room = self._homes.tables_of(state).grow(state, num_tokens, draft, least=least)
             if room >= least:
                 return room
-            if self._num_with_drafts:
+            if self._awaits_drafts:
                 return 0
             if self._running.release_resting():
                 continue

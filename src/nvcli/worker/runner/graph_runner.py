@@ -57,10 +57,9 @@ class GraphRunner(Generic[T]):
         """How often steps wanted a graph that is not captured."""
         self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
 
-    def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:
-        """Capture the graphs of these shapes (None: all), in order, and wait for the device. `shapes_to_run` run once
-        before they are captured, which loads and compiles the kernels that most others launch, too."""
-        shapes = self.shapes if shapes is None else shapes
+    def capture(self, shapes: Sequence[BatchShape]) -> None:
+        """Capture the graphs of these shapes, in order, and wait for the device. `shapes_to_run` run once before they
+        are captured, which loads and compiles the kernels that most others launch, too."""
         run_first = shapes_to_run(shapes)
         for shape in shapes:
             self._prepare(shape)
