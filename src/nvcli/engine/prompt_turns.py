@@ -38,7 +38,7 @@ class PromptTurns:
     def has_prompts(self, running: RunningRequests, num_waiting: int, *, has_drafts: bool) -> bool:
         """Whether the next step is for prompts too: those under way, or of some of the `num_waiting` requests, for
         which it is to have no drafts. `has_drafts`: the latest steps without prompts had drafts."""
-        num_entering = min(num_waiting, running.num_free_slots)
+        num_entering = min(num_waiting, running.homes.num_free_slots)
         if running.prefilling or not num_entering:
             return bool(running.prefilling)
         self._num_steps += 1

@@ -54,10 +54,6 @@ class RunningRequests:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states)
 
-    @property
-    def num_free_slots(self) -> int:
-        return self.homes.num_free_slots
-
     def enter(self, state: RequestState, home: Home) -> None:
         """Give a slot of a home to a request that has taken its first blocks there (`Admission.enter`)."""
         state.home, state.slot = home.number, home.free_slots.pop()
@@ -201,7 +197,7 @@ class RunningRequests:
         assert not self._states
         self.adapters.forget()
         self.merged.forget()
-        self._freed_slots = list(range(self.num_free_slots))
+        self._freed_slots = list(range(self.homes.num_free_slots))
 
     def lower_limits(self, limits: SchedulerLimits) -> None:
         """Continue with lower limits. No request may be running."""

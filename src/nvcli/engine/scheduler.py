@@ -394,7 +394,7 @@ class Scheduler:
             if state.num_uncomputed:
                 self._running.prefilling.append(state)
             budgets[home.number] -= length
-        self._turns.tried(lacked_memory=bool(waiting) and self._running.num_free_slots > 0)
+        self._turns.tried(lacked_memory=bool(waiting) and self._homes.num_free_slots > 0)
 
     def _add_chunk(self, state: RequestState, length: int, draft: StepDraft) -> None:
         """Schedule the next chunk of a prompt, whose blocks are taken already."""

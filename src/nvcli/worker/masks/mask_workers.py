@@ -111,7 +111,7 @@ class MaskWorkers:
         self._num_words: int | None = None
         """The words of a mask, once the tokens are loaded; 0: they cannot be."""
         self.table = MaskTable.empty(start.num_rows, 0)
-        """What the workers make; empty until `wait_ready` has returned."""
+        """The memory in which the workers write; no masks until `wait_ready` has returned."""
 
     def wait_ready(self) -> MaskTable | None:
         """Wait until the tokens are loaded, and return the table of the masks. None: the tokens cannot be loaded, and

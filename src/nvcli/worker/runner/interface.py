@@ -69,7 +69,7 @@ class RankContext:
 
 
 class RequestExtras(Protocol):
-    """What requests bring besides tokens, of one kind: LoRA adapters or images, for all slots."""
+    """One kind of input besides tokens that requests bring, such as LoRA adapters or images, for all slots."""
 
     def plan(self, step: StepInput) -> bool:
         """Take in a step on the host, before its batch is made. Return whether it must run outside of graphs."""
