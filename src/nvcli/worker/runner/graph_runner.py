@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,14 +25,7 @@ _USES_OF_OTHER = 64
 """Uses of a graph that does more than a step needs, before one is captured that does no more."""
 
 
-class GraphOutput(Protocol):
-    """The tensors that a step leaves on the device."""
-
-    def unowned(self) -> Self:
-        """Return the same output with its large tensors replaced by `unowned` views."""
-
-
-T = TypeVar("T", bound=GraphOutput)
+T = TypeVar("T")
 
 
 class GraphRunner(Generic[T]):
@@ -44,11 +37,13 @@ class GraphRunner(Generic[T]):
         run: Callable[[BatchShape], T],
         *,
         prepare: Callable[[BatchShape], None] = lambda shape: None,
+        view: Callable[[T], T] = lambda output: output,
     ) -> None:
         """`shapes` are to be captured, those with the most tokens first. `run` launches a step of a shape on static
-        tensors; `prepare` makes them ready, outside the graph."""
+        tensors; `prepare` makes them ready, outside the graph. `view` returns what is kept of a step's output: the same
+        with its large tensors `unowned`."""
         self.shapes = list(shapes)
-        self._run, self._prepare = run, prepare
+        self._run, self._prepare, self._view = run, prepare, view
         self._graphs: dict[BatchShape, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[BatchShape, T] = {}
         self._pool: Any = None
@@ -137,7 +132,7 @@ class GraphRunner(Generic[T]):
                 output = self._run(shape)
             finally:
                 graph.capture_end()
-        self._graphs[shape], self._outputs[shape] = graph, output.unowned()
+        self._graphs[shape], self._outputs[shape] = graph, self._view(output)
 
 
 def shapes_to_run(shapes: Sequence[BatchShape]) -> set[BatchShape]:

@@ -52,9 +52,6 @@ class _Chosen:
     late: Tensor
     """[2, N] int32, as `take_late_masks` returns it."""
 
-    def unowned(self) -> _Chosen:
-        return self
-
 
 class MaskedChoice:
     """The constrained rows of one rank's steps."""

@@ -33,20 +33,18 @@ class StepLogits:
     states: Tensor | None = None
     """[T, K], what the head that drafts is yet to take in once the tokens are chosen; None: nothing."""
 
-    def unowned(self) -> StepLogits:
-        states = None if self.states is None else unowned(self.states)
-        return replace(self, logits=unowned(self.logits), states=states)
+
+StepForward = StepLogits | StageState
+"""The output of a step's forward pass, in the last stage and in others."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageOutput:
-    """The output of a step in a stage that is not the last."""
-
-    state: StageState
-
-    def unowned(self) -> StageOutput:
-        residual, delta = self.state.residual, self.state.delta
-        return StageOutput(StageState(unowned(residual), None if delta is None else unowned(delta)))
+def unowned_output(output: StepForward) -> StepForward:
+    """Return an output with its large tensors `unowned`."""
+    if isinstance(output, StageState):
+        delta = None if output.delta is None else unowned(output.delta)
+        return replace(output, residual=unowned(output.residual), delta=delta)
+    states = None if output.states is None else unowned(output.states)
+    return replace(output, logits=unowned(output.logits), states=states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from nvcli.worker.runner.query_reader import PromptQueryReader, QueryPlan
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
 from nvcli.worker.runner.step_clock import StepClock
-from nvcli.worker.runner.step_results import PendingStep, StageOutput, StepLogits
+from nvcli.worker.runner.step_results import PendingStep, StepForward, StepLogits, unowned_output
 from nvcli.worker.runner.unfilled_blocks import partly_filled_blocks
 from nvcli.worker.runner.uploader import PinnedRing
 
@@ -76,7 +76,7 @@ class StepRunner:
             steps_in_flight=steps_in_flight,
         )
         self._reader = PromptQueryReader(model, model.group, device, batch_invariant=config.batch_invariant)
-        self.graphs: GraphRunner[StepLogits | StageOutput] | None = None
+        self.graphs: GraphRunner[StepForward] | None = None
         """The graphs that run steps, where one of them serves; None: steps are launched kernel by kernel."""
         self._graph_batches: dict[BatchShape, StepBatch] = {}
         self._on_gpu = device.type == "cuda"
@@ -91,7 +91,7 @@ class StepRunner:
         self._states = LateStates(self._kept_states, kv_cache, self._slots.upload)
         self._graph_batches.clear()
 
-    def make_graphs(self, shapes: Sequence[BatchShape]) -> GraphRunner[StepLogits | StageOutput]:
+    def make_graphs(self, shapes: Sequence[BatchShape]) -> GraphRunner[StepForward]:
         """Make the graphs of these shapes, not yet captured."""
 
         def prepare(shape: BatchShape) -> None:
@@ -101,9 +101,9 @@ class StepRunner:
             self._backend.plan(batch.forward)
             self._buffers.load(batch)
 
-        return GraphRunner(shapes, self.run_padded, prepare=prepare)
+        return GraphRunner(shapes, self.run_padded, prepare=prepare, view=unowned_output)
 
-    def run_padded(self, shape: BatchShape) -> StepLogits | StageOutput:
+    def run_padded(self, shape: BatchShape) -> StepForward:
         """Launch a step over the rows loaded for the shape. A graph holds the same work."""
         return self._compute(self._padded_batch(shape), sample=not self._masks.is_split(shape))
 
@@ -134,9 +134,9 @@ class StepRunner:
         else:
             assert graphs is not None
             output = graphs.replay(padded)
-        if isinstance(output, StageOutput):
+        if isinstance(output, StageState):
             self._clock.stop(step_time)
-            self._link.send(output.state)
+            self._link.send(output)
             return None
         ids, logprobs = self._masks.choose(step, output.logits, output.ids, batch, padded, needs)
         if not needs.is_simple or output.ids is None:
@@ -192,7 +192,7 @@ class StepRunner:
         elif not is_captured:
             graphs.capture_late(padded)
 
-    def _compute(self, batch: StepBatch, *, sample: bool, queries: QueryPlan | None = None) -> StepLogits | StageOutput:
+    def _compute(self, batch: StepBatch, *, sample: bool, queries: QueryPlan | None = None) -> StepForward:
         """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens
         and stores them in the slot table. `queries`: what to read from prompts."""
         forward = batch.forward
@@ -204,7 +204,7 @@ class StepRunner:
         self._backend.plan_on_device(forward)
         hidden, states = self._model.run(forward, self._link.received(forward.num_tokens))
         if isinstance(hidden, StageState):
-            return StageOutput(hidden)
+            return hidden
         query_results = None
         if queries is not None:
             query_results = self._reader.read(hidden, queries)
