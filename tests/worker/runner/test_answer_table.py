@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
 
 import numpy as np
 import pytest
 
-from nvcli.core.messages import NOT_FINITE
+from nvcli.core.messages import NOT_FINITE, SlotSampling
 from nvcli.core.structured import Constraint
 from nvcli.worker.masks.answer_table import AnswerTable, FollowedAnswer
 from nvcli.worker.masks.mask_messages import WHOLE_RUN, WantMask
@@ -32,17 +31,8 @@ def make_answer(rng: random.Random, row: int) -> FollowedAnswer:
         must_begin=rng.random() < 0.5,
         opens_with=opens_with,
     )
-    return FollowedAnswer(
-        constraint=constraint,
-        row=row,
-        prompt_len=3,
-        min_tokens=min_tokens,
-        stop_ids=END_IDS if min_tokens else [],
-        end_ids=frozenset(END_IDS),
-        is_free=bool(starts_after) and not opens_with,
-        num_opening=0 if opens_with else None,
-        last_ids=deque(maxlen=len(starts_after)),
-    )
+    stop_ids = END_IDS if min_tokens else []
+    return FollowedAnswer(row, constraint, SlotSampling(prompt_len=3, min_tokens=min_tokens, stop_ids=stop_ids))
 
 
 @pytest.mark.parametrize("seed", range(3))

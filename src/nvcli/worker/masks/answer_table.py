@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nvcli.core.messages import SlotSampling
 from nvcli.core.structured import Constraint
 from nvcli.worker.masks.mask_messages import WHOLE_RUN, WantMask
 
@@ -40,29 +41,38 @@ class FollowedAnswer:
     mask workers, which get the tokens together with the request for the next mask.
     """
 
-    constraint: Constraint
     row: int
     """The answer's row in the mask memory."""
-    prompt_len: int
-    min_tokens: int
-    stop_ids: Sequence[int]
-    """Stop ids, which must not be chosen before `min_tokens` unless the grammar allows nothing else."""
-    end_ids: frozenset[int]
-    is_free: bool
+    constraint: Constraint
+    sampling: SlotSampling
+    """The slot's parameters. Its stop ids must not be chosen before `min_tokens`, unless the grammar allows nothing
+    else."""
+    is_free: bool = field(init=False)
     """Whether the answer is in its free part, before the mark that starts the constraint."""
-    num_opening: int | None
+    num_opening: int | None = field(init=False)
     """Tokens generated so far of the mark that opens the free part; None once that is decided."""
+    last_ids: deque[int] = field(init=False)
+    """The last tokens of the free part, up to the length of the mark."""
     num_tokens: int = 0
     num_free: int = 0
     """Leading tokens that are not part of the grammar: the free part and the marks around it."""
     is_over: bool = False
     """Whether the answer has ended; any further token is dropped."""
-    last_ids: deque[int] = field(default_factory=deque)
-    """The last tokens of the free part, up to the length of the mark."""
     unread: list[int] = field(default_factory=list)
     """Tokens of the grammar not yet sent to the worker."""
     is_due: bool = True
     """Whether the mask of the next token has yet to be requested."""
+
+    def __post_init__(self) -> None:
+        has_mark = bool(self.constraint.starts_after)
+        self.is_free = has_mark and not self.constraint.opens_with
+        self.num_opening = 0 if has_mark and self.constraint.opens_with else None
+        self.last_ids = deque(maxlen=len(self.constraint.starts_after))
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the answer has fewer than `min_tokens`."""
+        return self.num_tokens < self.sampling.min_tokens
 
     @property
     def next_opening(self) -> int | None:
@@ -73,15 +83,15 @@ class FollowedAnswer:
         """Advance by one token, sampled or given."""
         if self.is_over or token < 0:  # NOT_FINITE
             return
-        was_free, was_short = self.is_free, self.num_tokens < self.min_tokens
+        was_free, was_short = self.is_free, self.is_short
         self.num_tokens += 1
         if self._take_free(token):
             self.num_free += 1
         else:
-            self.is_over = token in self.end_ids
+            self.is_over = token in self.constraint.end_ids
             self.unread.append(token)
         # All masks of the free part are alike, except that the first may hold back more tokens.
-        stays = was_free and self.is_free and was_short == (self.num_tokens < self.min_tokens)
+        stays = was_free and self.is_free and was_short == self.is_short
         self.is_due = (self.is_due or not stays) and not self.is_over
 
     def _take_free(self, token: int) -> bool:
@@ -98,7 +108,7 @@ class FollowedAnswer:
             return False
         self.last_ids.append(token)
         self.is_free = list(self.last_ids) != self.constraint.starts_after
-        self.is_over = token in self.end_ids
+        self.is_over = token in self.constraint.end_ids
         return True
 
     @property
@@ -108,7 +118,7 @@ class FollowedAnswer:
             not self.is_free
             and self.num_opening is None
             and not self.is_over
-            and (not self.stop_ids or self.num_tokens >= self.min_tokens)
+            and not (self.sampling.stop_ids and self.is_short)
         )
 
     def want_mask(self, number: int) -> WantMask:
@@ -116,8 +126,8 @@ class FollowedAnswer:
         held_back: list[int] = []
         if self.is_free and self.constraint.must_begin:
             held_back += self.constraint.end_ids
-        if self.num_tokens < self.min_tokens:
-            held_back += self.stop_ids
+        if self.is_short:
+            held_back += self.sampling.stop_ids
         tokens, self.unread = self.unread, []
         self.is_due = False
         return WantMask(self.row, number, tokens, self.is_free, held_back, self.next_opening, bool(self.num_opening))
@@ -204,7 +214,7 @@ class AnswerTable:
             return
         answer = self._answers[row]
         num_tokens = int(self.num_tokens[row]) if self._is_steady[row] else answer.num_tokens
-        first = max(0, answer.prompt_len + num_tokens - start)
+        first = max(0, answer.sampling.prompt_len + num_tokens - start)
         if first < len(tokens):
             if row in self._runs and self._go_on_in_run(row, tokens[first:].tolist()):
                 self.num_tokens[row] += len(tokens) - first
@@ -259,7 +269,7 @@ class AnswerTable:
         answer = self._answers[row]
         self._follow_alone(answer)
         (slot,) = np.flatnonzero(self._row_of == row).tolist()
-        start = answer.prompt_len
+        start = answer.sampling.prompt_len
         answer.unread = tokens_of(slot, start + answer.num_free, start + answer.num_tokens)
         answer.is_due = (answer.is_due or not has_mask) and not answer.is_over
 

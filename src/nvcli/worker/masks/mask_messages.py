@@ -64,19 +64,14 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
-    """A worker is about to end because of an exception."""
+    """A worker is about to end because of an exception, or all are, because the first process has failed."""
 
-    number: int
+    number: int | None
+    """The worker's; None: the first process."""
     traceback: str
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The first process failed."""
-
-    traceback: str
-
-
-Report = Loaded | Ended | Raised | Failed
+Report = Loaded | Ended | Raised
 
 
 class FollowGrammar(msgspec.Struct, frozen=True, array_like=True):

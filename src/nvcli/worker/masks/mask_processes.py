@@ -31,7 +31,7 @@ from nvcli.core.grammars import FOLLOW_STACK_BYTES, GrammarError, Vocabulary
 from nvcli.core.system.file_limits import resize_memory_file
 from nvcli.core.system.host_memory import available_ram, limit_more_memory
 from nvcli.core.system.process_control import describe_end, end_with_parent, ignore_terminal, sleep_exactly
-from nvcli.worker.masks.mask_messages import Ended, Failed, Loaded, MaskStart, MaskTable, Raised, Report, memory_bytes
+from nvcli.worker.masks.mask_messages import Ended, Loaded, MaskStart, MaskTable, Raised, Report, memory_bytes
 from nvcli.worker.masks.mask_worker import MaskWorker, OrderReader, serve
 
 _LEAST_MEMORY, _MOST_MEMORY = 1 << 30, 4 << 30
@@ -180,7 +180,7 @@ def main() -> None:
         first = _FirstProcess(start, table, report, vocabulary)
         first.watch()
     except BaseException:  # a panic in Rust code is not an Exception
-        _tell(report, Failed(_traceback()))
+        _tell(report, Raised(None, _traceback()))
         end(signal.SIGTERM, None)
     os._exit(0)
 

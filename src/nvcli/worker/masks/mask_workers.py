@@ -33,7 +33,6 @@ from nvcli.core.system.process_control import sleep_exactly
 from nvcli.errors import WorkerError
 from nvcli.worker.masks.mask_messages import (
     Ended,
-    Failed,
     Loaded,
     MaskOrders,
     MaskStart,
@@ -253,10 +252,10 @@ class MaskWorkers:
                         return  # nothing follows
                 case Ended(number, how):
                     self._ends[number] = how
-                case Raised(number, traceback):
-                    self._tracebacks[number] = traceback
-                case Failed(traceback):
+                case Raised(None, traceback):
                     raise WorkerError(f"{_FAILED} failed: {traceback.strip().rpartition(chr(10))[2]}", traceback)
+                case Raised(int(number), traceback):
+                    self._tracebacks[number] = traceback
                 case None:
                     raise WorkerError(f"{_FAILED} was killed or could not start")
 

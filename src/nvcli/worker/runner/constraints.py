@@ -359,21 +359,10 @@ class Constraints:
             self._load(constraints[0].end_ids)
         for new in new_slots:
             if new.constraint is not None:
-                self._answers.enter(new.slot, self._begin(new, constraints[new.constraint]))
-
-    def _begin(self, new: NewSlot, constraint: Constraint) -> FollowedAnswer:
-        assert self._workers is not None, "they were loaded"
-        return FollowedAnswer(
-            constraint=constraint,
-            row=self._workers.begin(constraint.grammar),
-            prompt_len=new.sampling.prompt_len,
-            min_tokens=new.sampling.min_tokens,
-            stop_ids=new.sampling.stop_ids,
-            end_ids=frozenset(constraint.end_ids),
-            is_free=bool(constraint.starts_after) and not constraint.opens_with,
-            num_opening=0 if constraint.starts_after and constraint.opens_with else None,
-            last_ids=deque(maxlen=len(constraint.starts_after)),
-        )
+                assert self._workers is not None, "they were loaded"
+                constraint = constraints[new.constraint]
+                row = self._workers.begin(constraint.grammar)
+                self._answers.enter(new.slot, FollowedAnswer(row, constraint, new.sampling))
 
     def _load(self, end_ids: Sequence[int]) -> None:
         """Wait for the workers; all requests to a model have the same end-of-sequence ids."""
