@@ -182,13 +182,6 @@ class ModelRunner:
             tokens = affordable_draft_tokens(self.config, self.model_config, weight_bytes, self.device)
             self.config = msgspec.structs.replace(self.config, draft_step_tokens=self._groups.world.min(tokens))
 
-    def _finish_weights(self) -> None:
-        with self._phase("load weights"):
-            self.weights.finish(self._notes.append)
-            self._weight_bytes = sum(self.model.weight_bytes().values())
-        with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
-            self.world.meet("weights are loaded")
-
     def _select_attention(self) -> None:
         self._attention = RankAttention.of(self.config.of_home, self.model, self.device, self.dtype, self._groups.world)
         self.backend = self._attention.backend
@@ -229,6 +222,12 @@ class ModelRunner:
         has_homes = config.num_homes > 1
         self.buffers = HomeBuffers(state, config, self.group.rank) if has_homes else InputBuffers(state, config)
 
+    def _may_hold_rows(self) -> bool:
+        """Whether a step may give fewer tokens for a row than it computed, so that the next one computes them again."""
+        if self.config.pipeline_parallel_size > 1 or self.backend.needs_exact_lens:
+            return False
+        return not self._attention.has_states  # without drafts, they take in a token at once
+
     def _make_adapters(self) -> None:
         with self._phase("make adapters"):
             self._adapters = RankAdapters(
@@ -249,17 +248,6 @@ class ModelRunner:
             may_draft=self._attention.may_draft,
         )
 
-    def _keep_base_weights(self) -> None:
-        if self.config.merged_adapters:
-            with self._phase("keep base weights"):
-                self._notes.append(self._adapters.keep_base_weights())
-
-    def _may_hold_rows(self) -> bool:
-        """Whether a step may give fewer tokens for a row than it computed, so that the next one computes them again."""
-        if self.config.pipeline_parallel_size > 1 or self.backend.needs_exact_lens:
-            return False
-        return not self._attention.has_states  # without drafts, they take in a token at once
-
     def _compile_kernels(self) -> None:
         """Compile the kernels of the model's first start side by side; later starts load them in the warm-up."""
         if self._kernel_imports is not None:
@@ -279,6 +267,18 @@ class ModelRunner:
         """Launch everything that is launched until the rank is ready: the warm-up, and the steps of all graphs."""
         self._run_largest_batches()
         self.steps.make_graphs(self._graph_shapes.at_start).run()
+
+    def _finish_weights(self) -> None:
+        with self._phase("load weights"):
+            self.weights.finish(self._notes.append)
+            self._weight_bytes = sum(self.model.weight_bytes().values())
+        with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
+            self.world.meet("weights are loaded")
+
+    def _keep_base_weights(self) -> None:
+        if self.config.merged_adapters:
+            with self._phase("keep base weights"):
+                self._notes.append(self._adapters.keep_base_weights())
 
     def _warm_up(self) -> None:
         """Run the largest batches once, on the null block, and measure the memory that they need besides the
