@@ -38,67 +38,21 @@ class GraphShapes:
 
     @classmethod
     def choose(
-        cls,
-        config: EngineConfig,
-        model: ModelConfig,
-        attention: RankAttention,
-        device: torch.device,
+        cls, config: EngineConfig, model: ModelConfig, attention: RankAttention, device: torch.device
     ) -> GraphShapes:
         """Choose the shapes, by what `attention` can compute."""
-        backend, max_shared_rows, draft_widths = attention.backend, attention.max_shared_rows, attention.draft_widths
         if device.type != "cuda" or config.enforce_eager:
             return cls()
-        sizes = step_graph_sizes(config, model)
-        shapes = [BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t) for d, p, t in sizes]
-        at_start = [shape for shape in shapes if backend.can_capture(shape)]
-        late = [
-            replace(shape, shares_segments=True) for shape in at_start if may_share(shape.decode_rows, max_shared_rows)
-        ]
-        most_tokens = bound_tokens_of_home(config, model)
-        absorbed: list[BatchShape] = []
-        if backend.projected is not None:  # few steps have chunks whose keys are not projected
-            absorbed = [shape for shape in at_start if 0 < shape.prefill_tokens <= most_tokens]
-            late = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in late]
-            at_start = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in at_start]
-        # Chunks that share prefixes are short, so there may be many of them.
-        most_shared = config.max_shared_rows if attention.shares_prefixes else 0
-        late += [
-            replace(
-                shape,
-                shares_prefixes=True,
-                projects_latents=False,
-                prefill_rows=min(config.max_num_seqs, shape.prefill_tokens),
-            )
-            for shape in at_start + late
-            if may_share_prefixes(
-                (shape.decode_rows, shape.prefill_rows, shape.prefill_tokens), most_shared, most_tokens
-            )
-        ]
-        late += absorbed
-        has_head = attention.may_draft and config.draft_head is not None
-        if has_head:  # it takes in steps with prompts while it is of use, and those with drafts
+        at_start, late = _shapes_without_drafts(config, model, attention)
+        first, others = _shapes_with_drafts(config, attention)
+        if attention.may_draft and config.draft_head is not None:
+            # The head takes in steps with prompts while it is of use.
             with_prompts = [shape for shape in at_start if shape.prefill_rows]
             late += [replace(shape, extends_drafts=True) for shape in late if shape.prefill_rows]
             at_start = [replace(shape, extends_drafts=shape.prefill_rows > 0) for shape in at_start]
             late += with_prompts
-        drafts = [
-            BatchShape(
-                decode_rows=rows,
-                tokens_per_row=most,
-                uneven_tokens=0 if tokens == rows * most else tokens,
-                extends_drafts=has_head,
-            )
-            for rows, tokens, most in draft_graph_sizes(config, draft_widths)
-        ]
-        drafts = [shape for shape in drafts if backend.can_capture(shape)]
-        first = [
-            shape for shape in drafts if has_head and _is_captured_first(shape, draft_widths, config.max_num_decodes)
-        ]
         at_start = sorted(at_start + first, key=lambda shape: shape.num_tokens, reverse=True)
-        late += [shape for shape in drafts if shape not in first]
-        late += [
-            replace(shape, shares_segments=True) for shape in drafts if may_share(shape.decode_rows, max_shared_rows)
-        ]
+        late += others
         if config.placed_adapters:  # most steps of such a job have adapters, unless these are merged in turn
             with_adapters = [replace(shape, has_adapters=True) for shape in at_start]
             late += [replace(shape, has_adapters=True) for shape in late]
@@ -117,6 +71,60 @@ class GraphShapes:
         graphs.capture(decode_only[-1:])
         smallest = max(_LEAST_GRAPH_BYTES, before - largest - free_bytes(device))
         return largest + smallest * (len(self.at_start) + len(self.late) - 1)
+
+
+def _shapes_without_drafts(
+    config: EngineConfig, model: ModelConfig, attention: RankAttention
+) -> tuple[list[BatchShape], list[BatchShape]]:
+    """Return the shapes of steps whose decode rows have one token: those to capture at the start, and the late ones."""
+    backend = attention.backend
+    sizes = step_graph_sizes(config, model)
+    shapes = [BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t) for d, p, t in sizes]
+    at_start = [shape for shape in shapes if backend.can_capture(shape)]
+    late = _with_segments(at_start, attention)
+    most_tokens = bound_tokens_of_home(config, model)
+    absorbed: list[BatchShape] = []
+    if backend.projected is not None:  # few steps have chunks whose keys are not projected
+        absorbed = [shape for shape in at_start if 0 < shape.prefill_tokens <= most_tokens]
+        late = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in late]
+        at_start = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in at_start]
+    # Chunks that share prefixes are short, so there may be many of them.
+    most_shared = config.max_shared_rows if attention.shares_prefixes else 0
+    late += [
+        replace(
+            shape,
+            shares_prefixes=True,
+            projects_latents=False,
+            prefill_rows=min(config.max_num_seqs, shape.prefill_tokens),
+        )
+        for shape in at_start + late
+        if may_share_prefixes((shape.decode_rows, shape.prefill_rows, shape.prefill_tokens), most_shared, most_tokens)
+    ]
+    return at_start, late + absorbed
+
+
+def _shapes_with_drafts(config: EngineConfig, attention: RankAttention) -> tuple[list[BatchShape], list[BatchShape]]:
+    """Return the shapes of steps whose decode rows have drafts: those to capture at the start, and the late ones."""
+    has_head = attention.may_draft and config.draft_head is not None
+    shapes = [
+        BatchShape(
+            decode_rows=rows,
+            tokens_per_row=most,
+            uneven_tokens=0 if tokens == rows * most else tokens,
+            extends_drafts=has_head,
+        )
+        for rows, tokens, most in draft_graph_sizes(config, attention.draft_widths)
+    ]
+    shapes = [shape for shape in shapes if attention.backend.can_capture(shape)]
+    widths, max_rows = attention.draft_widths, config.max_num_decodes
+    first = [shape for shape in shapes if has_head and _is_captured_first(shape, widths, max_rows)]
+    return first, [shape for shape in shapes if shape not in first] + _with_segments(shapes, attention)
+
+
+def _with_segments(shapes: Sequence[BatchShape], attention: RankAttention) -> list[BatchShape]:
+    """Return the shapes of steps that are like these, and whose decode rows read shared segments once."""
+    may = [shape for shape in shapes if may_share(shape.decode_rows, attention.max_shared_rows)]
+    return [replace(shape, shares_segments=True) for shape in may]
 
 
 def _is_captured_first(shape: BatchShape, widths: Sequence[int], max_rows: int) -> bool:
