@@ -267,7 +267,7 @@ class SegmentForest:
         self._free_numbers.append(segment.number)
         segment.number = 0
 
-    # ------------------------------------------------------------------ what ranks are told
+    # ------------------------------------------------------------------ what ranks are sent
 
     def _note_segment(self, segment: _Segment) -> None:
         """Report an active segment and its place, before its children."""
@@ -299,9 +299,9 @@ class SegmentForest:
             segment = segment.parent
         return path
 
-    def check_integrity(self, tables: dict[int, list[int]], told: dict[int, int]) -> None:
+    def check_integrity(self, tables: dict[int, list[int]], sent: dict[int, int]) -> None:
         """Assert that the segments are those of the requests' block tables, by slot, in which 0 stands for a block that
-        was given back; `told`: each slot's number as the ranks will know it."""
+        was given back; `sent`: each slot's number as the ranks will know it."""
         paths = {slot: self._path(*last) for slot, last in self._last_of.items()}
         segments = list(dict.fromkeys(segment for path in paths.values() for segment in path))
         numbers = [segment.number for segment in segments if segment.number]
@@ -322,7 +322,7 @@ class SegmentForest:
                 assert all(block in (0, own) for block, own in zip(held, segment.blocks, strict=True))
             active = [segment.number for segment in path if segment.number]
             assert active == [segment.number for segment in path[: len(active)]], "a gap between active segments"
-            assert told[slot] == (active[-1] if active else 0)
+            assert sent[slot] == (active[-1] if active else 0)
         for segment in segments:
             assert segment.num_rows == num_rows[segment] > 0
             assert all(child.parent is segment and child.begin == segment.end for child in segment.children)

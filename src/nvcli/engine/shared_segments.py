@@ -113,5 +113,5 @@ class SharedSegments:
         assert by_slot.keys() == self._inside
         for group, forest in self._forests.items():
             tables = {slot: state.blocks[group] for slot, state in by_slot.items() if slot is not None}
-            told = {slot: self._sent.get((group, slot), self._sent_default) for slot in tables} | forest.changed_slots
-            forest.check_integrity(tables, {slot: number or 0 for slot, number in told.items()})
+            sent = {slot: self._sent.get((group, slot), self._sent_default) for slot in tables} | forest.changed_slots
+            forest.check_integrity(tables, {slot: number or 0 for slot, number in sent.items()})

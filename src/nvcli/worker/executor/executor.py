@@ -38,11 +38,11 @@ class Executor:
         self._runner = runner
         self._loaded: LoadWeights | None = None
         """The weights that took the place of the configuration's."""
-        self._spawn(config, runner, ahead)
+        self._spawn(ahead)
 
-    def _spawn(self, config: EngineConfig, runner: str, ahead: RankAhead | None = None) -> None:
+    def _spawn(self, ahead: RankAhead | None = None) -> None:
+        config, size = self._config, self._config.num_ranks
         self._timeout = config.step_timeout
-        size = config.num_ranks
         if ahead is not None and size > 1:
             ahead.close()
             ahead = None
@@ -63,7 +63,7 @@ class Executor:
             ),
             num_entries=config.max_steps_in_flight + _SPARE_ENTRIES,
         )
-        self._ranks = RankProcesses(config, runner, wiring, ahead)
+        self._ranks = RankProcesses(config, self._runner, wiring, ahead)
         self._steps = ChannelWriter(wiring.steps)
         self._outputs = ChannelReader(wiring.outputs, 0)
         wiring.close_theirs()
@@ -149,7 +149,7 @@ class Executor:
             max_num_batched_tokens=max_num_batched_tokens,
             kv_blocks_before=self._num_blocks,
         )
-        self._spawn(self._config, self._runner)
+        self._spawn()
         num_blocks = self.wait_ready().num_blocks
         if self._loaded is not None:
             changed = self.change_weights(self._loaded)

@@ -86,37 +86,49 @@ def _run(start: RankStart, control: Connection) -> None:
     gc.collect()
     gc.freeze()  # so do the objects made at the start
     control.send(runner.ready)
-
-    messages = ChannelReader(start.wiring.steps, rank)
-    decoder: msgspec.msgpack.Decoder[StepInput | WeightsChange] = msgspec.msgpack.Decoder(StepInput | WeightsChange)
-    not_run = ""  # why nothing runs until a step restarts
     try:
-        while True:
-            status.report(rank, "waiting for a step")
-            step = decoder.decode(messages.receive())
-            if not isinstance(step, StepInput):  # a change of the weights, which comes between steps
-                status.report(rank, "changing the weights")
-                control.send(change_weights(runner, step))
-                continue
-            status.report(rank, "step", step.step_id)
-            pending: PendingOutput | None
-            if not_run and not step.restarts:
-                pending = StepNotRun(step.step_id, not_run)
-            else:
-                try:
-                    pending, not_run = runner.launch(step), ""
-                except MemoryError as error:
-                    not_run = f"{start.config.rank_name(rank)}: {str(error) or 'out of memory'}"
-                    pending = StepNotRun(step.step_id, not_run)
-                    if start.config.num_ranks > 1:
-                        control.send(pending)
-            if post is not None:
-                assert pending is not None
-                post.put(pending)
+        _serve(start, runner, post, control, status)
     except ChannelClosed:
         if start.config.record_steps:
             with contextlib.suppress(OSError):  # the engine is gone: no one asks
                 control.send(RankClosed(runner.peak_bytes()))
+
+
+def _serve(
+    start: RankStart,
+    runner: Runner,
+    post: queue.SimpleQueue[PendingOutput] | None,
+    control: Connection,
+    status: StatusBoard,
+) -> None:
+    """Run the steps that arrive, one after the other, and post their outputs. Raises ChannelClosed once the engine has
+    no more."""
+    rank, config = start.rank, start.config
+    messages = ChannelReader(start.wiring.steps, rank)
+    decoder: msgspec.msgpack.Decoder[StepInput | WeightsChange] = msgspec.msgpack.Decoder(StepInput | WeightsChange)
+    not_run = ""  # why nothing runs until a step restarts
+    while True:
+        status.report(rank, "waiting for a step")
+        step = decoder.decode(messages.receive())
+        if not isinstance(step, StepInput):  # a change of the weights, which comes between steps
+            status.report(rank, "changing the weights")
+            control.send(change_weights(runner, step))
+            continue
+        status.report(rank, "step", step.step_id)
+        pending: PendingOutput | None
+        if not_run and not step.restarts:
+            pending = StepNotRun(step.step_id, not_run)
+        else:
+            try:
+                pending, not_run = runner.launch(step), ""
+            except MemoryError as error:
+                not_run = f"{config.rank_name(rank)}: {str(error) or 'out of memory'}"
+                pending = StepNotRun(step.step_id, not_run)
+                if config.num_ranks > 1:
+                    control.send(pending)
+        if post is not None:
+            assert pending is not None
+            post.put(pending)
 
 
 def change_weights(runner: Runner, change: WeightsChange) -> WeightsChanged:
