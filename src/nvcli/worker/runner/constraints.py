@@ -68,6 +68,8 @@ class StepMasks:
     """The masks; those of late rows are undefined."""
     rows: np.ndarray
     """[n], the constrained rows among the sampled ones."""
+    slots: np.ndarray
+    """[n], their slots."""
     wanted: np.ndarray
     """[n] int32: for late masks, the low half of the value that `MaskTable.numbers` will have once they are there; 0
     for the others. On a rank that does not follow grammars none is late."""
@@ -232,7 +234,7 @@ class Constraints:
         if self.memory is None or self._workers is None:
             anything = TokenMasks.allowing_all(len(slots), -(-self._vocab_size // 32), self._device)
             has_failed = np.full(len(slots), self._follows)
-            return StepMasks(anything, places, np.zeros(len(slots), dtype=np.int32), has_failed, memory=None)
+            return StepMasks(anything, places, slots, np.zeros(len(slots), dtype=np.int32), has_failed, memory=None)
         rows = self._answers.rows(slots)
         self._want(rows)
         patience = self._timer.patience() if self.may_hold else None
@@ -253,6 +255,7 @@ class Constraints:
         return StepMasks(
             TokenMasks(self.memory.masks, rows),
             places,
+            slots,
             wanted=np.where(is_late, low, 0),
             has_failed=~is_late & (found % 2 == 1),
             memory=self.memory,
@@ -294,16 +297,16 @@ class Constraints:
         found = zip(chosen.rows[is_next].tolist(), chosen.masks.rows[is_next].tolist(), strict=True)
         return {place: self._answers.rest_of_run(row) for row, place in found}
 
-    def record_choice(self, ids: Tensor, slots: np.ndarray, masks: StepMasks) -> None:
+    def record_choice(self, ids: Tensor, masks: StepMasks) -> None:
         """Record a step's sampled tokens: ids [num_sampled] int32, on the host or on their way there, as is the outcome
-        of the masks; `slots` [n] are those of the constrained rows. Call it even if all of them are held."""
+        of the masks. Call it even if all of the constrained rows are held."""
         if not self._follows:
             return
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        rows = self._answers.rows(slots)
+        rows = self._answers.rows(masks.slots)
         chosen = _Chosen(ids, event, masks, rows, self._answers.num_tokens[rows])
         self._chosen.append(chosen)
         self._previous = chosen

@@ -70,8 +70,8 @@ class MaskedChoice:
         self._constraints, self._sampler, self._slots, self._drafter = constraints, sampler, slots, drafter
         self._is_concerned = False
         """Whether the current step has work for the constraints."""
-        self._last: tuple[np.ndarray, StepMasks] | None = None
-        """The slots of the last choice's constrained rows, and their masks."""
+        self._last: StepMasks | None = None
+        """The masks of the last choice, until it is recorded."""
         self._num_steps: Counter[BatchShape] = Counter()
         self._given_up: set[BatchShape] = set()
         self._split: set[BatchShape] = set()
@@ -147,19 +147,19 @@ class MaskedChoice:
             self._drafter.keep(batch, ids, held)
         if masks is not None:
             masks.late = late if masks.any_late else None
-            self._last = needs.slots[rows], masks
+            self._last = masks
         return ids, logprobs
 
     def record(self, host_ids: Tensor) -> StepMasks | None:
         """Record the chosen tokens, [num_sampled] int32, on the host or on their way there. Returns the step's masks,
         whose outcome is complete once the tokens are there; None if it had none."""
-        if self._last is None:
+        masks, self._last = self._last, None
+        if masks is None:
             return None
-        (slots, masks), self._last = self._last, None
         if (late := masks.late) is not None and self._on_gpu:
             arriving = self._arriving.next()[: late.numel()].view(late.shape)
             masks.late = arriving.copy_(late.contiguous(), non_blocking=True)
-        self._constraints.record_choice(host_ids, slots, masks)
+        self._constraints.record_choice(host_ids, masks)
         return masks
 
     def take_note(self) -> str:
