@@ -38,7 +38,7 @@ RESULTS = ROOT / "scripts/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _TEMPLATE = re.compile(r"<!-- figures\n(.*?)-->\n(.*?)<!-- end -->", re.DOTALL)
 _FIGURE = re.compile(r"\{([^{}:]+?)(?::([^{}]*))?\}")
-_MADE_WITH = ("nvcli", "torch", "triton", "vllm", "transformers", "lm-eval")
+_MADE_WITH = ("torch", "triton", "vllm", "transformers", "lm-eval")
 _NAMES = {"triton": "Triton", "vllm": "vLLM"}
 
 
@@ -153,7 +153,8 @@ def _sources(used: list[Result]) -> str:
     for made, days in dates.items():
         first, last = min(days), max(days)
         end = f"{last.day} {last:%B %Y}"
-        said.append(f"{made}: {end}" if first == last else f"{made}: {first.day} {first:%B} to {end}")
+        month = "" if first.month == last.month else f" {first:%B}"
+        said.append(f"{made}: {end}" if first == last else f"{made}: {first.day}{month} to {end}")
     return "; ".join(said)
 
 

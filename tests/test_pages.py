@@ -100,5 +100,5 @@ def test_a_table_takes_an_output_of_bench() -> None:
     figures_of = "{new output_tokens_per_second:,.0f}, {new of_limit:.0%}; {new seconds / new ready_seconds:.1f}"
     table = f"{{new command}}: {figures_of}\n"
     assert figures.filled(table + "{sources}\n?{other seconds}\n", known) == (
-        "`nvcli bench --shape qwen3-8b`: 50, 50%; 0.4\nNVIDIA H200, nvcli 0.1.0, torch 2.11.0: 24 November 2026\n"
+        "`nvcli bench --shape qwen3-8b`: 50, 50%; 0.4\nNVIDIA H200, torch 2.11.0: 24 November 2026\n"
     )
