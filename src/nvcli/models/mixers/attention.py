@@ -12,7 +12,7 @@ from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.elementwise_settings import GateFunction
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
 from nvcli.models.rope_config import RopeConfig
-from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias
+from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, matrix, vector
 
 GATE = "g_proj"
 """The name of the projection of gates."""
@@ -157,7 +157,6 @@ class AttentionConfig(Mixer):
         return (f"{path}.{name}.weight" for name in names)
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
-        hidden, dtype = context.hidden_size, context.dtype
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         order = None if self.rope is None else self.rope.row_order(self.head_dim)
         assert order is None or not self.keys_are_values, "values keep the order that o_proj was trained with"
@@ -170,19 +169,16 @@ class AttentionConfig(Mixer):
         elif gate is not None and not gate.is_of_heads:
             fused = (*fused, GATE)
         for name in names:
-            shape = rows[name], hidden
-            weight = matrix(f"{path}.{name}", shape, Sharding.ROWS, dtype, "attention", fused)
             max_shards = None if name == "q_proj" else self.num_kv_heads
-            weight = replace(weight, max_shards=max_shards, row_order=None if name == "v_proj" else order)
-            yield from with_bias(weight, bias=self.qkv_bias)
+            row_order = None if name == "v_proj" else order
+            weights = context.input_projection(f"{path}.{name}", rows[name], "attention", fused, bias=self.qkv_bias)
+            yield from (replace(one, max_shards=max_shards, row_order=row_order) for one in weights)
         if gate is not None and not gate.is_in_queries:
-            shape = self.num_heads if gate.is_of_heads else query_size, hidden
-            kept_with = () if gate.is_of_heads else fused
-            yield matrix(f"{path}.{GATE}", shape, Sharding.ROWS, dtype, "attention", kept_with)
+            size, kept_with = (self.num_heads, ()) if gate.is_of_heads else (query_size, fused)
+            yield from context.input_projection(f"{path}.{GATE}", size, "attention", kept_with)
             if gate.has_bias:
                 yield vector(f"{path}.{GATE_BIAS}", self.num_heads, Sharding.ROWS, "attention")
-        o_proj = matrix(f"{path}.o_proj", (hidden, query_size), Sharding.COLUMNS, dtype, "attention", ("o_proj",))
-        yield from with_bias(o_proj, bias=self.o_bias)
+        yield from context.output_projection(f"{path}.o_proj", query_size, "attention", bias=self.o_bias)
         if self.has_sinks:  # in float32, as kernels take them
             yield vector(f"{path}.sinks", self.num_heads, Sharding.ROWS, "attention")
         if self.qk_norm == "head" and self.weighs_norms:
@@ -196,7 +192,7 @@ class AttentionConfig(Mixer):
         elif self.qk_norm == "own":
             for name, num_heads in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
                 shape = num_heads, self.head_dim
-                weight = matrix(f"{path}.{name}", shape, Sharding.ROWS, dtype, "norms")
+                weight = matrix(f"{path}.{name}", shape, Sharding.ROWS, context.dtype, "norms")
                 yield replace(weight, max_shards=num_heads, column_order=order, in_linear_layer=False)
         elif self.qk_norm == "row":
             q_norm = context.norm_weight(f"{path}.q_norm", query_size, "attention")

@@ -79,7 +79,7 @@ class DeltaNetConfig(RecurrentMixer):
         """Yield the tensors. The parameters of the decay are kept in float32, in which it is computed. The norm of the
         heads has no weight offset, unlike the decoder's norms. The input projection fuses the small projections for the
         decay with the others, and is never quantised."""
-        hidden, dtype, num_heads = context.hidden_size, context.dtype, self.num_value_heads
+        num_heads = self.num_value_heads
         channels = {"qkv": self.num_channels}
         if self.stored == "apart":
             channels = {"q": self.key_size, "k": self.key_size, "v": self.value_size}
@@ -89,10 +89,10 @@ class DeltaNetConfig(RecurrentMixer):
             rows = {f"in_proj_{name}": count for name, count in channels.items()}
             rows |= {"in_proj_z": self.value_size, "in_proj_b": num_heads, "in_proj_a": num_heads}
         for name, count in rows.items():
-            yield matrix(f"{path}.{name}", (count, hidden), Sharding.ROWS, dtype, "attention")
+            yield from context.input_projection(f"{path}.{name}", count, "attention")
         for name, count in zip(self.convolutions, channels.values(), strict=True):
-            yield matrix(f"{path}.{name}", (count, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
+            yield matrix(f"{path}.{name}", (count, 1, self.conv_taps), Sharding.ROWS, context.dtype, "attention")
         for name in ("A_log", "dt_bias"):
             yield vector(f"{path}.{name}", num_heads, Sharding.ROWS, "attention")
         yield context.norm_weight(f"{path}.norm", self.value_dim, "attention", weight_offset=0.0)
-        yield matrix(f"{path}.out_proj", (hidden, self.value_size), Sharding.COLUMNS, dtype, "attention", ("out_proj",))
+        yield from context.output_projection(f"{path}.out_proj", self.value_size, "attention")

@@ -64,14 +64,14 @@ class KimiDeltaConfig(RecurrentMixer):
         projection fuses the small projections for the gates with the others, and is never quantised."""
         hidden, dtype, size, rank = context.hidden_size, context.dtype, self.size, self.head_dim
         for name in ("q_proj", "k_proj", "v_proj"):
-            yield matrix(f"{path}.{name}", (size, hidden), Sharding.ROWS, dtype, "attention")
+            yield from context.input_projection(f"{path}.{name}", size, "attention")
         for name in CONVOLUTIONS:
             yield matrix(f"{path}.{name}", (size, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
         for gate in "fg":
             yield matrix(f"{path}.{gate}_a_proj", (rank, hidden), Sharding.REPLICATED, dtype, "attention")
             yield matrix(f"{path}.{gate}_b_proj", (size, rank), Sharding.ROWS, dtype, "attention")
-        yield matrix(f"{path}.b_proj", (self.num_heads, hidden), Sharding.ROWS, dtype, "attention")
+        yield from context.input_projection(f"{path}.b_proj", self.num_heads, "attention")
         yield vector(f"{path}.A_log", self.num_heads, Sharding.ROWS, "attention")
         yield vector(f"{path}.dt_bias", size, Sharding.ROWS, "attention")
         yield context.norm_weight(f"{path}.o_norm", self.head_dim, "attention", weight_offset=0.0)
-        yield matrix(f"{path}.o_proj", (hidden, size), Sharding.COLUMNS, dtype, "attention", ("o_proj",))
+        yield from context.output_projection(f"{path}.o_proj", size, "attention")

@@ -12,7 +12,7 @@ from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.recurrent_chunks import CHUNK
 from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
-from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix
+from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec
 
 PROJECTIONS = (*FUSED["qkv_proj"], "output_gate")
 """The projections of a layer's input, which ranks fuse; files have the first three as one, head by head."""
@@ -75,9 +75,8 @@ class LightningConfig(RecurrentMixer):
         return (f"{path}.{name}" for name in _TABLES)
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
-        hidden, inner, dtype = context.hidden_size, self.inner_size, context.dtype
         for name in PROJECTIONS:
-            yield matrix(f"{path}.{name}", (inner, hidden), Sharding.ROWS, dtype, "attention", PROJECTIONS)
-        norm = context.norm_weight(f"{path}.norm", inner, "attention", weight_offset=0.0)
+            yield from context.input_projection(f"{path}.{name}", self.inner_size, "attention", PROJECTIONS)
+        norm = context.norm_weight(f"{path}.norm", self.inner_size, "attention", weight_offset=0.0)
         yield replace(norm, sharding=Sharding.ROWS)
-        yield matrix(f"{path}.out_proj", (hidden, inner), Sharding.COLUMNS, dtype, "attention", ("out_proj",))
+        yield from context.output_projection(f"{path}.out_proj", self.inner_size, "attention")

@@ -12,7 +12,7 @@ from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.recurrent_chunks import CHUNK
 from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
-from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias
+from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, matrix, vector
 
 ResultNorm = Literal["after gate", "before gate"]
 """The place of the result's norm."""
@@ -104,8 +104,7 @@ class MambaConfig(RecurrentMixer):
         if self.norm is not None:
             norm = context.norm_weight(f"{path}.norm", inner, "attention", weight_offset=0.0)
             yield replace(norm, sharding=Sharding.ROWS)
-        out_proj = matrix(f"{path}.out_proj", (hidden, inner), Sharding.COLUMNS, dtype, "attention", ("out_proj",))
-        yield from with_bias(out_proj, bias=self.bias)
+        yield from context.output_projection(f"{path}.out_proj", inner, "attention", bias=self.bias)
 
     def _part(
         self, name: str, rows: dict[str, int], shape: tuple[int, ...], dtype: StoredDtype, *, bias: bool

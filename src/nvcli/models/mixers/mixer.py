@@ -19,7 +19,7 @@ from nvcli.attention.spec import CacheSpec, StateSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.expert_settings import Routing
 from nvcli.models.rope_config import RopeConfig
-from nvcli.models.tensor_spec import DTYPE_BYTES, Part, Sharding, StoredDtype, TensorSpec
+from nvcli.models.tensor_spec import DTYPE_BYTES, Part, Sharding, StoredDtype, TensorSpec, matrix, with_bias
 
 Rotation = tuple[RopeConfig, int]
 """The settings of a rotation and the head size, on which a table of angles depends."""
@@ -67,6 +67,19 @@ class LayerContext:
     """Whether each rank has all weights of token mixers (`ModelConfig.attention_dp`)."""
     stores_wide_routers: bool = False
     """Whether the checkpoint stores routers in float32 (`ModelConfig.stores_wide_routers`)."""
+
+    def input_projection(
+        self, name: str, size: int, part: Part, kept_with: tuple[str, ...] = (), *, bias: bool = False
+    ) -> Iterator[TensorSpec]:
+        """Yield a projection of the residual stream, of which ranks have rows, and its bias if it has one."""
+        weight = matrix(name, (size, self.hidden_size), Sharding.ROWS, self.dtype, part, kept_with)
+        return with_bias(weight, bias=bias)
+
+    def output_projection(self, name: str, size: int, part: Part, *, bias: bool = False) -> Iterator[TensorSpec]:
+        """Yield a projection to the residual stream, of which ranks have columns, and its bias if it has one."""
+        kept_with = (name.rpartition(".")[2],)
+        weight = matrix(name, (self.hidden_size, size), Sharding.COLUMNS, self.dtype, part, kept_with)
+        return with_bias(weight, bias=bias)
 
     def norm_tensors(self, name: str, *, factor: float = 1.0) -> Iterator[TensorSpec]:
         """Yield the weight of a norm of the residual stream, if it has one, and its bias if it has one; the weight's

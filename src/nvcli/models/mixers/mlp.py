@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.mixer import FeedForward, LayerContext, Piece, Ranks, code_elements
-from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, with_bias
+from nvcli.models.tensor_spec import FUSED, TensorSpec
 
 Activation = Literal["silu", "gelu_tanh"]
 """The activation function on the gate of a gated MLP; `gelu_tanh` is GELU in its tanh approximation."""
@@ -40,12 +40,10 @@ class DenseMLP(FeedForward):
         return 2 * hidden_size + projected + (code_elements(size) if quantization == "fp8" else 0)
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
-        size, hidden, dtype = self.intermediate_size, context.hidden_size, context.dtype
+        size, bias = self.intermediate_size, self.bias
         for name in self.inputs:
-            weight = matrix(f"{path}.{name}", (size, hidden), Sharding.ROWS, dtype, "MLP", self.inputs)
-            yield from with_bias(weight, bias=self.bias)
-        down_proj = matrix(f"{path}.down_proj", (hidden, size), Sharding.COLUMNS, dtype, "MLP", ("down_proj",))
-        yield from with_bias(down_proj, bias=self.bias)
+            yield from context.input_projection(f"{path}.{name}", size, "MLP", self.inputs, bias=bias)
+        yield from context.output_projection(f"{path}.down_proj", size, "MLP", bias=bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

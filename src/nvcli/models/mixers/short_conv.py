@@ -10,7 +10,7 @@ from typing import ClassVar
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
-from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, vector, with_bias
+from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,10 @@ class ShortConvConfig(RecurrentMixer):
         return 2 * hidden_size + 6 * self.num_channels // ranks.size
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
-        hidden, dtype, size, fused = context.hidden_size, context.dtype, self.num_channels, FUSED["bcx_proj"]
+        dtype, size, fused = context.dtype, self.num_channels, FUSED["bcx_proj"]
         for name in fused:
-            weight = matrix(f"{path}.{name}", (size, hidden), Sharding.ROWS, dtype, "attention", fused)
-            yield from with_bias(weight, bias=self.bias)
+            yield from context.input_projection(f"{path}.{name}", size, "attention", fused, bias=self.bias)
         yield matrix(f"{path}.conv", (size, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
         if self.bias:
             yield vector(f"{path}.conv.bias", size, Sharding.ROWS, "attention", dtype)
-        out_proj = matrix(f"{path}.out_proj", (hidden, size), Sharding.COLUMNS, dtype, "attention", ("out_proj",))
-        yield from with_bias(out_proj, bias=self.bias)
+        yield from context.output_projection(f"{path}.out_proj", size, "attention", bias=self.bias)
