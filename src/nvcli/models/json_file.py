@@ -94,6 +94,10 @@ class JsonFile:
         """Return this section with values for keys that it does not have."""
         return self.with_values({**values, **self.values})
 
+    def replacing(self, **values: Any) -> Self:
+        """Return this section with other values of some keys."""
+        return self.with_values({**self.values, **values})
+
     def with_names(self, names: Mapping[str, str]) -> Self:
         """Return this section with values of keys that have names of their own in it: these → those that are read."""
         found = {key: own for own, key in names.items() if self.has(own)}

@@ -107,7 +107,7 @@ def read_rope(
     max_positions = config.positive("max_position_embeddings")
     top_level = config.values.get("original_max_position_embeddings")
     found = top_level if top_level is not None else rope.values.get("original_max_position_embeddings", max_positions)
-    rope = rope.with_values({**rope.values, "original_max_position_embeddings": found})
+    rope = rope.replacing(original_max_position_embeddings=found)
     original = rope.positive("original_max_position_embeddings")
     settings["original_max_position_embeddings"] = original
     if rope_type == "llama3":

@@ -165,7 +165,7 @@ def _nearest(name: str, config: JsonFile, read: Callable[[JsonFile], object]) ->
     """
     fitting: list[tuple[Family, list[str]]] = []
     for family in FAMILIES:
-        candidate = config.with_values({**config.values, "architectures": list(family.architectures[:1])})
+        candidate = config.replacing(architectures=list(family.architectures[:1]))
         try:
             model = read(candidate)
         except (LoadError, ConfigError):
@@ -192,4 +192,4 @@ def _is_inert(key: str, value: Any) -> bool:
 
 def _is_read(key: str, config: JsonFile, read: Callable[[JsonFile], object], model: object) -> bool:
     """Whether `read`, which makes `model` from a config.json, looks at a key of it."""
-    return is_read(lambda value: read(config.with_values({**config.values, key: value})), model)
+    return is_read(lambda value: read(config.replacing(**{key: value})), model)

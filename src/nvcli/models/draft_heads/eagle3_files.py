@@ -68,7 +68,7 @@ def read_eagle3(folder: Path, target: ModelConfig, *, is_random: bool = False) -
         target_hidden_size=target.hidden_size,
         aux_layers=_aux_layers(file, own, target),
         attention=layer.attention(qk_norm=_QK_NORMS[layer.get("model_type", str, "llama")], bias=layer.bias()),
-        mlp=layer.mlp(bias=layer.get("mlp_bias", bool, False)),
+        mlp=layer.mlp(bias=layer.mlp_bias()),
         norm=layer.rms_norm(),
         # Tools disagree on the default that it has in speculators' layout.
         norms_residual=_flag("norm_before_residual", file, own, is_needed=by_speculators),

@@ -4,8 +4,6 @@ correction."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import SHARED_EXPERT, first_layers_dense, shared_experts
@@ -37,16 +35,13 @@ _LAGUNA_ROPES = {
 def read_afmoe(config: ModelFile) -> DecoderConfig:
     """Read windows; layers of full attention do not rotate. The first `num_dense_layers` layers have no experts."""
     full = config.attention(qk_norm="head", bias=config.bias(), gate=OutputGate())
-    local = replace(full, window=config.bounded(config.window(1024)))
-    attention = {SLIDING: local, FULL: replace(full, rope=None)}
+    attention = config.by_kind(full, 1024, full_rotates=False)
     routing = config.routing(scoring="sigmoid", renormalise=True, scale=config.positive_number("route_scale", 1.0))
     shared = shared_experts(config.with_defaults({"num_shared_experts": 2}), "num_shared_experts")
     experts = config.experts(routing, has_correction=True, shared=shared)
     mlps = first_layers_dense(config, experts, "num_dense_layers", 1)
     kinds = config.every_nth_full(4, "global_attn_every_n_layers")
-    layers = (
-        LayerConfig(mixer=attention[kind], mlp=mlp, norms=_AFMOE_NORMS) for kind, mlp in zip(kinds, mlps, strict=True)
-    )
+    layers = config.layers(kinds, attention, mlps, _AFMOE_NORMS)
     scale = config.positive("hidden_size") ** 0.5 if config.get("mup_enabled", bool, False) else 1.0
     return config.decoder(layers, layout=_AFMOE_LAYOUT, embedding_scale=scale)
 
@@ -66,11 +61,10 @@ def read_laguna(config: ModelFile) -> DecoderConfig:
         has_correction=True,
         shared=config.mlp(size_key="shared_expert_intermediate_size"),
     )
-    dense = config.mlp()
-    kinds = config.layer_types() or [FULL] * count
+    kinds, mlps = config.layer_kinds(lambda _: True), config.mlps(experts, config.sparse_layers())
     layers = (
-        LayerConfig(mixer=_laguna_attention(config, kind, number), mlp=experts if is_sparse else dense)
-        for kind, number, is_sparse in zip(kinds, heads, config.sparse_layers(), strict=True)
+        LayerConfig(mixer=_laguna_attention(config, kind, number), mlp=mlp)
+        for kind, number, mlp in zip(kinds, heads, mlps, strict=True)
     )
     return config.decoder(layers, layout=_LAGUNA_LAYOUT)
 
@@ -79,11 +73,11 @@ def _laguna_attention(config: ModelFile, kind: str, num_heads: object) -> Attent
     gating = config.values.get("gating", True)
     if gating not in (True, "per-head", "per-element"):
         raise config.error("gating", f"{show(gating)} is not supported; supported: true, per-head, per-element")
-    of_layer = config.with_values({**config.values, "num_attention_heads": num_heads})
+    of_layer = config.replacing(num_attention_heads=num_heads)
     return of_layer.attention(
         default_theta=None,
         layer_type=kind,
-        window=config.bounded(config.window(512)) if kind == SLIDING else None,
+        window=config.window_of(kind, 512),
         qk_norm="head",
         bias=config.bias(),
         gate=OutputGate(function="softplus", is_of_heads=gating != "per-element"),

@@ -17,7 +17,7 @@ _NORMS = LayerNorms(before_mlp="pre_ff_layernorm")
 
 def read_bamba(config: ModelFile) -> DecoderConfig:
     """Read Bamba: the layers of `attn_layer_indices` have attention, of which half of each head is rotated."""
-    bias, mlp = config.bias(), config.mlp(bias=config.get("mlp_bias", bool, False))
+    bias, mlp = config.bias(), config.mlp(bias=config.mlp_bias())
     attention = config.attention(default_partial=0.5, bias=bias)
     indices, count = config.values.get("attn_layer_indices"), config.num_layers()
     if not isinstance(indices, list) or any(index not in range(count) for index in indices):

@@ -24,20 +24,18 @@ _LAYOUT = CheckpointLayout(renamed=((".self_attn.gate_proj", ".self_attn.g_proj"
 def read(config: ModelFile) -> DecoderConfig:
     """Read kinds of layers; by default the last one has full attention too, and the first three have no experts."""
     attention = {kind: _attention(config, kind) for kind in (FULL, SLIDING)}
-    experts, dense = read_experts(config), config.mlp()
+    experts = read_experts(config)
     last = config.num_layers() - 1
-    kinds = config.layer_types() or [
-        FULL if (number + 1) % 6 == 0 or number == last else SLIDING for number in range(last + 1)
-    ]
-    is_sparse = config.with_defaults({"first_k_dense_replace": 3}).sparse_layers()
+    kinds = config.layer_kinds(lambda number: (number + 1) % 6 == 0 or number == last)
+    mlps = config.mlps(experts, config.sparse_layers(default=3))
     eps = config.positive_number("rms_norm_eps", 1e-6)
     layers = (
         LayerConfig(
             mixer=attention[kind],
-            mlp=experts if sparse else dense,
+            mlp=mlp,
             norms=replace(NORMS_ON_BOTH_SIDES, epsilons=(eps * (2 * number + 1), eps, eps * (2 * number + 2), eps)),
         )
-        for number, (kind, sparse) in enumerate(zip(kinds, is_sparse, strict=True))
+        for number, (kind, mlp) in enumerate(zip(kinds, mlps, strict=True))
     )
     return config.decoder(
         layers,
@@ -50,7 +48,7 @@ def read(config: ModelFile) -> DecoderConfig:
 
 def _attention(config: ModelFile, kind: str) -> AttentionConfig:
     """Read one kind of attention: it rotates, or its queries grow with their position."""
-    window = config.bounded(config.window(512)) if kind == SLIDING else None
+    window = config.window_of(kind, 512)
     attention = config.attention(
         layer_type=kind, window=window, qk_norm="head", bias=config.bias(), gate=OutputGate(has_bias=True)
     )

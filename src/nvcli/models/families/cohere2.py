@@ -26,7 +26,7 @@ def read_cohere(config: ModelFile) -> DecoderConfig:
     """Read full attention in every layer, in Command R+ with a norm of each head."""
     qk_norm = "own" if config.get("use_qk_norm", bool, False) else None
     attention = config.attention(default_theta=500_000.0, is_interleaved=True, bias=config.bias(), qk_norm=qk_norm)
-    return _decoder(config, [_layer(attention, config.mlp())] * config.num_layers(), _layer_norm(config))
+    return _decoder(config, _layer(attention, config.mlp()), _layer_norm(config))
 
 
 def read(config: ModelFile) -> DecoderConfig:
@@ -41,7 +41,7 @@ def read_moe(config: ModelFile) -> DecoderConfig:
     """Read experts in all layers but the first dense ones, which may have a pattern of windows of their own, and
     rotate if that pattern has no windows."""
     experts = _experts(config)
-    is_sparse = config.with_defaults({"first_k_dense_replace": 0}).sparse_layers()
+    is_sparse = config.sparse_layers(default=0)
     dense: MLPConfig | ExpertsConfig = experts
     if not all(is_sparse):
         dense = config.mlp(size_key="prefix_dense_intermediate_size")
@@ -91,7 +91,7 @@ def _layer_norm(config: ModelFile) -> NormConfig:
 
 def _decoder(
     config: ModelFile,
-    layers: Iterable[LayerConfig],
+    layers: LayerConfig | Iterable[LayerConfig],
     norm: NormConfig,
     layout: CheckpointLayout = PLAIN_LAYOUT,
 ) -> DecoderConfig:

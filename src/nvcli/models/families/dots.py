@@ -3,11 +3,9 @@ attention of Qwen3 and of Llama with DeepSeek-V3's experts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from nvcli.models.families.deepseek_experts import first_layers_dense, layout_without_predictions, read_experts
 from nvcli.models.families.family import Family
-from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
+from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 
 _FIRST_WINDOW_LAYER = 62
@@ -17,15 +15,11 @@ _FIRST_WINDOW_LAYER = 62
 def read_dots1(config: ModelFile) -> DecoderConfig:
     """Read normed queries and keys, and windows in the layers that `layer_types` names, or from `max_window_layers`
     on."""
-    full = config.attention(qk_norm="head", bias=config.bias())
-    local = replace(full, window=config.bounded(config.window(4096)))
+    attention = config.by_kind(config.attention(qk_norm="head", bias=config.bias()), 4096)
     first = config.get("max_window_layers", int, _FIRST_WINDOW_LAYER)
-    kinds = config.layer_types() or [FULL if number < first else SLIDING for number in range(config.num_layers())]
+    kinds = config.layer_kinds(lambda number: number < first)
     mlps = first_layers_dense(config, read_experts(config, renormalises=False))
-    layers = (
-        LayerConfig(mixer=local if kind == SLIDING else full, mlp=mlp) for kind, mlp in zip(kinds, mlps, strict=True)
-    )
-    return config.decoder(layers, layout=layout_without_predictions(config))
+    return config.decoder(config.layers(kinds, attention, mlps), layout=layout_without_predictions(config))
 
 
 def read_solar_open(config: ModelFile) -> DecoderConfig:

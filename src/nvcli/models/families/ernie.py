@@ -43,11 +43,9 @@ def read_ernie_moe(config: ModelFile) -> DecoderConfig:
     first, last = config.get("moe_layer_start_index", int, 1), config.get("moe_layer_end_index", int, -1)
     interval = config.positive("moe_layer_interval", 1)
     with_experts = range(first, count if last == -1 else last + 1)
-    attention, dense = _attention(config, bias=False), config.mlp()
-    layers = (
-        LayerConfig(mixer=attention, mlp=experts if number in with_experts and (number + 1) % interval == 0 else dense)
-        for number in range(count)
-    )
+    is_sparse = (number in with_experts and (number + 1) % interval == 0 for number in range(count))
+    attention = _attention(config, bias=False)
+    layers = (LayerConfig(mixer=attention, mlp=mlp) for mlp in config.mlps(experts, is_sparse))
     return config.decoder(layers, layout=_MOE_LAYOUT)
 
 

@@ -5,7 +5,6 @@ all layers but the first."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
@@ -30,22 +29,19 @@ def read(config: ModelFile) -> DecoderConfig:
 def read_moe(config: ModelFile) -> DecoderConfig:
     """Read K-EXAONE; its head for multi-token prediction stays on disk."""
     experts = read_experts(config, shared_key="num_shared_experts")
-    dense, layout = config.mlp(), CheckpointLayout(renamed=(CORRECTION_BESIDE_GATE, SHARED_EXPERT), left=(PREFIX,))
-    layers = (
-        LayerConfig(mixer=mixer, mlp=experts if is_sparse else dense)
-        for mixer, is_sparse in zip(_mixers(config), config.sparse_layers(), strict=True)
-    )
+    layout = CheckpointLayout(renamed=(CORRECTION_BESIDE_GATE, SHARED_EXPERT), left=(PREFIX,))
+    mixers, mlps = _mixers(config), config.mlps(experts, config.sparse_layers())
+    layers = (LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
     return config.decoder(layers, layout=layout)
 
 
 def _mixers(config: ModelFile) -> Sequence[AttentionConfig]:
     """Read windows. Layers of full attention do not rotate, except in models without windows."""
-    window = config.window(4096)
     attention = config.attention(qk_norm="head")
-    local = replace(attention, window=config.bounded(window))
-    if window is None:
-        return [local] * config.num_layers()
-    return [local if kind == SLIDING else replace(attention, rope=None) for kind in _kinds(config)]
+    if config.window(4096) is None:
+        return [attention] * config.num_layers()
+    by_kind = config.by_kind(attention, 4096, full_rotates=False)
+    return [by_kind[kind] for kind in _kinds(config)]
 
 
 def _kinds(config: ModelFile) -> list[str]:

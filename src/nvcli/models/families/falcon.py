@@ -19,7 +19,7 @@ def read(config: ModelFile) -> DecoderConfig:
     bias = config.get("bias", bool, False)
     if not is_new:  # `num_kv_heads` counts in the new architecture alone
         num_kv_heads = 1 if config.get("multi_query", bool, True) else None
-        config = config.with_values({**config.values, "num_key_value_heads": num_kv_heads})
+        config = config.replacing(num_key_value_heads=num_kv_heads)
     attention = config.attention(bias=bias)
     mlp = config.plain_mlp("gelu", bias=bias, default_size=4 * config.positive("hidden_size"))
     layout = CheckpointLayout(

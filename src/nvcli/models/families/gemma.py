@@ -26,7 +26,7 @@ NORMS_ON_BOTH_SIDES = LayerNorms(
 
 def read_gemma(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers, and norms before the blocks."""
-    return read_gemma_decoder(config, [read_gemma_layer(config, norms=LayerNorms())] * config.num_layers())
+    return read_gemma_decoder(config, read_gemma_layer(config, norms=LayerNorms()))
 
 
 def read_gemma_layer(
@@ -43,7 +43,7 @@ def read_gemma_layer(
 
 
 def read_gemma_decoder(
-    config: ModelFile, layers: Iterable[LayerConfig], *, logit_soft_cap: float | None = None
+    config: ModelFile, layers: LayerConfig | Iterable[LayerConfig], *, logit_soft_cap: float | None = None
 ) -> DecoderConfig:
     """Make the decoder of these layers."""
     return config.decoder(
@@ -85,7 +85,7 @@ def _read_gemma2(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
             config,
             norms=norms,
             scale=config.positive_number("query_pre_attn_scalar", 256.0) ** -0.5,
-            window=config.bounded(config.window(DEFAULT_WINDOW)) if kind == SLIDING else None,
+            window=config.window_of(kind, DEFAULT_WINDOW),
             soft_cap=config.optional_number("attn_logit_softcapping", 50.0),
         )
         for kind in (SLIDING, FULL)
@@ -129,7 +129,7 @@ def _layer(config: ModelFile, kind: str) -> LayerConfig:
         config,
         rope=lambda head_dim: (_local_rope if kind == SLIDING else _global_rope)(config, head_dim),
         scale=config.positive_number("query_pre_attn_scalar", 256.0) ** -0.5,
-        window=config.bounded(config.window(DEFAULT_WINDOW)) if kind == SLIDING else None,
+        window=config.window_of(kind, DEFAULT_WINDOW),
         soft_cap=config.optional_number("attn_logit_softcapping", None),
         qk_norm="head",
     )

@@ -58,7 +58,7 @@ def read_gpt2(config: ModelFile) -> DecoderConfig:
 def read_bigcode(config: ModelFile) -> DecoderConfig:
     """Read attention with one KV head, or as many as there are queries, with which they then lie head by head."""
     num_kv_heads = 1 if config.get("multi_query", bool, True) else None
-    attention = _attention(config.with_values({**config.values, "num_key_value_heads": num_kv_heads}))
+    attention = _attention(config.replacing(num_key_value_heads=num_kv_heads))
     layout = CheckpointLayout(renamed=_RENAMED, qkv_groups=attention.num_kv_heads)
     return _decoder(config, attention, "gelu_pytorch_tanh", layout)
 

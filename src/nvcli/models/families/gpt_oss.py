@@ -3,13 +3,11 @@ mixture of experts whose gate and up projections are clamped."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
-from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.families.model_file import ModelFile
+from nvcli.models.layer_config import DecoderConfig
 
 _LAYOUT = CheckpointLayout(
     renamed=(
@@ -25,8 +23,7 @@ def read(config: ModelFile) -> DecoderConfig:
     if config.activation() != "silu":
         raise config.error("hidden_act", "only silu is supported here: the experts' gates are based on it")
     bias = config.bias(default=True)
-    full = config.attention(default_theta=150_000.0, bias=bias, has_sinks=True)
-    attention = {FULL: full, SLIDING: replace(full, window=config.bounded(config.window(128)))}
+    attention = config.by_kind(config.attention(default_theta=150_000.0, bias=bias, has_sinks=True), 128)
     activation = ExpertActivation(
         kind="clamped_swiglu",
         alpha=config.positive_number("swiglu_alpha", 1.702),
@@ -38,8 +35,7 @@ def read(config: ModelFile) -> DecoderConfig:
         activation=activation,
         bias=True,
     )
-    kinds = config.every_nth_full(2)
-    return config.decoder((LayerConfig(mixer=attention[kind], mlp=experts) for kind in kinds), layout=_LAYOUT)
+    return config.decoder(config.layers(config.every_nth_full(2), attention, experts), layout=_LAYOUT)
 
 
 GPT_OSS = Family(

@@ -17,14 +17,13 @@ from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.mamba import ATTENTION, MAMBA, read_mamba
-from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
+from nvcli.models.families.model_file import FULL, NORMS_BEFORE, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import Mixer, NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
 
-_NORMS_BEFORE = LayerNorms()
 _EXPERTS_LAYOUT = CheckpointLayout(
     renamed=(
         ("block_sparse_moe.input_linear.weight", "mlp.experts.gate_up_proj"),
@@ -43,19 +42,19 @@ _DENSE_LAYOUT = CheckpointLayout(
 
 def read_granite(config: ModelFile) -> DecoderConfig:
     """Read Granite 3."""
-    return _read_llama(config, _NORMS_BEFORE)
+    return _read_llama(config, NORMS_BEFORE)
 
 
 def read_hyperclovax(config: ModelFile) -> DecoderConfig:
     """Read HyperCLOVA X, whose logits are multiplied by `logits_scaling`."""
-    config = config.with_values({**config.values, "logits_scaling": 1 / config.positive_number("logits_scaling", 1.0)})
+    config = config.replacing(logits_scaling=1 / config.positive_number("logits_scaling", 1.0))
     if not config.has("attention_multiplier"):
-        config = config.with_values({**config.values, "attention_multiplier": config.head_dim() ** -0.5})
+        config = config.replacing(attention_multiplier=config.head_dim() ** -0.5)
     if not config.get("use_post_norm", bool, True):
-        return _read_llama(config, _NORMS_BEFORE)
+        return _read_llama(config, NORMS_BEFORE)
     residual = config.positive_number("residual_multiplier", 1.0)
     norms = LayerNorms(after_attention="post_norm1", after_mlp="post_norm2", factor_after=residual)
-    return _read_llama(config.with_values({**config.values, "residual_multiplier": 1.0}), norms)
+    return _read_llama(config.replacing(residual_multiplier=1.0), norms)
 
 
 def _read_llama(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
@@ -67,9 +66,8 @@ def _read_llama(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
 def read_granite_swa(config: ModelFile) -> DecoderConfig:
     """Read a model with sinks, in which three of four layers have windows, and each may have a theta of its own."""
     full = replace(_attention(config, rotates=True), has_sinks=True)
-    local = replace(full, window=config.bounded(config.window(128)))
-    kinds = config.layer_types() or [SLIDING if number % 4 else FULL for number in range(config.num_layers())]
-    mixers = [local if kind == SLIDING else full for kind in kinds]
+    by_kind = config.by_kind(full, 128)
+    mixers = [by_kind[kind] for kind in config.layer_kinds(lambda number: number % 4 == 0)]
     if config.has("layer_rope_theta"):
         mixers = [_with_theta(mixer, theta) for mixer, theta in zip(mixers, _thetas(config), strict=True)]
     return _read(config, mixers, *_mlp(config))
@@ -93,7 +91,7 @@ def _with_theta(attention: AttentionConfig, theta: float) -> AttentionConfig:
 def _mlp(config: ModelFile) -> tuple[MLPConfig | ExpertsConfig, CheckpointLayout]:
     """Read a dense MLP, or experts and what all tokens share beside them if there is anything."""
     if not config.has("num_local_experts"):
-        return config.mlp(bias=config.get("mlp_bias", bool, False)), PLAIN_LAYOUT
+        return config.mlp(bias=config.mlp_bias()), PLAIN_LAYOUT
     size_key = "shared_intermediate_size"
     shared = config.mlp(size_key=size_key) if config.get(size_key, int, 0) else None
     return _experts(config, shared), _EXPERTS_LAYOUT
@@ -142,7 +140,7 @@ def _read(
     mixers: Sequence[Mixer],
     mlp: MLPConfig | ExpertsConfig,
     layout: CheckpointLayout,
-    norms: LayerNorms = _NORMS_BEFORE,
+    norms: LayerNorms = NORMS_BEFORE,
 ) -> DecoderConfig:
     residual = config.positive_number("residual_multiplier", 1.0)
     return config.decoder(

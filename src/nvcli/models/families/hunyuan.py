@@ -36,7 +36,7 @@ def read_v1(config: ModelFile) -> DecoderConfig:
 def read_v1_moe(config: ModelFile) -> DecoderConfig:
     """Read experts, and one of their size that all tokens share."""
     keys = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
-    config = config.with_values({**config.values, **{key: _of_all_layers(config, key) for key in keys}})
+    config = config.replacing(**{key: _of_all_layers(config, key) for key in keys})
     if config.get("num_shared_expert", int, 1) != 1:
         raise config.error("num_shared_expert", f"{show(config.values['num_shared_expert'])} is not supported, only 1")
     if config.values["moe_intermediate_size"] not in (None, config.positive("intermediate_size")):
@@ -78,7 +78,7 @@ def _of_all_layers(config: ModelFile, key: str) -> object:
 def read_v3(config: ModelFile) -> DecoderConfig:
     """Read which layers have experts. A layer for multi-token prediction stays on disk."""
     attention = config.attention(default_theta=11_158_840.0, qk_norm="head", bias=config.bias())
-    if config.get("mlp_bias", bool, False):
+    if config.mlp_bias():
         raise config.error("mlp_bias", "true is not supported beside experts, only false")
     routing = config.routing(
         scoring="sigmoid",
@@ -87,8 +87,7 @@ def read_v3(config: ModelFile) -> DecoderConfig:
     )
     shared = shared_experts(config.with_defaults({"num_shared_experts": 1}), "num_shared_experts")
     experts = config.experts(routing, has_correction=True, has_wide_router=True, shared=shared)
-    dense = config.mlp()
-    layers = (LayerConfig(mixer=attention, mlp=experts if is_sparse else dense) for is_sparse in config.sparse_layers())
+    layers = (LayerConfig(mixer=attention, mlp=mlp) for mlp in config.mlps(experts, config.sparse_layers()))
     layout = CheckpointLayout(renamed=_V3_NAMES, left=(f"model.layers.{config.num_layers()}.",))
     return config.decoder(layers, layout=layout)
 

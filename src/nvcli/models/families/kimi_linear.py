@@ -11,7 +11,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import read_latent_attention
 from nvcli.models.families.mistral import MIXTRAL_NAMES
 from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig
 from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
 
 _SECTION = "linear_attn_config"
@@ -41,11 +41,8 @@ def read_kimi_linear(config: ModelFile) -> DecoderConfig:
         config.only(key, wanted)
     attention = read_latent_attention(config, is_interleaved=False)
     mixers = {FULL: replace(attention, rope=None), LINEAR: _read_delta(config)}
-    experts, dense = read_experts(config), config.mlp()
-    layers = (
-        LayerConfig(mixer=mixers[kind], mlp=experts if is_sparse else dense)
-        for kind, is_sparse in zip(_layer_types(config), config.sparse_layers(), strict=True)
-    )
+    experts, kinds = read_experts(config), _layer_types(config)
+    layers = config.layers(kinds, mixers, config.mlps(experts, config.sparse_layers()))
     layout = layout_without_predictions(config)
     return config.decoder(layers, layout=replace(layout, renamed=(*layout.renamed, *_NAMES)))
 

@@ -53,8 +53,7 @@ def read_lfm2(config: ModelFile) -> DecoderConfig:
         unit = config.positive("block_multiple_of", 256)
         size = int(config.positive_number("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
         size = -(-size // unit) * unit
-    mlp = config.with_values({**config.values, "intermediate_size": size}).mlp()
-    return _read(config, [mlp] * config.num_layers())
+    return _read(config, config.replacing(intermediate_size=size).mlp())
 
 
 def read_lfm2_moe(config: ModelFile) -> DecoderConfig:
@@ -74,32 +73,27 @@ def read_lfm3(config: ModelFile) -> DecoderConfig:
         FULL if number % 4 == 2 else SLIDING if number % 4 == 0 and number > 0 else _CONV
         for number in range(config.num_layers())
     ]
-    if FULL not in kinds:
-        raise config.error("layer_types", f"{show(kinds)} has no layer of full attention")
+    kinds = config.with_full(kinds)
     mixers: dict[str, Mixer] = {_CONV: _conv(config)}
     mixers |= {kind: _lfm3_attention(config, kind) for kind in (FULL, SLIDING) if kind in kinds}
     norms = _LFM3_NORMS if config.get("use_sandwich_norm", bool, True) else _NORMS
-    mlp = config.mlp()
-    return _decoder(config, [LayerConfig(mixer=mixers[kind], mlp=mlp, norms=norms) for kind in kinds])
+    return _decoder(config, config.layers(kinds, mixers, config.mlp(), norms))
 
 
 def _lfm3_attention(config: ModelFile, kind: str) -> AttentionConfig:
     return config.attention(
         default_theta=None,
         layer_type=kind,
-        window=config.bounded(config.window(256)) if kind == SLIDING else None,
+        window=config.window_of(kind, 256),
         qk_norm="head",
         bias=config.bias(),
         gate=OutputGate(is_of_heads=True) if config.get("use_attention_gate", bool, True) else None,
     )
 
 
-def _read(config: ModelFile, mlps: Sequence[FeedForward]) -> DecoderConfig:
-    attention, conv = config.attention(default_theta=1_000_000.0, qk_norm="head"), _conv(config)
-    mixers: list[Mixer] = [attention if kind == FULL else conv for kind in _layer_types(config)]
-    return _decoder(
-        config, [LayerConfig(mixer=mixer, mlp=mlp, norms=_NORMS) for mixer, mlp in zip(mixers, mlps, strict=True)]
-    )
+def _read(config: ModelFile, mlps: FeedForward | Sequence[FeedForward]) -> DecoderConfig:
+    mixers = {FULL: config.attention(default_theta=1_000_000.0, qk_norm="head"), _CONV: _conv(config)}
+    return _decoder(config, config.layers(_layer_types(config), mixers, mlps, _NORMS))
 
 
 def _conv(config: ModelFile) -> ShortConvConfig:
@@ -122,9 +116,7 @@ def _layer_types(config: ModelFile) -> list[str]:
         if not isinstance(indices, list):
             raise config.error("full_attn_idxs", f"{show(indices)} is not a list of layers")
         types = [FULL if number in indices else _CONV for number in range(config.num_layers())]
-    if FULL not in types:
-        raise config.error("layer_types", f"{show(types)} has no layer of full attention")
-    return types
+    return config.with_full(types)
 
 
 LFM2 = Family(

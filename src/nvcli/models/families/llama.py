@@ -17,7 +17,7 @@ def read_llama(config: ModelFile) -> DecoderConfig:
     config.layer_types(supported=(FULL,))
     layer = LayerConfig(
         mixer=config.attention(bias=config.bias()),
-        mlp=config.mlp(bias=config.get("mlp_bias", bool, False)),
+        mlp=config.mlp(bias=config.mlp_bias()),
     )
     return config.decoder(layer)
 
@@ -37,16 +37,14 @@ def read_internlm3(config: ModelFile) -> DecoderConfig:
 def read_helium(config: ModelFile) -> DecoderConfig:
     """Read heads that are rotated in neighbouring pairs."""
     attention = config.attention(default_theta=100_000.0, is_interleaved=True, qkv_bias=config.bias())
-    return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp(bias=config.get("mlp_bias", bool, False))))
+    return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp(bias=config.mlp_bias())))
 
 
 def read_cwm(config: ModelFile) -> DecoderConfig:
     """Read windows; by default the first and then every fourth layer has full attention."""
-    full = config.attention(default_theta=None)
-    mlp = config.mlp(bias=config.get("mlp_bias", bool, False))
-    kinds = config.layer_types() or [SLIDING if number % 4 else FULL for number in range(config.num_layers())]
-    attention = {FULL: full, SLIDING: replace(full, window=config.bounded(config.window(8192)))}
-    return config.decoder(LayerConfig(mixer=attention[kind], mlp=mlp) for kind in kinds)
+    attention = config.by_kind(config.attention(default_theta=None), 8192)
+    kinds = config.layer_kinds(lambda number: number % 4 == 0)
+    return config.decoder(config.layers(kinds, attention, config.mlp(bias=config.mlp_bias())))
 
 
 HELIUM = Family(
@@ -104,10 +102,10 @@ def read_smollm3(config: ModelFile) -> DecoderConfig:
     """Read which layers rotate, and which have a window: by default, if there are windows, the layers that do not
     rotate have one."""
     attention = config.attention(default_theta=2_000_000.0, bias=config.bias())
-    mlp = config.mlp(bias=config.get("mlp_bias", bool, False))
+    mlp = config.mlp(bias=config.mlp_bias())
     window = config.window() if config.get("use_sliding_window", bool, False) else None
     rotates = rotating_layers(config)
-    types = config.layer_types() or [FULL if has_rope else SLIDING for has_rope in rotates]
+    types = config.layer_kinds(lambda number: rotates[number])
     layers = (
         LayerConfig(
             mixer=replace(

@@ -17,10 +17,9 @@ def read_minicpm3(config: ModelFile) -> DecoderConfig:
     hidden_size, count = config.positive("hidden_size"), config.num_layers()
     value_dim = config.positive("v_head_dim", hidden_size // config.positive("num_attention_heads"))
     residual = config.positive_number("scale_depth", math.sqrt(count)) / math.sqrt(count)
-    with_default = config.with_values({**config.values, "v_head_dim": value_dim})
-    attention = read_latent_attention(with_default, is_interleaved=False)
+    attention = read_latent_attention(config.replacing(v_head_dim=value_dim), is_interleaved=False)
     return config.decoder(
-        LayerConfig(mixer=attention, mlp=config.mlp(bias=config.get("mlp_bias", bool, False))),
+        LayerConfig(mixer=attention, mlp=config.mlp(bias=config.mlp_bias())),
         norm=NormConfig(eps=config.positive_number("rms_norm_eps") / residual**2),
         embedding_scale=config.positive_number("scale_emb", 12.0) / residual,
         logit_scale=config.positive_number("dim_model_base", float(hidden_size)) / hidden_size,

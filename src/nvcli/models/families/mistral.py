@@ -40,7 +40,7 @@ MISTRAL = Family(
 def read_ministral(config: ModelFile) -> DecoderConfig:
     """Read windows by layer; without `layer_types`, a window applies to all layers."""
     window = config.window(DEFAULT_WINDOW)
-    kinds = config.layer_types() or [FULL if window is None else SLIDING] * config.num_layers()
+    kinds = config.layer_kinds(lambda _: window is None)
     attention, mlp = config.attention(), config.mlp()
     windows = (config.bounded(window) if kind == SLIDING else None for kind in kinds)
     return config.decoder(LayerConfig(mixer=replace(attention, window=one), mlp=mlp) for one in windows)

@@ -10,10 +10,10 @@ from nvcli.core.validation import show
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.expert_settings import ExpertActivation, Routing
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig, LearnedPositions, index_kinds
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms, LearnedPositions, index_kinds
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
-from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
 from nvcli.models.mixers.mlp import Activation, MLPConfig
 from nvcli.models.mixers.plain_mlp import PlainMLPConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
@@ -26,8 +26,8 @@ MAX_HEAD_DIM = 4096
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
-Windows = Sequence[int | None]
-"""The number of tokens that attention sees in each layer, including the token itself; None: all of them."""
+NORMS_BEFORE = LayerNorms()
+"""Norms of what the blocks read alone."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -121,6 +121,10 @@ class ModelFile(JsonFile):
         """Read whether attention has biases."""
         return self.get("attention_bias", bool, default)
 
+    def mlp_bias(self, *, default: bool = False) -> bool:
+        """Read whether MLPs have biases."""
+        return self.get("mlp_bias", bool, default)
+
     def head_dim(self) -> int:
         """Read `head_dim`; if it is absent or null, the hidden size is divided by the number of heads."""
         key = "head_dim"
@@ -207,23 +211,58 @@ class ModelFile(JsonFile):
             raise self.error("layer_types", f"names {len(types)} layers, and `num_hidden_layers` is {count}")
         return types
 
+    def layer_kinds(self, is_full: Callable[[int], bool], *, other: str = SLIDING) -> list[str]:
+        """Read `layer_types`; if it is absent, the layers whose number `is_full` takes have full attention, and the
+        others are of the kind `other`."""
+        types = self.layer_types(supported=(FULL, other))
+        return types or [FULL if is_full(number) else other for number in range(self.num_layers())]
+
     def every_nth_full(self, default: int, key: str = "sliding_window_pattern") -> list[str]:
-        """Read `layer_types`; if they are absent, every n-th layer has full attention, and the others have a window.
+        """Read `layer_types`; if it is absent, every n-th layer has full attention, and the others have a window.
 
         n is the value of `key`, or `default` if that is absent.
         """
-        types = self.layer_types()
-        if types is not None:
-            return types
-        count = self.positive(key, default)
-        return [FULL if (number + 1) % count == 0 else SLIDING for number in range(self.num_layers())]
+        return self.layer_kinds(lambda number: (number + 1) % self.positive(key, default) == 0)
 
-    def sparse_layers(self) -> list[bool]:
+    def with_full(self, kinds: list[str]) -> list[str]:
+        """Return kinds of layers. Raises LoadError if none has full attention."""
+        if FULL not in kinds:
+            raise self.error("layer_types", f"{show(kinds)} has no layer of full attention")
+        return kinds
+
+    def window_of(self, kind: str, default: int) -> int | None:
+        """Read the window of a kind of layers; those of full attention have none."""
+        return self.bounded(self.window(default)) if kind == SLIDING else None
+
+    def by_kind(
+        self, attention: AttentionConfig, default_window: int, *, full_rotates: bool = True
+    ) -> dict[str, AttentionConfig]:
+        """Return attention by kind of layers: with a window, and without one, where it may not rotate."""
+        full = attention if full_rotates else replace(attention, rope=None)
+        return {SLIDING: replace(attention, window=self.window_of(SLIDING, default_window)), FULL: full}
+
+    def layers(
+        self,
+        kinds: Sequence[str],
+        mixers: Mapping[str, Mixer],
+        mlps: FeedForward | Iterable[FeedForward],
+        norms: LayerNorms = NORMS_BEFORE,
+    ) -> list[LayerConfig]:
+        """Make layers of these kinds, each with the mixer of its kind, and with the one MLP or its own of `mlps`."""
+        mlps = [mlps] * len(kinds) if isinstance(mlps, FeedForward) else mlps
+        return [LayerConfig(mixer=mixers[kind], mlp=mlp, norms=norms) for kind, mlp in zip(kinds, mlps, strict=True)]
+
+    def mlps(self, experts: ExpertsConfig, is_sparse: Iterable[bool]) -> list[MLPConfig | ExpertsConfig]:
+        """Return the block of each layer after its mixer: `experts`, or in layers that have none the dense MLP."""
+        dense = self.mlp()
+        return [experts if sparse else dense for sparse in is_sparse]
+
+    def sparse_layers(self, default: int = 1) -> list[bool]:
         """Read which layers have experts from `mlp_layer_types`; if it is absent, all but the first
-        `first_k_dense_replace` ones do, which is one layer by default."""
+        `first_k_dense_replace` ones do, by default `default`."""
         count, kinds = self.num_layers(), self.values.get("mlp_layer_types")
         if kinds is None:
-            first = self.get("first_k_dense_replace", int, 1)
+            first = self.get("first_k_dense_replace", int, default)
             return [number >= first for number in range(count)]
         if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (DENSE, SPARSE) for kind in kinds):
             raise self.error(
@@ -269,10 +308,3 @@ def read_by_type(
     """Read the text part of a model by its `model_type`, which may be absent. Raises LoadError if `readers` have
     none."""
     return config.choice("model_type", readers, default)(config)
-
-
-def with_mlps(decoder: DecoderConfig, mlps: Iterable[MLPConfig | ExpertsConfig]) -> DecoderConfig:
-    """Return the decoder with these MLPs in its layers, one per layer."""
-    layers = (replace(layer, mlp=mlp) for layer, mlp in zip(decoder.layers, mlps, strict=True))
-    kinds, kind_of_layer = index_kinds(layers)
-    return replace(decoder, layer_kinds=kinds, kind_of_layer=kind_of_layer)

@@ -9,7 +9,7 @@ from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import NORMS_ON_BOTH_SIDES
-from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
+from nvcli.models.families.model_file import SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import OutputGate
 
@@ -22,7 +22,7 @@ def read(config: ModelFile) -> DecoderConfig:
     rotate. Weights of the layers' norms are stored as differences from 1; those of heads and embeddings have none."""
     count = config.num_layers()
     is_full = [(count - 1 - number) % _FULL_INTERVAL == 0 for number in range(count)]
-    kinds = config.layer_types() or [FULL if full else SLIDING for full in is_full]
+    kinds = config.layer_kinds(lambda number: is_full[number])
     attention = config.attention(
         scale=config.positive_number("qk_scale_factor", 3.87) * config.head_dim() ** -0.5,
         qk_norm="head",

@@ -91,9 +91,7 @@ def _block_kinds(config: ModelFile) -> Sequence[str]:
 
 def _mlp(config: ModelFile, size_key: str) -> PlainMLPConfig:
     config.only("mlp_hidden_act", "relu2")
-    return PlainMLPConfig(
-        intermediate_size=config.positive(size_key), activation="relu2", bias=config.get("mlp_bias", bool, False)
-    )
+    return PlainMLPConfig(intermediate_size=config.positive(size_key), activation="relu2", bias=config.mlp_bias())
 
 
 def _experts(config: ModelFile) -> ExpertsConfig:
@@ -102,7 +100,7 @@ def _experts(config: ModelFile) -> ExpertsConfig:
     latent_size = None
     if config.has("moe_latent_size"):
         latent_size = config.positive("moe_latent_size")
-        if config.get("mlp_bias", bool, False):
+        if config.mlp_bias():
             raise config.error("mlp_bias", "true is not supported together with `moe_latent_size`")
     routing = config.routing(
         keys=("n_routed_experts",),

@@ -49,10 +49,10 @@ def _layer(config: ModelFile, kind: str, default_theta: float) -> LayerConfig:
     theta = config.positive_number("rope_theta", default_theta)
     source = config
     if kind == SLIDING and config.values.get("rope_scaling"):
-        source = config.with_values({**config.values, "rope_scaling": None})
+        source = config.replacing(rope_scaling=None)
     attention = config.attention(
         rope=lambda head_dim: read_rope(source, head_dim=head_dim, default_theta=theta, layer_type=kind),
-        window=config.bounded(config.window(4096)) if kind == SLIDING else None,
+        window=config.window_of(kind, 4096),
         qk_norm="row",
         bias=config.bias(),
     )
@@ -136,9 +136,7 @@ def read_olmo_hybrid(config: ModelFile) -> DecoderConfig:
         mixer=read_delta_net(config, stored="apart", beta_scale=scale, norm_eps=1e-5), mlp=config.mlp()
     )
     full = replace(linear, mixer=attention, norms=NORMS_AFTER)
-    kinds = config.layer_types(supported=(FULL, LINEAR))
-    if kinds is None:
-        kinds = [LINEAR if (number + 1) % 4 else FULL for number in range(config.num_layers())]
+    kinds = config.layer_kinds(lambda number: (number + 1) % 4 == 0, other=LINEAR)
     return config.decoder((full if kind == FULL else linear for kind in kinds), layout=_HYBRID_LAYOUT)
 
 

@@ -29,7 +29,7 @@ def read_arcee(config: ModelFile) -> DecoderConfig:
     """Read Llama's attention, and MLPs without a gate."""
     config.layer_types(supported=(FULL,))
     attention = config.attention(bias=config.bias())
-    mlp = config.plain_mlp("relu2", bias=config.get("mlp_bias", bool, False))
+    mlp = config.plain_mlp("relu2", bias=config.mlp_bias())
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp))
 
 
@@ -43,7 +43,7 @@ def read_apertus(config: ModelFile) -> DecoderConfig:
 def read_nemotron(config: ModelFile) -> DecoderConfig:
     """Read half-rotated heads. Weights of norms are stored as differences from 1."""
     attention = config.attention(default_partial=0.5, bias=config.bias())
-    mlp = config.plain_mlp("relu2", bias=config.get("mlp_bias", bool, False))
+    mlp = config.plain_mlp("relu2", bias=config.mlp_bias())
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp), norm=config.layer_norm("norm_eps", weight_offset=1.0))
 
 
@@ -59,7 +59,7 @@ def read_starcoder2(config: ModelFile) -> DecoderConfig:
 def read_jais2(config: ModelFile) -> DecoderConfig:
     """Read Arcee's layers, with LayerNorm and, by default, biases everywhere."""
     attention = config.attention(bias=config.bias(default=True))
-    mlp = config.plain_mlp("relu2", bias=config.get("mlp_bias", bool, True))
+    mlp = config.plain_mlp("relu2", bias=config.mlp_bias(default=True))
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp), norm=config.layer_norm())
 
 

@@ -3,13 +3,13 @@ mixture of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from nvcli.core.validation import show
 from nvcli.models.families.family import Family
 from nvcli.models.families.mistral import DEFAULT_WINDOW
-from nvcli.models.families.model_file import FULL, SLIDING, ModelFile, Windows, with_mlps
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
@@ -23,7 +23,7 @@ _DEFAULT_MAX_WINDOW_LAYERS = 28
 
 def read_qwen2(config: ModelFile) -> DecoderConfig:
     """Read Qwen2, with biases on queries, keys and values."""
-    return _read(config, config.attention(default_theta=None, qkv_bias=True))
+    return _read(config, _qwen2_attention(config))
 
 
 def read_qwen3(config: ModelFile) -> DecoderConfig:
@@ -33,21 +33,24 @@ def read_qwen3(config: ModelFile) -> DecoderConfig:
     return _read(config, attention)
 
 
-def _read(config: ModelFile, attention: AttentionConfig) -> DecoderConfig:
-    mlp = config.mlp()
-    windows = read_windows(config)
-    return config.decoder(LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows)
+def _qwen2_attention(config: ModelFile) -> AttentionConfig:
+    return config.attention(default_theta=None, qkv_bias=True)
 
 
-def read_windows(config: ModelFile) -> Windows:
+def _read(
+    config: ModelFile, attention: AttentionConfig, mlps: Iterable[MLPConfig | ExpertsConfig] | None = None
+) -> DecoderConfig:
     """Read `sliding_window`, where `use_sliding_window` is set, for the layers that `layer_types` names
-    `sliding_attention`; without `layer_types`, for all layers from `max_window_layers` on."""
+    `sliding_attention`; without `layer_types`, for all layers from `max_window_layers` on. `mlps` None: all are
+    dense."""
+    dense = config.mlp()
     window = config.window(DEFAULT_WINDOW) if config.get("use_sliding_window", bool, False) else None
     types = config.layer_types(supported=(FULL,) if window is None else (FULL, SLIDING))
     if types is None:
         first = config.get("max_window_layers", int, _DEFAULT_MAX_WINDOW_LAYERS)
         types = [FULL if number < first else SLIDING for number in range(config.num_layers())]
-    return tuple(config.bounded(window) if kind == SLIDING else None for kind in types)
+    mixers = {FULL: attention, SLIDING: replace(attention, window=config.bounded(window))}
+    return config.decoder(config.layers(types, mixers, dense if mlps is None else mlps))
 
 
 QWEN2 = Family(
@@ -102,7 +105,7 @@ QWEN3_VL = Family(
 def read_qwen2_moe(config: ModelFile) -> DecoderConfig:
     """Read Qwen2's attention, with routed experts and a gated shared expert."""
     shared = config.mlp(size_key="shared_expert_intermediate_size")
-    return with_mlps(read_qwen2(config), read_mlps(config, shared=shared, gates_shared=True))
+    return _read(config, _qwen2_attention(config), read_mlps(config, shared=shared, gates_shared=True))
 
 
 def read_qwen3_moe(config: ModelFile) -> DecoderConfig:
@@ -134,7 +137,7 @@ def layers_without_experts(config: ModelFile, default: Sequence[int] = ()) -> li
 def read_qwen3_vl_moe(config: ModelFile) -> DecoderConfig:
     """Read Qwen3 with a mixture of experts, whose files hold stacks of transposed matrices. The weights of a token's
     experts add up to 1."""
-    decoder = read_qwen3_moe(ModelFile(config.path, {**config.values, "norm_topk_prob": True}, config.section))
+    decoder = read_qwen3_moe(config.replacing(norm_topk_prob=True))
     return replace(decoder, layout=replace(decoder.layout, transposes_experts=True))
 
 

@@ -7,17 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
 from nvcli.models.families.qwen import read_mlps
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
-from nvcli.models.mixers.attention import AttentionConfig, OutputGate
+from nvcli.models.mixers.attention import OutputGate
 from nvcli.models.mixers.delta_net import DeltaNetConfig, StoredProjections
-from nvcli.models.mixers.experts import ExpertsConfig
-from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.mixers.mixer import FeedForward, NormConfig
 from nvcli.models.mtp_config import PREFIX, MTPConfig
 from nvcli.models.vision.qwen import read_qwen3_5_vision
 
@@ -32,18 +29,18 @@ def read_qwen3_next(config: ModelFile) -> DecoderConfig:
 
 def read_qwen3_5(config: ModelFile) -> DecoderConfig:
     """Read a dense model."""
-    return _read(config, [config.mlp()] * config.num_layers())
+    return _read(config, config.mlp())
 
 
 def read_qwen3_5_moe(config: ModelFile) -> DecoderConfig:
     """Read a mixture of experts, with a shared expert. The weights of a token's experts add up to 1."""
     shared = config.mlp(size_key="shared_expert_intermediate_size")
     experts = config.experts(config.routing(renormalise=True), shared=shared, gates_shared=True)
-    return _read(config, [experts] * config.num_layers())
+    return _read(config, experts)
 
 
 def _read(
-    config: ModelFile, mlps: Iterable[MLPConfig | ExpertsConfig], *, stored: StoredProjections = "qkv"
+    config: ModelFile, mlps: FeedForward | Iterable[FeedForward], *, stored: StoredProjections = "qkv"
 ) -> DecoderConfig:
     attention = config.attention(
         default_partial=0.25,
@@ -51,9 +48,8 @@ def _read(
         gate=OutputGate(is_in_queries=True),
         bias=config.bias(),
     )
-    kinds: dict[str, AttentionConfig | DeltaNetConfig] = {FULL: attention}
-    kinds[LINEAR] = read_delta_net(config, stored=stored)
-    layers = [LayerConfig(mixer=kinds[kind], mlp=mlp) for kind, mlp in zip(_layer_types(config), mlps, strict=True)]
+    mixers = {FULL: attention, LINEAR: read_delta_net(config, stored=stored)}
+    layers = config.layers(_layer_types(config), mixers, mlps)
     norm = config.rms_norm(weight_offset=1.0)
     return config.decoder(layers, norm=norm, layout=_LAYOUT, mtp=_head(config, layers, norm))
 
@@ -83,13 +79,8 @@ def read_delta_net(config: ModelFile, **settings: Any) -> DeltaNetConfig:
 
 def _layer_types(config: ModelFile) -> list[str]:
     """Read `layer_types`; if they are absent, every `full_attention_interval`-th layer has full attention."""
-    types = config.layer_types(supported=(FULL, LINEAR))
-    if types is None:
-        interval = config.positive("full_attention_interval")
-        types = [LINEAR if (number + 1) % interval else FULL for number in range(config.num_layers())]
-    if FULL not in types:
-        raise config.error("layer_types", f"{show(types)} has no layer of full attention")
-    return types
+    key = "full_attention_interval"
+    return config.with_full(config.layer_kinds(lambda number: (number + 1) % config.positive(key) == 0, other=LINEAR))
 
 
 _DEFAULTS = {"full_attention_interval": 4}

@@ -13,7 +13,7 @@ def read(config: ModelFile) -> DecoderConfig:
         qkv_bias=config.bias(default=True),
         o_bias=config.get("attention_out_bias", bool, False),
     )
-    layer = LayerConfig(mixer=attention, mlp=config.mlp(bias=config.get("mlp_bias", bool, False)))
+    layer = LayerConfig(mixer=attention, mlp=config.mlp(bias=config.mlp_bias()))
     return config.decoder(layer)
 
 

@@ -5,7 +5,6 @@ attention does not rotate and experts are chosen by sigmoid scores, beside one t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from nvcli.models.checkpoint_layout import CheckpointLayout
@@ -14,7 +13,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.glm import NORMS_OF_GLM4
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.families.qwen import layers_without_experts
-from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig
 from nvcli.models.mixers.attention import AttentionConfig
 
 _FLINT_LAYOUT = CheckpointLayout(renamed=((".self_attn.softmax_offset", ".self_attn.sinks"),))
@@ -31,19 +30,20 @@ _KOLIBRI_LAYOUT = CheckpointLayout(
 def read_mellum(config: ModelFile) -> DecoderConfig:
     """Read rotations by kind of layer; by default all layers have full attention and experts. A head for multi-token
     prediction stays on disk."""
-    windows = {FULL: None, SLIDING: config.bounded(config.window(1024))}
     attention = {
-        kind: config.attention(default_theta=None, layer_type=kind, window=window, qk_norm="head", bias=config.bias())
-        for kind, window in windows.items()
+        kind: config.attention(
+            default_theta=None,
+            layer_type=kind,
+            window=config.window_of(kind, 1024),
+            qk_norm="head",
+            bias=config.bias(),
+        )
+        for kind in (FULL, SLIDING)
     }
     experts = config.experts(config.routing(renormalise=config.get("norm_topk_prob", bool, True)))
-    kinds = config.layer_types() or [FULL] * config.num_layers()
-    is_sparse = config.with_defaults({"first_k_dense_replace": 0}).sparse_layers()
-    layers = (
-        LayerConfig(mixer=attention[kind], mlp=experts if sparse else config.mlp())
-        for kind, sparse in zip(kinds, is_sparse, strict=True)
-    )
-    return config.decoder(layers, layout=CheckpointLayout(left=("mtp.",)))
+    kinds = config.layer_kinds(lambda _: True)
+    mlps = [experts if sparse else config.mlp() for sparse in config.sparse_layers(default=0)]
+    return config.decoder(config.layers(kinds, attention, mlps), layout=CheckpointLayout(left=("mtp.",)))
 
 
 def read_flint(config: ModelFile) -> DecoderConfig:
@@ -54,15 +54,10 @@ def read_flint(config: ModelFile) -> DecoderConfig:
     routing = config.routing(scoring="sigmoid", renormalise=config.get("norm_topk_prob", bool, True))
     shared = config.mlp(size_key="shared_expert_intermediate_size")
     experts = config.experts(routing, has_wide_router=True, shared=shared)
-    kinds = config.layer_types() or [
-        FULL if number < 2 or number % 4 == 1 or number == last else SLIDING for number in range(last + 1)
-    ]
-    dense = layers_without_experts(config, default=(0, 1))
-    layers = (
-        LayerConfig(mixer=attention[kind], mlp=config.mlp() if is_dense else experts)
-        for kind, is_dense in zip(kinds, dense, strict=True)
-    )
-    return config.decoder(layers, layout=_FLINT_LAYOUT)
+    kinds = config.layer_kinds(lambda number: number < 2 or number % 4 == 1 or number == last)
+    is_dense = layers_without_experts(config, default=(0, 1))
+    mlps = [config.mlp() if dense else experts for dense in is_dense]
+    return config.decoder(config.layers(kinds, attention, mlps), layout=_FLINT_LAYOUT)
 
 
 def read_kolibri(config: ModelFile) -> DecoderConfig:
@@ -76,14 +71,13 @@ def read_kolibri(config: ModelFile) -> DecoderConfig:
     )
     shared = config.mlp(size_key="shared_expert_intermediate_size")
     experts = config.experts(routing, has_correction=True, shared=shared)
-    layers = (LayerConfig(mixer=attention[kind], mlp=experts, norms=NORMS_OF_GLM4) for kind in config.every_nth_full(5))
+    layers = config.layers(config.every_nth_full(5), attention, experts, NORMS_OF_GLM4)
     return config.decoder(layers, layout=_KOLIBRI_LAYOUT)
 
 
 def _attention(config: ModelFile, **traits: Any) -> dict[str, AttentionConfig]:
     """Read attention by kind of layer."""
-    local = config.attention(window=config.bounded(config.window(513)), qk_norm="head", **traits)
-    return {SLIDING: local, FULL: replace(local, window=None, rope=None)}
+    return config.by_kind(config.attention(qk_norm="head", **traits), 513, full_rotates=False)
 
 
 MELLUM = Family(
