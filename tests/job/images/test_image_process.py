@@ -38,7 +38,6 @@ from nvcli.models.vision.image_size import (
     SizeRule,
     SplitRule,
     TileRule,
-    most_pixels,
 )
 
 SIDE = 28
@@ -125,7 +124,7 @@ def test_pixels_are_those_of_transformers(height: int, width: int, kind: str) ->
             PixtralImageProcessorPil(size={"longest_edge": 300}, patch_size={"height": 28, "width": 28}),
         ),
         (
-            CountRule(side=14, max_tokens=70),
+            CountRule(side=14, most=70),
             "bicubic",
             Gemma4ImageProcessorPil(patch_size=14, pooling_kernel_size=1, max_soft_tokens=70),
         ),
@@ -147,7 +146,7 @@ def test_other_rules_are_those_of_transformers(
         expected = expected.reshape(-1, *expected.shape[-3:]).transpose(0, 2, 3, 1)
         expected = expected[:, : found.fit.tile or found.fit.height, : found.fit.tile or found.fit.width]
     np.testing.assert_array_equal(pixels, expected.reshape(pixels.shape))
-    assert pixels.size <= 3 * most_pixels(rule)
+    assert pixels.size <= 3 * rule.most_pixels
 
 
 @pytest.mark.parametrize(("height", "width"), [*SIZES, (9, 9), (3, 500)])

@@ -23,7 +23,7 @@ from nvcli.job.progress.display import Progress
 from nvcli.job.report.build import ReportFile
 from nvcli.job.rows.conversation import check_messages
 from nvcli.models.vision.image_processor import ImageProcessor
-from nvcli.models.vision.image_size import AreaRule, SizeRule, TileRule, most_pixels
+from nvcli.models.vision.image_size import AreaRule, SizeRule, TileRule
 from pdf_files import pdf
 from vision_model import write_vision_model
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_read_is_a_problem(data: bytes, problem: str) -> None:
 def test_a_page_of_any_size_takes_no_more_pixels_than_an_image(rule: SizeRule) -> None:
     found = prepare(pdf("0 0 0", size=(14_000, 14_000)), dpi=1200, rule=rule)
     assert found.problem == ""
-    assert found.fit.height * found.fit.width <= most_pixels(rule)
+    assert found.fit.height * found.fit.width <= rule.most_pixels
 
 
 def test_a_long_page_is_not_drawn_before_its_size_is_known() -> None:

@@ -35,7 +35,7 @@ from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.conversation import DETAIL, IMAGE
 from nvcli.job.rows.pdf_part import DPI, FILE, PAGE
 from nvcli.models.vision.image_processor import ImageProcessor
-from nvcli.models.vision.image_size import AreaRule, GridRule, most_pixels
+from nvcli.models.vision.image_size import AreaRule, GridRule
 from nvcli.models.vision.vision_config import ImageText
 
 LOW_DETAIL_PIXELS = 512 * 512
@@ -216,7 +216,7 @@ class RowImages:
             known = (_identity(found), page, processor)
             if (pixels := self._known.get(known)) is not None:
                 return pixels
-            size = 3 * most_pixels(processor.rule)
+            size = 3 * processor.rule.most_pixels
             offset = self._memory.reserve(size)
             prepared = self.processes.ask(Question(found, processor, self._memory.path, offset, page))
         except RowError as error:

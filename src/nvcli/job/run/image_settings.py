@@ -14,7 +14,6 @@ from nvcli.job.images.row_images import with_limits
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
 from nvcli.models.vision.image_processor import PROCESSOR_FILES, ImageProcessor, has_processor, read_processor
-from nvcli.models.vision.image_size import most_pictures
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
 from nvcli.worker.distributed.stage import Stage
 
@@ -86,7 +85,7 @@ def image_limits(run: RunConfig, model_path: Path, model: ModelConfig, max_model
     if vision is None:
         return 0, MAX_PROMPT_IMAGES
     rule = image_processor(run, model_path, vision).rule
-    pictures = most_pictures(rule) if vision.text is not None and vision.text.parts_tiles else 1
+    pictures = rule.most_pictures if vision.text is not None and vision.text.parts_tiles else 1
     return min(rule.max_tokens, max_model_len), MAX_PROMPT_IMAGES * pictures
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
@@ -117,11 +117,10 @@ def _area_rule(
             if (found := file.get(key, int, default)) != wanted:
                 raise file.error(key, f"is {found}, and {wanted} in config.json")
         edges = _object(file, "size")
-        limits: dict[str, Any] = {
-            "min_pixels": file.values.get("min_pixels") or edges.values.get("shortest_edge") or least,
-            "max_pixels": file.values.get("max_pixels") or edges.values.get("longest_edge") or most,
-        }
-        limited = file.with_values({**file.values, **limits})
+        limited = file.replacing(
+            min_pixels=file.values.get("min_pixels") or edges.values.get("shortest_edge") or least,
+            max_pixels=file.values.get("max_pixels") or edges.values.get("longest_edge") or most,
+        )
         return AreaRule(
             side=vision.token_pixels,
             min_pixels=-(-limited.positive("min_pixels") // frames),
@@ -151,7 +150,7 @@ def _count_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
             f"{count} is not supported; supported: {', '.join(map(str, _TOKEN_COUNTS))}, "
             f"if the tower has positions for as many in a row ({vision.longest_side})",
         )
-    return CountRule(side=vision.token_pixels, max_tokens=count)
+    return CountRule(side=vision.token_pixels, most=count)
 
 
 _TOKEN_COUNTS = (70, 140, 280, 560, 1120)
@@ -184,7 +183,7 @@ def _split_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
         for key, default in (("max_image_size", 364), ("size", 4 * 364))
     )
     if tile // vision.patch_size != vision.tile_tokens * vision.merge_size:
-        wanted = vision.tile_tokens * vision.token_pixels
+        wanted = vision.tile_pixels
         raise file.error("max_image_size", f"is {tile}, and the tower's images are {wanted} × {wanted}")
     if longest > _MOST_SIDE:
         raise file.error("size", f"is {longest:,}; supported: up to {_MOST_SIDE:,}")
@@ -195,7 +194,7 @@ def _split_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
 
 def _middle_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     size, crops = _object(file, "size"), file.values.get("do_center_crop")
-    wanted = vision.tile_tokens * vision.token_pixels
+    wanted = vision.tile_pixels
     edge = size.positive("shortest_edge", 224) if size.has("shortest_edge") or not size.values else None
     if edge is None and not crops:
         return TileRule(side=vision.token_pixels, tile=wanted, margin=_margin(file, vision))
@@ -207,7 +206,7 @@ def _middle_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
 
 
 def _grid_rule(file: JsonFile, vision: VisionConfig, *, squares: bool = False) -> SizeRule:
-    wanted, patch = vision.tile_tokens * vision.token_pixels, vision.patch_size
+    wanted, patch = vision.tile_pixels, vision.patch_size
     size = _object(file, "size")
     key = "shortest_edge" if size.has("shortest_edge") else "height"
     tile = size.positive(key, 384 if squares else 336)
@@ -234,7 +233,7 @@ def _grid_rule(file: JsonFile, vision: VisionConfig, *, squares: bool = False) -
 def _margin(file: JsonFile, vision: VisionConfig) -> int:
     """Return the pixels of a side of the file's square images that fill no token of the tower's."""
     size = _object(file, "size")
-    sides, wanted = [size.positive(key) for key in ("height", "width")], vision.tile_tokens * vision.token_pixels
+    sides, wanted = [size.positive(key) for key in ("height", "width")], vision.tile_pixels
     if sides[0] != sides[1] or not 0 <= sides[0] - wanted < vision.token_pixels:
         raise file.error("size", f"is {sides[0]} × {sides[1]}, and the tower's images are {wanted} × {wanted}")
     return sides[0] - wanted
@@ -256,6 +255,7 @@ def _large_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     if tile % side:
         raise file.error("tile_size", f"{tile} is not a multiple of {side}, the pixels of a token")
     return LargeRule(
+        side=side,
         whole=whole,
         tiles=TileRule(side=side, tile=tile, least=fewest, most=largest),
         patch=patch,
@@ -266,7 +266,7 @@ def _large_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
 
 def _tile(file: JsonFile, vision: VisionConfig, default: int) -> int:
     """Read the side of a square to which images are brought; it is the tower's."""
-    size, wanted = _object(file, "size"), vision.tile_tokens * vision.token_pixels
+    size, wanted = _object(file, "size"), vision.tile_pixels
     found = [size.positive(key) if size.values else default for key in ("height", "width")]
     if found != [wanted, wanted]:
         raise file.error("size", f"is {found[0]} × {found[1]}, and the tower's images are {wanted} × {wanted}")

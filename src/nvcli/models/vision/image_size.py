@@ -6,6 +6,7 @@ Each is held to transformers' own. Torch-free: the parent, its image processes a
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -61,11 +62,36 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AreaRule:
-    """Sides are multiples of a token's, and the area is within limits (`smart_resize` of Qwen2-VL and GLM-4.6V)."""
+class SizeRule(ABC):
+    """How a kind of image processor chooses the sizes of images."""
 
     side: int
     """Pixels of the side of a token's square."""
+
+    @property
+    @abstractmethod
+    def max_tokens(self) -> int:
+        """The most tokens of an image, or more."""
+
+    @property
+    def most_pictures(self) -> int:
+        """The most tiles of an image, and the whole image."""
+        return 1
+
+    @property
+    def most_pixels(self) -> int:
+        """The most pixels of an image, or more: no side is shorter than a token's square, however long the other."""
+        return self.max_tokens * self.side**2
+
+    @abstractmethod
+    def fit(self, height: int, width: int) -> Fit:
+        """Return the size of an image of this height and width. Raises ValueError for one that is too long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AreaRule(SizeRule):
+    """Sides are multiples of a token's, and the area is within limits (`smart_resize` of Qwen2-VL and GLM-4.6V)."""
+
     min_pixels: int
     max_pixels: int
     enlarges: Literal["", "floor", "round", "side"] = ""
@@ -74,11 +100,13 @@ class AreaRule:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of an image."""
         return max(1, self.max_pixels // self.side**2)
 
+    @property
+    def most_pixels(self) -> int:
+        return _MOST_ROUNDING * self.max_pixels
+
     def fit(self, height: int, width: int) -> Fit:
-        """Return the size of an image of this height and width. Raises ValueError for one that is too long."""
         side = self.side
         if self.enlarges == "floor" and min(height, width) < side:
             scale = max(side / height, side / width)
@@ -102,10 +130,9 @@ class AreaRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeRule:
+class EdgeRule(SizeRule):
     """The longer side is at most so long, and both are rounded up to whole tokens (Pixtral)."""
 
-    side: int
     longest: int
 
     @property
@@ -115,7 +142,6 @@ class EdgeRule:
         return most * (most + 1)
 
     def fit(self, height: int, width: int) -> Fit:
-        """Return the size of an image of this height and width."""
         ratio = max(height, width) / self.longest
         if ratio > 1:
             height, width = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
@@ -124,15 +150,17 @@ class EdgeRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountRule:
+class CountRule(SizeRule):
     """Images have their shape, and as many tokens as fit into a number of them (Gemma 4)."""
 
-    side: int
-    """Pixels of the side of a token's square."""
-    max_tokens: int
+    most: int
+    """The most tokens of an image."""
+
+    @property
+    def max_tokens(self) -> int:
+        return self.most
 
     def fit(self, height: int, width: int) -> Fit:
-        """Return the size of an image of this height and width."""
         scale = math.sqrt(self.max_tokens * self.side**2 / (height * width))
         rows, columns = (math.floor(scale * length / self.side) for length in (height, width))
         if not rows:
@@ -143,14 +171,22 @@ class CountRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TileRule:
+class CutRule(SizeRule):
+    """Images are cut into equal squares, or all are brought to one."""
+
+    tile: int
+    """Pixels of the side of a tile, of which the last may fill no token."""
+
+    @property
+    def max_tokens(self) -> int:
+        return self.most_pictures * (self.tile // self.side) ** 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileRule(CutRule):
     """Images are cut into equal squares, in the arrangement that fits them best (`get_optimal_tiled_canvas` of InternVL
     and of Command A Vision); or all are brought to one square."""
 
-    side: int
-    """Pixels of the side of a token's square."""
-    tile: int
-    """Pixels of the side of a tile."""
     margin: int = 0
     """`Fit.margin`"""
     least: int = 1
@@ -161,17 +197,10 @@ class TileRule:
     made smaller least."""
 
     @property
-    def max_tokens(self) -> int:
-        """The most tokens of an image."""
-        return self.most_pictures * (self.tile // self.side) ** 2
-
-    @property
     def most_pictures(self) -> int:
-        """The most tiles of an image, and the whole image."""
         return self.most + (self.most > 1)
 
     def fit(self, height: int, width: int) -> Fit:
-        """Return the size of an image of this height and width."""
         tile, (rows, columns) = self.tile, self._arrangement(height, width)
         fit = Fit(height=tile, width=tile, margin=self.margin)
         return fit if rows * columns == 1 else replace(fit, tile=tile, grid=(rows, columns))
@@ -196,31 +225,20 @@ class TileRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitRule:
+class SplitRule(CutRule):
     """Images are brought to one length, and cut into equal squares as they are then (Idefics 3)."""
 
-    side: int
-    """Pixels of the side of a token's square."""
-    tile: int
-    """Pixels of the side of a tile, in which those that fill no token are left out."""
     longest: int
     """The length to which the longer side is brought, however short it was."""
     is_cut: bool = True
     """Whether images are cut, or brought to one square."""
 
     @property
-    def max_tokens(self) -> int:
-        """The most tokens of an image."""
-        return self.most_pictures * (self.tile // self.side) ** 2
-
-    @property
     def most_pictures(self) -> int:
-        """The most tiles of an image, and the whole image."""
         most = -(-self.longest // self.tile) if self.is_cut else 1
         return most**2 + (most > 1)
 
     def fit(self, height: int, width: int) -> Fit:
-        """Return the size of an image of this height and width."""
         ratio, longest = width / height, self.longest
         if width >= height:
             first = max(1, _even(int(longest / ratio))), longest
@@ -242,20 +260,16 @@ class SplitRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MiddleRule:
+class MiddleRule(SizeRule):
     """Images are brought to one length of their shorter side, and only a square in the middle is read (CLIP)."""
 
-    side: int
-    """Pixels of the side of a token's square."""
     edge: int
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of an image."""
         return (self.edge // self.side) ** 2
 
     def fit(self, height: int, width: int) -> Fit:
-        """Return the size of an image of this height and width. Raises ValueError for one that is too long."""
         short, long = min(height, width), max(height, width)
         if long > _MOST_RATIO * short:
             raise ValueError(_TOO_LONG)
@@ -265,12 +279,10 @@ class MiddleRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GridRule:
+class GridRule(SizeRule):
     """Images keep their shape on the grid of tiles on which most of them is seen (`select_best_resolution` of
     LLaVA-NeXT)."""
 
-    side: int
-    """Pixels of the side of a token's square."""
     tile: int
     """Pixels of the side of a tile, as far as they fill tokens."""
     margin: int
@@ -287,15 +299,17 @@ class GridRule:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of an image, or more."""
         tokens = (self.tile // self.side) ** 2
         shown = max(rows * columns for rows, columns in self.grids)
         if self.most_tiles:
             shown = min(shown, math.ceil(_MOST_SHRINKING**2 * self.most_tiles))
         return (1 + shown) * tokens + max(rows for rows, _ in self.grids) * self.tile // self.side
 
+    @property
+    def most_pixels(self) -> int:
+        return (1 + max(rows * columns for rows, columns in self.grids)) * self.tile**2
+
     def fit(self, height: int, width: int) -> Fit:
-        """Return the size of an image of this height and width."""
         tile, margin = self.tile, self.margin
         if not self.is_alone and self.square is not None:
             return Fit(height=tile, width=tile, margin=margin, square=self.square, layout=TileGrid())
@@ -333,7 +347,7 @@ class GridRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LargeRule:
+class LargeRule(SizeRule):
     """Large images are cut into tiles, and all become as large as an area allows (LFM2-VL)."""
 
     whole: AreaRule
@@ -346,22 +360,18 @@ class LargeRule:
     """Whether the whole image follows its tiles."""
 
     @property
-    def side(self) -> int:
-        """Pixels of the side of a token's square."""
-        return self.whole.side
-
-    @property
     def max_tokens(self) -> int:
-        """The most tokens of an image."""
         return self.tiles.most * (self.tiles.tile // self.side) ** 2 + self.whole.max_tokens
 
     @property
+    def most_pixels(self) -> int:
+        return self.tiles.most * self.tiles.tile**2 + self.whole.most_pixels
+
+    @property
     def most_pictures(self) -> int:
-        """The most tiles of an image, and the whole image."""
         return self.tiles.most + 1
 
     def fit(self, height: int, width: int) -> Fit:
-        """Return the size of an image of this height and width. Raises ValueError for one that is too long."""
         fit = self.whole.fit(height, width)
         rows, columns = (max(self.patch, round(length / self.side) * self.side) for length in (height, width))
         if rows * columns <= self.most_uncut:
@@ -373,20 +383,3 @@ class LargeRule:
 
 def _even(length: int) -> int:
     return length + length % 2
-
-
-SizeRule = AreaRule | EdgeRule | CountRule | TileRule | SplitRule | MiddleRule | GridRule | LargeRule
-
-
-def most_pictures(rule: SizeRule) -> int:
-    """Return the most tiles of an image, and the whole image."""
-    return rule.most_pictures if isinstance(rule, TileRule | SplitRule | LargeRule) else 1
-
-
-def most_pixels(rule: SizeRule) -> int:
-    """Return the most pixels of an image, or more: no side is shorter than a token's square, however long the other."""
-    if isinstance(rule, GridRule):
-        return (1 + max(rows * columns for rows, columns in rule.grids)) * rule.tile**2
-    if isinstance(rule, LargeRule):
-        return rule.tiles.most * rule.tiles.tile**2 + most_pixels(rule.whole)
-    return _MOST_ROUNDING * rule.max_pixels if isinstance(rule, AreaRule) else rule.max_tokens * rule.side**2

@@ -12,10 +12,10 @@ from typing import Literal
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import read_sizes, side_of, vision_section
+from nvcli.models.vision.vision_file import MLP_NAMES, PREFIXES, read_sizes, side_of, vision_section
 
 _NAMES = TowerNames(
-    prefixes=(("vision_tower.", f"{TOWER}."), ("multi_modal_projector.", f"{TOWER}.merger.")),
+    prefixes=PREFIXES,
     renamed=(
         ("embeddings.cls_token", "cls_token.weight"),
         ("embeddings.position_embeddings", "pos_embed.weight"),
@@ -30,8 +30,7 @@ _NAMES = TowerNames(
         (".lambda_2", ".scale2.weight"),
         ("layernorm.", "last_norm."),
         ("layer_norm.", "norm."),
-        ("linear_1.", "linear_fc1."),
-        ("linear_2.", "linear_fc2."),
+        *MLP_NAMES,
     ),
 )
 _QIANFAN = TowerNames(

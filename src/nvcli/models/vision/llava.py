@@ -15,7 +15,7 @@ from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.pixtral import read_pixtral_vision
 from nvcli.models.vision.siglip import SQUARES
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import read_sizes, side_of, vision_section
+from nvcli.models.vision.vision_file import image_token, read_sizes, side_of, vision_section
 
 _PIXTRAL, _CLIP, _SIGLIP = "pixtral", "clip_vision_model", "siglip_vision_model"
 _STRATEGIES = {_CLIP: "default", _SIGLIP: "full"}
@@ -85,7 +85,6 @@ def _read(
         raise config.error("vision_feature_layer", f"{chosen} is none of the tower's {depth} layers")
     unread = tuple(f"{TOWER}.blocks.{number}." for number in range(num_read, depth))
     side = side_of(vision, "image_size", 336) // sizes["patch_size"]
-    key = "image_token_id" if config.has("image_token_id") else "image_token_index"
     return VisionConfig(
         names=TowerNames(
             prefixes=(*SQUARES.prefixes, ("image_newline", f"{TOWER}.newline.weight")),
@@ -106,7 +105,7 @@ def _read(
         has_flat_class_token=is_clip,
         tile_tokens=side,
         num_positions=side**2,
-        image_token_id=config.get(key, int, 32_000),
+        image_token_id=image_token(config, 32_000),
         **{**sizes, "depth": num_read},
         **settings,
     )

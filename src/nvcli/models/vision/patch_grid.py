@@ -59,22 +59,18 @@ def patch_grid(vision: VisionConfig, grids: Sequence[tuple[int, int]]) -> PatchG
         found = [array + start // unit for array, start in zip(arrays, starts, strict=False) if array is not None]
         return np.concatenate(found) if found else None
 
+    def joined_runs(of_parts: Iterable[Runs]) -> Runs:
+        moved = zip(of_parts, starts, strict=False)
+        return _runs((first + start, count, size) for runs, start in moved for first, count, size in runs)
+
     taps = [part.taps for part in parts if part.taps is not None]
     weights = [part.tap_weights for part in parts if part.tap_weights is not None]
     return PatchGrid(
         places=np.concatenate([part.places for part in parts]),
         order=joined([part.order for part in parts]),
         inverse=joined([part.inverse for part in parts]),
-        windows=_runs(
-            (first + start, count, size)
-            for part, start in zip(parts, starts, strict=False)
-            for first, count, size in part.windows
-        ),
-        images=_runs(
-            (first + start, count, size)
-            for part, start in zip(parts, starts, strict=False)
-            for first, count, size in part.images
-        ),
+        windows=joined_runs(part.windows for part in parts),
+        images=joined_runs(part.images for part in parts),
         taps=_widened(taps) if taps else None,
         tap_weights=_widened(weights) if weights else None,
         middles=np.concatenate([part.middles for part in parts]),

@@ -9,7 +9,7 @@ from typing import Literal
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import read_sizes, rope_theta, vision_section
+from nvcli.models.vision.vision_file import MLP_NAMES, PREFIXES, image_token, read_sizes, rope_theta, vision_section
 
 _RENAMED = (
     ("patch_conv.", "patch_embed.proj."),
@@ -21,12 +21,9 @@ _RENAMED = (
     (".attention.", ".attn."),
     (".feed_forward.", ".mlp."),
     ("patch_merger.", ""),
-    ("linear_1.", "linear_fc1."),
-    ("linear_2.", "linear_fc2."),
+    *MLP_NAMES,
 )
-_MISTRAL = TowerNames(
-    prefixes=(("vision_tower.", f"{TOWER}."), ("multi_modal_projector.", f"{TOWER}.merger.")), renamed=_RENAMED
-)
+_MISTRAL = TowerNames(prefixes=PREFIXES, renamed=_RENAMED)
 _LIGHTON = TowerNames(
     prefixes=(("vision_encoder.", f"{TOWER}."), ("vision_projection.", f"{TOWER}.merger.")), renamed=_RENAMED
 )
@@ -46,13 +43,12 @@ def read_mistral3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Mistral 3, whose rows of tokens end with a token of their own."""
     config.only("vision_feature_layer", -1)
     config.only("projector_hidden_act", "gelu")
-    key = "image_token_id" if config.has("image_token_id") else "image_token_index"
     return _read(
         config,
         text,
         names=_MISTRAL,
         has_bias=config.get("multimodal_projector_bias", bool, False),
-        image_token_id=config.get(key, int, 10),
+        image_token_id=image_token(config, 10),
         text_of_image=_ROWS,
     )
 
@@ -61,7 +57,7 @@ def read_pixtral_vision(config: JsonFile, text: JsonFile, projector: MergerConfi
     """Read the tower of Pixtral 12B, whose patches become tokens."""
     vision = config.object("vision_config").with_defaults(_PIXTRAL_DEFAULTS)
     found = _read(
-        config.with_values({**config.values, "vision_config": vision.values, "spatial_merge_size": 1}),
+        config.replacing(vision_config=vision.values, spatial_merge_size=1),
         text,
         names=_MISTRAL,
         has_bias=False,

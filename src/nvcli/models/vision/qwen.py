@@ -29,8 +29,11 @@ def read_qwen2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     vision = vision_section(config)
     vision.only("hidden_act", "quick_gelu")
     size = vision.positive("embed_dim")
-    renamed = {"hidden_size": size, "intermediate_size": size * vision.positive("mlp_ratio", 4)}
-    same = vision.with_values({**vision.values, "out_hidden_size": vision.positive("hidden_size"), **renamed})
+    same = vision.replacing(
+        hidden_size=size,
+        intermediate_size=size * vision.positive("mlp_ratio", 4),
+        out_hidden_size=vision.positive("hidden_size"),
+    )
     return VisionConfig(
         names=_QWEN2,
         norm="layer",

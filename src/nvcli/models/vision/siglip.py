@@ -17,7 +17,17 @@ from typing import Any
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import read_axes, read_sizes, rope_theta, side_of, square, vision_section
+from nvcli.models.vision.vision_file import (
+    MLP_NAMES,
+    PREFIXES,
+    image_token,
+    read_axes,
+    read_sizes,
+    rope_theta,
+    side_of,
+    square,
+    vision_section,
+)
 
 _RENAMED = (
     ("embeddings.patch_embedding.", "patch_embed.proj."),
@@ -32,12 +42,9 @@ _RENAMED = (
 )
 _LEFT = (f"{TOWER}.head.", f"{TOWER}.embeddings.packing_position_embedding.")
 """Tensors that make one vector of an image, and a table that nothing reads."""
+_PREFIXES = (("vision_tower.vision_model.", f"{TOWER}."), *PREFIXES)  # the first in older files
 _GEMMA = TowerNames(
-    prefixes=(
-        ("vision_tower.vision_model.", f"{TOWER}."),  # older files
-        ("vision_tower.", f"{TOWER}."),
-        ("multi_modal_projector.", f"{TOWER}.merger."),
-    ),
+    prefixes=_PREFIXES,
     renamed=(
         *_RENAMED,
         ("mm_soft_emb_norm.", "norm."),
@@ -50,18 +57,8 @@ _IDEFICS = TowerNames(
     renamed=_RENAMED,
 )
 SQUARES = TowerNames(
-    prefixes=(
-        ("vision_tower.vision_model.", f"{TOWER}."),
-        ("vision_tower.", f"{TOWER}."),
-        ("multi_modal_projector.", f"{TOWER}.merger."),
-    ),
-    renamed=(
-        *_RENAMED,
-        ("layer_norm.", "norm."),
-        ("layernorm.", "norm."),
-        ("linear_1.", "linear_fc1."),
-        ("linear_2.", "linear_fc2."),
-    ),
+    prefixes=_PREFIXES,
+    renamed=(*_RENAMED, ("layer_norm.", "norm."), ("layernorm.", "norm."), *MLP_NAMES),
     left=_LEFT,
 )
 _PADDLE = TowerNames(
@@ -71,7 +68,7 @@ _PADDLE = TowerNames(
         ("mlp_AR.", f"{TOWER}.merger."),
         ("projector.", f"{TOWER}.merger."),
     ),
-    renamed=(*_RENAMED, ("pre_norm.", "norm."), ("linear_1.", "linear_fc1."), ("linear_2.", "linear_fc2.")),
+    renamed=(*_RENAMED, ("pre_norm.", "norm."), *MLP_NAMES),
     left=_LEFT,
 )
 _TEXT = ImageText(  # `full_image_sequence` of transformers' processor
@@ -133,18 +130,15 @@ def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     tokens = square(config, "mm_tokens_per_image", config.positive("mm_tokens_per_image", 256))
     if side % tokens or image % patch:
         raise config.error("mm_tokens_per_image", f"{tokens} × {tokens} tokens do not divide {image} pixels of a side")
-    eps = vision.positive_number("layer_norm_eps", 1e-6)
-    token_key = "image_token_id" if config.has("image_token_id") else "image_token_index"
     return VisionConfig(
         names=_GEMMA,
         processor="gemma3",
         merge_size=side // tokens,
-        merger=MergerConfig(kind="pool", size=0, norm="rms from 1", eps=eps),
-        eps=eps,
+        merger=MergerConfig(kind="pool", size=0, norm="rms from 1", eps=sizes["eps"]),
         tile_tokens=tokens,
         num_positions=side**2,
         attends_both_ways="all",
-        image_token_id=config.get(token_key, int, 262_144),
+        image_token_id=image_token(config, 262_144),
         text=_TEXT,
         **sizes,
     )
@@ -162,7 +156,6 @@ def read_idefics3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         processor="idefics3",
         merge_size=merge,
         merger=MergerConfig(kind="linear", size=0, has_bias=False),
-        eps=vision.positive_number("layer_norm_eps", 1e-6),
         tile_tokens=side // merge,
         num_positions=side**2,
         image_token_id=config.get("image_token_id", int, 128_257),
@@ -192,7 +185,6 @@ def read_lfm2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
             has_bias=config.get("projector_bias", bool, True),
             eps=1e-5,
         ),
-        eps=vision.positive_number("layer_norm_eps", 1e-6),
         has_last_channels=True,
         num_positions=positions,
         interpolation="antialiased",
@@ -207,12 +199,11 @@ def read_aya_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     config.only("vision_feature_layer", -1)
     config.only("vision_feature_select_strategy", "full")
     vision = _gated(config, text, eps=config.positive_number("adapter_layer_norm_eps", 1e-6))
-    key = "image_token_id" if config.has("image_token_id") else "image_token_index"
     return replace(
         vision,
         names=replace(SQUARES, left=(*_LEFT, f"{TOWER}.last_norm.")),
         has_last_norm=False,
-        image_token_id=config.get(key, int, 255_036),
+        image_token_id=image_token(config, 255_036),
         text=_AYA_TILES,
     )
 
@@ -245,7 +236,6 @@ def _gated(config: JsonFile, text: JsonFile, *, eps: float | None) -> VisionConf
             norms_squares=True,
             eps=eps or 1e-6,
         ),
-        eps=vision.positive_number("layer_norm_eps", 1e-6),
         tile_tokens=side // merge,
         num_positions=side**2,
         image_token_id=config.get("image_token_id", int, 255_036),
@@ -263,7 +253,6 @@ def read_paddleocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         processor="paddleocr_vl",
         merge_size=merge,
         merger=MergerConfig(kind="squares", size=sizes["hidden_size"] * merge**2, eps=1e-5),
-        eps=vision.positive_number("layer_norm_eps", 1e-6),
         rope="same",
         rope_theta=rope_theta(vision),
         num_positions=(vision.positive("image_size", 384) // sizes["patch_size"]) ** 2,
@@ -275,7 +264,15 @@ def read_paddleocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
 
 
 def _sizes(vision: JsonFile, text: JsonFile) -> dict[str, Any]:
-    """Read what both have in common."""
+    """Read what these towers have in common."""
     vision.only("hidden_act", "gelu_pytorch_tanh")
-    layers = {"norm": "layer", "activation": "gelu_tanh", "is_gated": False, "has_fused_qkv": False}
-    return {**read_sizes(vision, text), **layers, "has_patch_bias": True, "has_last_norm": True}
+    return {
+        **read_sizes(vision, text),
+        "norm": "layer",
+        "eps": vision.positive_number("layer_norm_eps", 1e-6),
+        "activation": "gelu_tanh",
+        "is_gated": False,
+        "has_patch_bias": True,
+        "has_fused_qkv": False,
+        "has_last_norm": True,
+    }

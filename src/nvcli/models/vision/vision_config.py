@@ -222,6 +222,11 @@ class VisionConfig:
         return self.patch_size * self.merge_size
 
     @property
+    def tile_pixels(self) -> int:
+        """Pixels of the side of a tile, as far as they fill tokens."""
+        return self.tile_tokens * self.token_pixels
+
+    @property
     def num_outputs(self) -> int:
         """Vectors of `out_size` that a token gets: its embedding, and those of deepstack layers."""
         return 1 + len(self.deepstack_layers)

@@ -8,9 +8,13 @@ from typing import Any
 from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
 from nvcli.models.rope_config import rope_section
-from nvcli.models.vision.vision_config import CHANNELS
+from nvcli.models.vision.vision_config import CHANNELS, TOWER
 
 _AXES = 3
+PREFIXES = (("vision_tower.", f"{TOWER}."), ("multi_modal_projector.", f"{TOWER}.merger."))
+"""`TowerNames.prefixes` of many families."""
+MLP_NAMES = (("linear_1.", "linear_fc1."), ("linear_2.", "linear_fc2."))
+"""The names of a merger's MLP in many families' files, and in the model."""
 
 
 def vision_section(config: JsonFile) -> JsonFile:
@@ -42,13 +46,18 @@ def read_sizes(
     }
 
 
+def image_token(config: JsonFile, default: int) -> int:
+    """Read the id that stands in the prompt for each token of an image, which older files have under another key."""
+    return config.get("image_token_id" if config.has("image_token_id") else "image_token_index", int, default)
+
+
 def side_of(vision: JsonFile, key: str, default: int) -> int:
     """Read the side of a square in pixels: a number, or a list of two equal ones. It may be absent."""
     value = vision.values.get(key)
     if isinstance(value, list):
         if len(value) != len({*value}) + 1 or not value:
             raise vision.error(key, f"{show(value)} is not a square")
-        vision = vision.with_values({**vision.values, key: value[0]})
+        vision = vision.replacing(**{key: value[0]})
     return vision.positive(key, default)
 
 

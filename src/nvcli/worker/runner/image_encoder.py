@@ -118,7 +118,7 @@ class ImageEncoder:
         """Compute an image whose tiles are many for one batch, and whose tokens stand with vectors between them."""
         assert image.tiles is not None
         vision = self._tower.config
-        most = max(1, self._batch_tokens // vision.tile_tokens**2) * vision.tile_tokens * vision.token_pixels
+        most = max(1, self._batch_tokens // vision.tile_tokens**2) * vision.tile_pixels
         parts = [self._tower([part], self._processor)[0] for part in torch.split(self._read(image), most)]
         return self._tower.in_rows(torch.cat(parts), image.tiles)
 
