@@ -47,36 +47,32 @@ def _measure(device: str, dtype_name: str) -> Ceilings:
         part.normal_()
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = _gpu_seconds if on_gpu else _cpu_seconds
+
+    def fastest(run: Callable[[], object]) -> float:
+        run()  # a first run warms up
+        return min(seconds(run) for _ in range(_REPEATS))
+
     return Ceilings(
-        bytes_per_second=num_bytes / seconds(lambda: values.sum()),
-        flops_per_second=2 * size**3 / seconds(lambda: left @ right),
+        bytes_per_second=num_bytes / fastest(lambda: values.sum()),
+        flops_per_second=2 * size**3 / fastest(lambda: left @ right),
     )
 
 
 def _gpu_seconds(run: Callable[[], object]) -> float:
-    """Return the time of the fastest of several runs, after one warm-up run."""
     import torch
 
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
     run()
-    times: list[float] = []
-    for _ in range(_REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) / 1e3)
-    return min(times)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def _cpu_seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
     run()
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

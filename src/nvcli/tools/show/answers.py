@@ -134,12 +134,13 @@ def read_shown_row(line: bytes) -> ShownRow | None:
             body.choices += [_embedding(each.embedding) for each in body.data]
             if body.output:
                 body.choices.append(_response(body))
-        elif "choices" in values:
+        elif "choices" in values or "embedding" in values:
+            if "choices" in values:
+                choices = msgspec.json.decode(values["choices"], type=list[_Choice])
+            else:
+                choices = [] if is_null(values["embedding"]) else [_embedding(values["embedding"])]
             usage = msgspec.json.decode(values["usage"], type=_Usage | None) if "usage" in values else None
-            body = _Body(msgspec.json.decode(values["choices"], type=list[_Choice]), usage=usage)
-        elif "embedding" in values:
-            usage = msgspec.json.decode(values["usage"], type=_Usage | None) if "usage" in values else None
-            body = _Body([] if is_null(values["embedding"]) else [_embedding(values["embedding"])], usage=usage)
+            body = _Body(choices, usage=usage)
         else:
             return None
         raw_id = values.get("custom_id") or values.get("id")
