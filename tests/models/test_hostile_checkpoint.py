@@ -225,4 +225,4 @@ def test_pickled_weights_are_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ratio", ["anyres", "anyres_max_0", "anyres_max_" + "9" * 5000])
 def test_a_number_within_text(tmp_path: Path, ratio: str) -> None:
     config = JsonFile(tmp_path / "config.json", {"vision_aspect_ratio": ratio, "vision_config": {}})
-    assert_refused(lambda: read_onevision_vision(config, config), "`vision_aspect_ratio`: ", "anyres_max_9")
+    assert_refused(lambda: read_onevision_vision(config, config, config), "`vision_aspect_ratio`: ", "anyres_max_9")

@@ -30,6 +30,7 @@ from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.unsupported import describe_unsupported
 from nvcli.models.vision.vision_config import VisionConfig
+from nvcli.models.vision.vision_file import vision_section
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -306,7 +307,7 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
     vision = None
     layout = replace(decoder.layout, is_part=text.section != "")
     if family.read_vision is not None and config.values.get(_VISION) is not None:
-        vision = family.read_vision(config, text)
+        vision = family.read_vision(config, vision_section(config), text)
         layout = replace(layout, tower=vision.names)
     vocab_size, eos_ids = text.positive("vocab_size"), _eos_token_ids(generation, config, text)
     longest = text.positive("max_position_embeddings", least=2)  # a prompt and its answer

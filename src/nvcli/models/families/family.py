@@ -25,9 +25,9 @@ class Family:
     """Ids on the Hugging Face hub."""
     read: Callable[[ModelFile], DecoderConfig]
     """Reads config.json, or its `text_config` where it describes more than text."""
-    read_vision: Callable[[JsonFile, JsonFile], VisionConfig] | None = None
-    """Reads the vision tower from config.json and its settings of the decoder; None: the family has none that is
-    computed."""
+    read_vision: Callable[[JsonFile, JsonFile, JsonFile], VisionConfig] | None = None
+    """Reads the vision tower from config.json, its section of the tower and that of the decoder; None: the family has
+    none that is computed."""
     ties_embeddings: bool = False
     """The default of `tie_word_embeddings`."""
     ties_as_text: bool = False

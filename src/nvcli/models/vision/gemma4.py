@@ -12,7 +12,7 @@ from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import read_sizes, rope_theta, vision_section
+from nvcli.models.vision.vision_file import read_sizes, rope_theta
 
 _NAMES = TowerNames(
     prefixes=tuple((f"{part}.", f"{TOWER}.") for part in ("vision_tower", "vision_embedder", "embed_vision")),
@@ -42,9 +42,8 @@ _TEXT = ImageText(written="<|image|>", token="<|image|>", before="<|image>", aft
 _BOTH_WAYS = "use_bidirectional_attention"
 
 
-def read_gemma4_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_gemma4_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Gemma 4."""
-    vision = vision_section(config)
     vision.only("hidden_activation", "gelu_pytorch_tanh")
     sizes = read_sizes(vision, text)
     vision.only("head_dim", sizes["hidden_size"] // sizes["num_heads"])
@@ -80,9 +79,8 @@ def read_gemma4_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     )
 
 
-def read_gemma4_unified_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_gemma4_unified_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Gemma 4 12B, which has no layers."""
-    vision = vision_section(config)
     size = vision.positive("mm_embed_dim")
     vision.only("output_proj_dims", size)
     return VisionConfig(

@@ -8,7 +8,7 @@ from typing import Any
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import read_axes, read_sizes, rope_theta, side_of, vision_section
+from nvcli.models.vision.vision_file import read_axes, read_sizes, rope_theta, side_of
 
 _NAMES = TowerNames(
     prefixes=(("visual.downsample.", f"{TOWER}.merger.downsample."), ("visual.", f"{TOWER}.")),
@@ -23,9 +23,8 @@ _SECTIONS = (8, 12, 12)
 _MERGER_EPS = 1e-5
 
 
-def read_glm4v_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_glm4v_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of GLM-4.1V to GLM-4.6V, with learned positions."""
-    vision = vision_section(config)
     sizes = _sizes(config, vision, text)
     merger = _merger(sizes.pop("intermediate_size"))
     return VisionConfig(
@@ -41,9 +40,8 @@ def read_glm4v_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     )
 
 
-def read_glm_ocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_glm_ocr_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of GLM-OCR, with normed queries and keys."""
-    vision = vision_section(config)
     bias = vision.get("attention_bias", bool, True)
     return VisionConfig(
         merger=_merger(3 * text.positive("hidden_size")),

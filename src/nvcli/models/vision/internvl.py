@@ -12,7 +12,7 @@ from typing import Literal
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import MLP_NAMES, PREFIXES, read_sizes, side_of, vision_section
+from nvcli.models.vision.vision_file import MLP_NAMES, PREFIXES, read_sizes, side_of
 
 _NAMES = TowerNames(
     prefixes=PREFIXES,
@@ -55,15 +55,14 @@ _MERGE = 2
 _NORMS: dict[str, Literal["rms", "layer"]] = {"layer_norm": "layer", "rms_norm": "rms"}
 
 
-def read_qianfan_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_qianfan_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Qianfan-OCR, which has names of its own."""
-    vision = read_internvl_vision(config, text, has_bias=True)
-    return replace(vision, names=_QIANFAN, has_fused_qkv=True, text=replace(_TEXT, written="<image>"))
+    tower = read_internvl_vision(config, vision, text, has_bias=True)
+    return replace(tower, names=_QIANFAN, has_fused_qkv=True, text=replace(_TEXT, written="<image>"))
 
 
-def read_internvl_vision(config: JsonFile, text: JsonFile, *, has_bias: bool = False) -> VisionConfig:
+def read_internvl_vision(config: JsonFile, vision: JsonFile, text: JsonFile, *, has_bias: bool = False) -> VisionConfig:
     """Read the tower of InternVL. `has_bias` is the default of `attention_bias`."""
-    vision = vision_section(config)
     for key, wanted in (
         ("downsample_ratio", 1 / _MERGE),
         ("vision_feature_layer", -1),

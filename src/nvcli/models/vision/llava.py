@@ -15,7 +15,7 @@ from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.pixtral import read_pixtral_vision
 from nvcli.models.vision.siglip import SQUARES
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import image_token, read_sizes, side_of, vision_section
+from nvcli.models.vision.vision_file import image_token, read_sizes, side_of
 
 _PIXTRAL, _CLIP, _SIGLIP = "pixtral", "clip_vision_model", "siglip_vision_model"
 _STRATEGIES = {_CLIP: "default", _SIGLIP: "full"}
@@ -29,22 +29,21 @@ _ACTIVATIONS: dict[str, Literal["quick_gelu", "gelu", "gelu_tanh"]] = {
 }
 
 
-def read_llava_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_llava_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LLaVA 1.5 or of a relative, such as Pixtral 12B."""
-    vision = vision_section(config)
     if vision.get("model_type", str, _CLIP) == _PIXTRAL:
         config.only("vision_feature_layer", -1)
         config.only("vision_feature_select_strategy", "full")
-        return read_pixtral_vision(config, text, _projector(config, text))
-    return _read(config, text, processor="clip")
+        return read_pixtral_vision(config, vision, text, _projector(config, text))
+    return _read(config, vision, text, processor="clip")
 
 
-def read_llava_next_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_llava_next_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LLaVA-NeXT."""
-    return _read(config, text, processor="llava_next", has_newlines=True)
+    return _read(config, vision, text, processor="llava_next", has_newlines=True)
 
 
-def read_onevision_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_onevision_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LLaVA-OneVision, which shows large images in fewer tokens."""
     ratio = config.get("vision_aspect_ratio", str, "anyres_max_9")
     most = ratio.removeprefix("anyres_max_")
@@ -52,6 +51,7 @@ def read_onevision_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
         raise config.error("vision_aspect_ratio", f"{show(ratio)} is not supported; supported: anyres_max_9")
     return _read(
         config,
+        vision,
         text,
         default_kind=_SIGLIP,
         default_layer=-1,
@@ -64,6 +64,7 @@ def read_onevision_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
 
 def _read(
     config: JsonFile,
+    vision: JsonFile,
     text: JsonFile,
     *,
     default_kind: str = _CLIP,
@@ -72,7 +73,6 @@ def _read(
     **settings: Any,
 ) -> VisionConfig:
     """Read CLIP's tower or SigLIP's. `settings` are other fields of `VisionConfig`."""
-    vision = vision_section(config)
     kind = vision.choice("model_type", {name: name for name in _STRATEGIES}, default_kind)
     strategy = config.get("vision_feature_select_strategy", str, default_strategy)
     if strategy != _STRATEGIES[kind]:

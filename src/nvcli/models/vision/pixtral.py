@@ -9,7 +9,7 @@ from typing import Literal
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import MLP_NAMES, PREFIXES, image_token, read_sizes, rope_theta, vision_section
+from nvcli.models.vision.vision_file import MLP_NAMES, PREFIXES, image_token, read_sizes, rope_theta
 
 _RENAMED = (
     ("patch_conv.", "patch_embed.proj."),
@@ -39,12 +39,13 @@ _PIXTRAL_DEFAULTS = {
 _ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu": "gelu"}
 
 
-def read_mistral3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_mistral3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Mistral 3, whose rows of tokens end with a token of their own."""
     config.only("vision_feature_layer", -1)
     config.only("projector_hidden_act", "gelu")
     return _read(
         config,
+        vision,
         text,
         names=_MISTRAL,
         has_bias=config.get("multimodal_projector_bias", bool, False),
@@ -53,11 +54,11 @@ def read_mistral3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     )
 
 
-def read_pixtral_vision(config: JsonFile, text: JsonFile, projector: MergerConfig) -> VisionConfig:
+def read_pixtral_vision(config: JsonFile, vision: JsonFile, text: JsonFile, projector: MergerConfig) -> VisionConfig:
     """Read the tower of Pixtral 12B, whose patches become tokens."""
-    vision = config.object("vision_config").with_defaults(_PIXTRAL_DEFAULTS)
     found = _read(
-        config.replacing(vision_config=vision.values, spatial_merge_size=1),
+        config.replacing(spatial_merge_size=1),
+        vision.with_defaults(_PIXTRAL_DEFAULTS),
         text,
         names=_MISTRAL,
         has_bias=False,
@@ -67,10 +68,11 @@ def read_pixtral_vision(config: JsonFile, text: JsonFile, projector: MergerConfi
     return replace(found, merger=projector)
 
 
-def read_lighton_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_lighton_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LightOnOCR."""
     return _read(
         config,
+        vision,
         text,
         names=_LIGHTON,
         has_bias=False,
@@ -81,6 +83,7 @@ def read_lighton_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
 
 def _read(
     config: JsonFile,
+    vision: JsonFile,
     text: JsonFile,
     *,
     names: TowerNames,
@@ -88,7 +91,6 @@ def _read(
     image_token_id: int,
     text_of_image: ImageText | None,
 ) -> VisionConfig:
-    vision = vision_section(config)
     sizes = read_sizes(vision, text)
     vision.only("head_dim", sizes["hidden_size"] // sizes["num_heads"])
     return VisionConfig(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import layer_list, read_axes, read_sizes, square, vision_section
+from nvcli.models.vision.vision_file import layer_list, read_axes, read_sizes, square
 
 _PREFIXES = (("visual.", f"{TOWER}."),)
 _QWEN2 = TowerNames(
@@ -23,10 +23,8 @@ _QWEN2 = TowerNames(
 )
 
 
-def read_qwen2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
-    """Read the tower of Qwen2-VL, whose `hidden_size` is the decoder's. `config` is the whole file, `text` its settings
-    of the decoder."""
-    vision = vision_section(config)
+def read_qwen2_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Qwen2-VL, whose `hidden_size` is the decoder's."""
     vision.only("hidden_act", "quick_gelu")
     size = vision.positive("embed_dim")
     same = vision.replacing(
@@ -45,19 +43,17 @@ def read_qwen2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     )
 
 
-def read_exaone4_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_exaone4_5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of EXAONE 4.5, which is Qwen2.5-VL's with fewer heads of keys and values. Tokens have one
     position."""
-    vision = vision_section(config)
     num_kv_heads, heads = vision.positive("num_key_value_heads", 8), vision.positive("num_heads")
     if heads % num_kv_heads:
         raise vision.error("num_key_value_heads", f"{num_kv_heads} does not divide {heads} heads")
-    return replace(read_qwen2_5_vision(config, text), num_kv_heads=num_kv_heads, axes=())
+    return replace(read_qwen2_5_vision(config, vision, text), num_kv_heads=num_kv_heads, axes=())
 
 
-def read_qwen2_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_qwen2_5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Qwen2.5-VL: windows, and RMS norms."""
-    vision = vision_section(config)
     vision.only("hidden_act", "silu")
     patch, merge = vision.positive("patch_size"), vision.positive("spatial_merge_size", 2)
     window = vision.positive("window_size", 112)
@@ -76,17 +72,16 @@ def read_qwen2_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     )
 
 
-def read_qwen3_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_qwen3_5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Qwen 3.5, which is Qwen3-VL's without deepstack."""
-    return read_qwen3_vision(config, text, sections=(11, 11, 10))
+    return read_qwen3_vision(config, vision, text, sections=(11, 11, 10))
 
 
 def read_qwen3_vision(
-    config: JsonFile, text: JsonFile, *, sections: tuple[int, int, int] = (24, 20, 20)
+    config: JsonFile, vision: JsonFile, text: JsonFile, *, sections: tuple[int, int, int] = (24, 20, 20)
 ) -> VisionConfig:
     """Read the tower of Qwen3-VL: learned positions, layer norms and deepstack. `sections` is the default of
     `mrope_section`."""
-    vision = vision_section(config)
     vision.only("hidden_act", "gelu_pytorch_tanh")
     num_positions = vision.positive("num_position_embeddings")
     square(vision, "num_position_embeddings", num_positions)

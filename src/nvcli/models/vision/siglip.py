@@ -26,7 +26,6 @@ from nvcli.models.vision.vision_file import (
     rope_theta,
     side_of,
     square,
-    vision_section,
 )
 
 _RENAMED = (
@@ -121,9 +120,8 @@ _IDEFICS_DEFAULTS = {
 """Keys that files leave out."""
 
 
-def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_gemma3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Gemma 3."""
-    vision = vision_section(config)
     sizes, image = _sizes(vision, text), vision.positive("image_size")
     patch = sizes["patch_size"]
     side = image // patch
@@ -144,9 +142,9 @@ def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     )
 
 
-def read_idefics3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_idefics3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Idefics 3 and SmolVLM."""
-    vision = vision_section(config).with_defaults(_IDEFICS_DEFAULTS)
+    vision = vision.with_defaults(_IDEFICS_DEFAULTS)
     sizes, merge = _sizes(vision, text), config.positive("scale_factor", 2)
     side = side_of(vision, "image_size", 224) // sizes["patch_size"]
     if not side or side % merge:
@@ -164,12 +162,11 @@ def read_idefics3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     )
 
 
-def read_lfm2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_lfm2_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LFM2-VL."""
     config.only("projector_hidden_act", "gelu")
     config.only("vision_feature_layer", -1)
     config.only("use_image_special_tokens", True)
-    vision = vision_section(config)
     sizes = _sizes(vision, text)
     positions = vision.positive("num_patches", 256)
     square(vision, "num_patches", positions)
@@ -194,13 +191,13 @@ def read_lfm2_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     )
 
 
-def read_aya_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_aya_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Aya Vision, whose last norm is not computed."""
     config.only("vision_feature_layer", -1)
     config.only("vision_feature_select_strategy", "full")
-    vision = _gated(config, text, eps=config.positive_number("adapter_layer_norm_eps", 1e-6))
+    tower = _gated(config, vision, text, eps=config.positive_number("adapter_layer_norm_eps", 1e-6))
     return replace(
-        vision,
+        tower,
         names=replace(SQUARES, left=(*_LEFT, f"{TOWER}.last_norm.")),
         has_last_norm=False,
         image_token_id=image_token(config, 255_036),
@@ -208,15 +205,14 @@ def read_aya_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
     )
 
 
-def read_command_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_command_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Command A Vision."""
-    vision = _gated(config, text, eps=None)
-    return replace(vision, processor="cohere2_vision")
+    return replace(_gated(config, vision, text, eps=None), processor="cohere2_vision")
 
 
-def _gated(config: JsonFile, text: JsonFile, *, eps: float | None) -> VisionConfig:
+def _gated(config: JsonFile, vision: JsonFile, text: JsonFile, *, eps: float | None) -> VisionConfig:
     """Read a tower with a gated MLP over squares of patches, which are normed before it unless `eps` is None."""
-    vision, merge = vision_section(config), config.positive("downsample_factor", 2)
+    merge = config.positive("downsample_factor", 2)
     sizes, image = _sizes(vision, text), side_of(vision, "image_size", 512)
     side = image // sizes["patch_size"]
     if image % sizes["patch_size"] or side % merge:
@@ -244,9 +240,8 @@ def _gated(config: JsonFile, text: JsonFile, *, eps: float | None) -> VisionConf
     )
 
 
-def read_paddleocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+def read_paddleocr_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of PaddleOCR-VL."""
-    vision = vision_section(config)
     sizes, merge = _sizes(vision, text), vision.positive("spatial_merge_size", 2)
     return VisionConfig(
         names=_PADDLE,
