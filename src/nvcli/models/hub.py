@@ -31,6 +31,7 @@ _SMALL_FILES: dict[str, Any] = {
 """Everything but the weights: enough to build the rows' prompts."""
 _TORCH_FILES = {**_FILES, "allow_patterns": ["pytorch_model*.bin", *_FILES["allow_patterns"][1:]]}
 """Files of a repository without safetensors."""
+_CONFIGS = [CONFIG_FILE, GENERATION_CONFIG_FILE, QUANTISATION_FILE, ADAPTER_CONFIG]
 _OF_ADAPTER = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
 
@@ -50,11 +51,7 @@ def download(name: str, revision: str | None = None, *, overrides: Mapping[str, 
     Raises LoadError if the hub does not provide it and, before any weights are fetched, LoadError or ConfigError if its
     config.json describes a model that cannot run, it has no weights in files that are read, or the disk has no room.
     """
-    check_reachable(name, revision)  # answers at once whether the download can work
-    configs = [CONFIG_FILE, GENERATION_CONFIG_FILE, QUANTISATION_FILE, ADAPTER_CONFIG]
-    folder = Path(_snapshot(name, revision, tqdm_class=no_progress(), allow_patterns=configs))
-    if not (folder / CONFIG_FILE).is_file():
-        check_kind(folder, name)
+    folder = _download_some(name, revision, allow_patterns=_CONFIGS)
     try:
         load_model_config(folder, overrides=overrides)
     except (ConfigError, LoadError) as error:
@@ -69,8 +66,13 @@ def download_small_files(name: str, revision: str | None = None) -> Path:
 
     Raises LoadError if the hub does not provide them.
     """
-    check_reachable(name, revision)
-    folder = Path(_snapshot(name, revision, tqdm_class=no_progress(), **_SMALL_FILES))
+    return _download_some(name, revision, **_SMALL_FILES)
+
+
+def _download_some(name: str, revision: str | None, **files: Any) -> Path:
+    """Download small files of a model, and return their folder. Raises LoadError, also for what is no model."""
+    check_reachable(name, revision)  # answers at once whether the download can work
+    folder = Path(_snapshot(name, revision, tqdm_class=no_progress(), **files))
     if not (folder / CONFIG_FILE).is_file():
         check_kind(folder, name)
     return folder

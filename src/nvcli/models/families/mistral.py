@@ -142,8 +142,8 @@ def read_mixtral(config: ModelFile) -> DecoderConfig:
     """Read one window for all layers, or none. The weights of a token's experts add up to 1."""
     attention = config.attention(default_theta=1_000_000.0, window=config.bounded(config.window()))
     experts = config.experts(config.routing(renormalise=True), size_key="intermediate_size")
-    decoder = config.decoder(LayerConfig(mixer=attention, mlp=experts))
-    return replace(decoder, layout=CheckpointLayout(renamed=MIXTRAL_NAMES))
+    layout = CheckpointLayout(renamed=MIXTRAL_NAMES)
+    return config.decoder(LayerConfig(mixer=attention, mlp=experts), layout=layout)
 
 
 MIXTRAL = Family(
