@@ -19,7 +19,7 @@ from nvcli.core.lora_config import PAGE_RANKS
 from nvcli.errors import LoadError
 from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, feature_blocks, page_columns
 from nvcli.models.adapters.adapter import Adapter
-from nvcli.models.adapters.merge import check_finite, read_stored, read_stored_features
+from nvcli.models.adapters.merge import check_finite, read_features, read_stored
 from nvcli.models.host_adapters import HostAdapters
 from nvcli.models.kept_values import in_order
 from nvcli.models.parallel import LinearPiece, ShardedLinear
@@ -221,7 +221,7 @@ def _fill(files: OpenFiles, pages: Tensor, plan: _LinearPlan, projection: int, c
 
 def _read_up(files: OpenFiles, piece: LinearPiece, change: LowRankChange) -> Tensor:
     """Read B of a piece, [rank, rows of the piece], in the row order that ranks keep, in float32 or the file's type."""
-    up = read_stored_features(files, change.up, change.features, piece.rows, _CPU)
+    up = read_features(files, change.up, change.features, piece.rows, _CPU)
     check_finite(up.t(), change.up)  # as files have it
     assert piece.weight.offset == 0.0
     ordered = in_order(up.t(), piece.weight.row_order).t()

@@ -57,9 +57,9 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     """
     of_quantised = (info for name, info in tensors.items() if name.rpartition(".")[2] in _OF_QUANTISED)
     if config.quantisation is None and (part := next(of_quantised, None)) is not None:
-        raise LoadError(
-            f"{part.file}: tensor {part.name} belongs to a quantised weight, but neither config.json "
-            f"(`quantization_config`) nor {QUANTISATION_FILE} says how it is quantised; download these files again"
+        raise part.error(
+            "belongs to a quantised weight, but neither config.json (`quantization_config`) nor "
+            f"{QUANTISATION_FILE} says how it is quantised; download these files again"
         )
     known = {name for tensor in model_tensors(config, config.dtype) for name in tensor.stored_names}
     known.update(unused_tensors(config))
@@ -102,14 +102,9 @@ def _check_needed(
     for name, shape in shapes.items():
         found = tensors[name]
         if found.shape != shape:
-            raise LoadError(
-                f"{found.file}: tensor {found.name} has shape {list(found.shape)}, config.json asks for {list(shape)}"
-            )
+            raise found.error(f"has shape {list(found.shape)}, config.json asks for {list(shape)}")
         if found.codes is None and found.dtype not in _FLOAT_DTYPES:
-            raise LoadError(
-                f"{found.file}: tensor {found.name} is stored as {found.dtype}; supported: "
-                f"{', '.join(sorted(_FLOAT_DTYPES))}"
-            )
+            raise found.error(f"is stored as {found.dtype}; supported: {', '.join(sorted(_FLOAT_DTYPES))}")
 
 
 def _is_zero_bias(info: TensorInfo) -> bool:

@@ -15,7 +15,6 @@ from itertools import count, takewhile
 
 from msgspec.structs import replace
 
-from nvcli.errors import LoadError
 from nvcli.models.quantisation.join import join_parts, twice
 from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.tensor_info import RowPlaces, TensorInfo, fused_places
@@ -248,9 +247,7 @@ def _with_shape(info: TensorInfo, shapes: Sequence[tuple[int, ...]]) -> TensorIn
         return info
     shape = (sum(rows for rows, _ in shapes), shapes[0][1])
     if math.prod(shape) != info.shape[0]:
-        raise LoadError(
-            f"{info.file}: tensor {info.name} has {info.shape[0]:,} numbers, config.json asks for {list(shape)}"
-        )
+        raise info.error(f"has {info.shape[0]:,} numbers, config.json asks for {list(shape)}")
     return replace(info, shape=shape)
 
 
@@ -283,9 +280,7 @@ def _unstack(
     is_transposed = is_other and info.codes is None and len(info.shape) == 3
     num_experts, *shape = info.shape or (0,)
     if num_experts != len(experts):
-        raise LoadError(
-            f"{info.file}: tensor {info.name} has shape {list(info.shape)}, config.json asks for {len(experts)} experts"
-        )
+        raise info.error(f"has shape {list(info.shape)}, config.json asks for {len(experts)} experts")
     shape = shape[::-1] if is_transposed else shape
     for expert, parts in enumerate(experts):
         one = replace(info, shape=tuple(shape), num_bytes=info.num_bytes // num_experts, expert=expert)
@@ -302,9 +297,8 @@ def _unflatten(
     is_transposed = experts[0].endswith(".down_proj.weight")
     size, width = (columns, rows) if is_transposed else (rows, columns)
     if info.shape != (len(experts) * size, width):
-        raise LoadError(
-            f"{info.file}: tensor {info.name} has shape {list(info.shape)}, config.json asks for {len(experts)} "
-            f"experts of {[size, width]}"
+        raise info.error(
+            f"has shape {list(info.shape)}, config.json asks for {len(experts)} experts of {[size, width]}"
         )
     whole = replace(info, shape=shape, num_bytes=info.num_bytes // len(experts), is_transposed=is_transposed)
     for number, name in enumerate(experts):
@@ -324,9 +318,8 @@ def _split(
     lengths = [shapes[part][0] for part in parts]
     expected = sum(lengths)
     if not info.shape or info.shape[0] != expected:
-        raise LoadError(
-            f"{info.file}: tensor {info.name} has shape {list(info.shape)}, config.json asks for {expected} rows "
-            f"({' + '.join(map(str, lengths))})"
+        raise info.error(
+            f"has shape {list(info.shape)}, config.json asks for {expected} rows ({' + '.join(map(str, lengths))})"
         )
     for part, rows, places in zip(parts, lengths, fused_places(lengths, num_groups), strict=True):
         if part in found:

@@ -105,11 +105,9 @@ def _read_blocks(files: ReadsTensors, info: TensorInfo, flat: FlatCodes) -> _Blo
         (flat.nested_scales, ceil_div(num_scales, nested_size)),
     ):
         if tensor is not None and tensor.shape != (wanted,):
-            raise LoadError(
-                f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, its weight asks for [{wanted}]"
-            )
+            raise tensor.error(f"has shape {list(tensor.shape)}, its weight asks for [{wanted}]")
     return blocks
 
 
 def _damaged(state: TensorInfo, problem: str) -> LoadError:
-    return LoadError(f"{state.file}: tensor {state.name} {problem}; download it again")
+    return state.error(f"{problem}; download it again")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from nvcli.models.tensor_info import TensorInfo
 
@@ -22,34 +21,26 @@ _UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.(?:attn\.)?(?:q|prob)_scal
 """The scales of queries and of softmax weights, which are not quantised here."""
 
 
-@dataclass(slots=True)
-class LayerKVScales:
-    """The tensors that hold one layer's scales; None: the checkpoint has none."""
-
-    k: TensorInfo | None = None
-    v: TensorInfo | None = None
-
-
 def is_kv_scale(name: str) -> bool:
     """Whether the decoder's name of a tensor is that of a scale of keys, values, queries or softmax weights."""
     return _SCALE.fullmatch(name) is not None or _UNUSED.fullmatch(name) is not None
 
 
-def find_kv_scales(tensors: Mapping[str, TensorInfo]) -> dict[int, LayerKVScales]:
-    """Return the scales among `tensors` (the decoder's name → tensor), by layer number.
+def find_kv_scales(tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, TensorInfo]]:
+    """Return the scales among `tensors` (the decoder's name → tensor), by layer number: that of keys as `k`, that of
+    values as `v`.
 
     A scale for both keys and values serves whichever has none of its own.
     """
-    found: dict[int, LayerKVScales] = {}
+    found: dict[int, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         match = _SCALE.fullmatch(name)
         if match is None:
             continue
-        scales = found.setdefault(int(match["layer"]), LayerKVScales())
+        scales = found.setdefault(int(match["layer"]), {})
         if match["fused"]:
-            scales.k, scales.v = scales.k or info, scales.v or info
-        elif (match["kind"] or match["projection"]) == "k":
-            scales.k = info
+            for kind in "kv":
+                scales.setdefault(kind, info)
         else:
-            scales.v = info
+            scales[match["kind"] or match["projection"]] = info
     return found

@@ -138,12 +138,10 @@ def read_kv_scales(model: CausalLM, weights: CheckpointWeights) -> dict[int, lis
     found = find_kv_scales(weights.tensors)
     scales: dict[int, list[float]] = {}
     for index, number in enumerate(model.config.decoder.stage_layers(model.stage)):
-        of_layer = found.get(number)
-        if of_layer is None or of_layer.k is None or of_layer.v is None:
-            continue
+        of_layer = found.get(number, {})
         spec, reads_own = model.mixers[index].spec, model.config.layers[number].mixer.reads_kv_of is None
-        if isinstance(spec, AttentionSpec) and spec.value_dim is None and reads_own:
-            scales[index] = [_read_scale(info) for info in (of_layer.k, of_layer.v)]
+        if len(of_layer) == 2 and isinstance(spec, AttentionSpec) and spec.value_dim is None and reads_own:
+            scales[index] = [_read_scale(of_layer[kind]) for kind in "kv"]
     return scales
 
 
@@ -167,13 +165,13 @@ def _read_scale(info: TensorInfo) -> float:
         values = files.read_stored(info, [slice(None)] * len(info.shape))
     way_out = "take it out of the file, or set kv_cache_dtype: auto"
     if values.numel() != 1:
-        raise LoadError(
-            f"{info.file}: tensor {info.name} has shape {list(values.shape)}, and the KV cache takes one scale for the "
-            f"keys of a layer and one for its values; {way_out}"
+        raise info.error(
+            f"has shape {list(values.shape)}, and the KV cache takes one scale for the keys of a layer and one for its "
+            f"values; {way_out}"
         )
     scale = float(values)
     if not 0 < scale < math.inf:
-        raise LoadError(f"{info.file}: tensor {info.name} is {scale}, and a scale has to be above 0; {way_out}")
+        raise info.error(f"is {scale}, and a scale has to be above 0; {way_out}")
     return scale
 
 
@@ -286,9 +284,9 @@ def _check_tied_head(model: CausalLM, tensors: Mapping[str, TensorInfo]) -> None
     head, embedding = tensors[TIED_HEAD], tensors[TIED_TO]
     mine = model.tensors[TIED_TO].shard(model.group.rank, model.group.size)
     if not _are_equal(head, embedding, mine):
-        raise LoadError(
-            f"{head.file}: tensor {head.name} is not the same as {embedding.name}, though config.json says "
-            f"`tie_word_embeddings: true`; write `false` there, or take {head.name} out of the file"
+        raise head.error(
+            f"is not the same as {embedding.name}, though config.json says `tie_word_embeddings: true`; write `false` "
+            f"there, or take {head.name} out of the file"
         )
 
 

@@ -30,7 +30,7 @@ from nvcli.kernels.fp8_types import FP8, LowRankSum
 from nvcli.kernels.low_rank_merge import merge_low_rank
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 from nvcli.models.adapters.adapter import Adapter, with_own_head
-from nvcli.models.adapters.merge import are_finite, check_finite, read_stored, read_stored_features
+from nvcli.models.adapters.merge import are_finite, check_finite, read_features, read_stored
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, read_model_tensors
 from nvcli.models.host_adapters import HostAdapters
@@ -296,7 +296,7 @@ class MergedWeights:
             for product, (index, change) in zip(products, changes, strict=True):
                 rows, columns = self._weights[index].source.read
                 up, down = product.matrices(values)
-                up.copy_(read_stored_features(files, change.up, change.features, rows, _CPU))
+                up.copy_(read_features(files, change.up, change.features, rows, _CPU))
                 down.copy_(read_stored(files, change.down, (slice(0, product.rank), columns), _CPU))
             if not are_finite(values):
                 for product, (_, change) in zip(products, changes, strict=True):

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nvcli.errors import LoadError
 from nvcli.models.tensor_info import TensorInfo
 
 _LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -48,7 +47,7 @@ class SeenScales:
             if not (low >= least and high <= most):
                 found = high if low >= least else low
                 what = "255, an exponent that stands for NaN" if info.dtype == "U8" else str(found)
-                raise LoadError(
-                    f"{info.file}: tensor {info.name} has a scale that is {what}, with which its weight means nothing: "
-                    "the file is damaged; download it again"
+                raise info.error(
+                    f"has a scale that is {what}, with which its weight means nothing: the file is damaged; download "
+                    "it again"
                 )

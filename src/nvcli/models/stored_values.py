@@ -196,9 +196,9 @@ class OpenFiles:
         """Read the number of the group that each column belongs to."""
         found, count = self._slice(groups, (columns,)), scales.shape[-1]
         if int(found.min()) < 0 or int(found.max()) >= count:
-            raise LoadError(
-                f"{groups.file}: tensor {groups.name} has groups from {int(found.min())} to {int(found.max())}, and "
-                f"{scales.name} has {count} groups; download it again"
+            raise groups.error(
+                f"has groups from {int(found.min())} to {int(found.max())}, and {scales.name} has {count} groups; "
+                "download it again"
             )
         return found
 

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from nvcli.errors import LoadError
+
 WORD_BITS = 32
 
 Numbers = Literal["integer", "fp8", "fp4"]
@@ -214,3 +216,7 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether a dimension of 1 follows each of the dimensions in the file."""
     changes: tuple[WeightChange, ...] = ()
     """Changes by an adapter, in this order (`adapters/merge.py`)."""
+
+    def error(self, problem: str) -> LoadError:
+        """Return the error that names the file, the tensor and what is wrong with it."""
+        return LoadError(f"{self.file}: tensor {self.name} {problem}")

@@ -16,7 +16,7 @@ import msgspec
 from nvcli.core.validation import show
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.adapters.adapter_config import MERGE_IT, AdapterConfig, read_adapter_config
-from nvcli.models.adapters.adapter_files import AdapterTensors, quote, read_adapter_tensors
+from nvcli.models.adapters.adapter_files import AdapterTensors, read_adapter_tensors, tensor_error
 from nvcli.models.adapters.changes import AdapterReader, Changes
 from nvcli.models.adapters.decoder_names import DecoderNames
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO
@@ -173,9 +173,10 @@ def _replaced(
         wanted_shape = names.shapes[name]
         has_rows = name in (TIED_TO, TIED_HEAD) and info.shape[1:] == wanted_shape[1:]
         if has_rows and info.shape[0] != wanted_shape[0]:
-            raise LoadError(
-                f"{info.file}: tensor {quote(info.name)} has {info.shape[0]:,} tokens, and the model "
-                f"{wanted_shape[0]:,}: training resized the vocabulary, which is not served; {MERGE_IT}"
+            raise tensor_error(
+                info,
+                f"has {info.shape[0]:,} tokens, and the model {wanted_shape[0]:,}: training resized the vocabulary, "
+                f"which is not served; {MERGE_IT}",
             )
         if info.shape != wanted_shape:
             raise reader.mismatch(info, name)

@@ -108,9 +108,7 @@ def _is_copy(name: str, whole: Mapping[str, TensorInfo]) -> bool:
 def _check_size(info: TensorInfo) -> None:
     """Raise LoadError if a tensor's type is not supported, or its size is not that of its shape."""
     if info.dtype not in _FLOAT_BYTES:
-        raise LoadError(
-            f"{info.file}: tensor {quote(info.name)} is stored as {info.dtype}; supported: {', '.join(_FLOAT_BYTES)}"
-        )
+        raise tensor_error(info, f"is stored as {info.dtype}; supported: {', '.join(_FLOAT_BYTES)}")
     wanted = math.prod(info.shape) * _FLOAT_BYTES[info.dtype]
     if info.num_bytes != wanted:
         raise LoadError(
@@ -124,10 +122,8 @@ def _module(name: str, depth: int, tensors: dict[str, TensorInfo]) -> ModuleTens
     tensors = {kind.removesuffix(" of embedding"): info for kind, info in tensors.items()}
     for kind, other in (("up", "down"), ("down", "up")):
         if kind in tensors and other not in tensors:
-            raise LoadError(
-                f"{tensors[kind].file}: tensor {quote(tensors[kind].name)} has no partner, the other matrix of its "
-                "product; download the adapter again"
-            )
+            problem = "has no partner, the other matrix of its product; download the adapter again"
+            raise tensor_error(tensors[kind], problem)
     return ModuleTensors(name=name, depth=depth, tensors=tensors, is_embedding=is_embedding)
 
 
@@ -135,13 +131,19 @@ def _oriented(info: TensorInfo, kind: str) -> TensorInfo:
     """Return a tensor of a module, with matrices as [rank, features]."""
     wanted = 2 if kind in _MATRICES or kind == "rows" else 1
     if len(info.shape) != wanted or not all(info.shape):
-        raise LoadError(
-            f"{info.file}: tensor {quote(info.name)} has shape {list(info.shape)}, where {wanted} dimensions belong "
-            "that are not empty; download the adapter again, or save it again with all of its shards"
+        raise tensor_error(
+            info,
+            f"has shape {list(info.shape)}, where {wanted} dimensions belong that are not empty; download the adapter "
+            "again, or save it again with all of its shards",
         )
     if _MATRICES.get(kind):
         return replace(info, shape=info.shape[::-1], is_transposed=True)
     return info
+
+
+def tensor_error(info: TensorInfo, problem: str) -> LoadError:
+    """Return the error that names an adapter's file, the tensor and what is wrong with it."""
+    return LoadError(f"{info.file}: tensor {quote(info.name)} {problem}")
 
 
 def quote(name: str) -> str:

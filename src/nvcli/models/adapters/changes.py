@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from nvcli.core.validation import show
 from nvcli.errors import LoadError
 from nvcli.models.adapters.adapter_config import AdapterConfig
-from nvcli.models.adapters.adapter_files import ModuleTensors, quote
+from nvcli.models.adapters.adapter_files import ModuleTensors, quote, tensor_error
 from nvcli.models.adapters.decoder_names import DecoderNames, Place
 from nvcli.models.checkpoint_check import TIED_HEAD
 from nvcli.models.tensor_info import BiasChange, LowRankChange, RowPlaces, RowsChange, TensorInfo, WeightChange
@@ -55,15 +55,13 @@ class AdapterReader:
 
     def unknown(self, info: TensorInfo) -> LoadError:
         """Return the error for a tensor that matches nothing in the model."""
-        return LoadError(f"{info.file}: tensor {quote(info.name)} matches nothing in this model; {self._other_base()}")
+        return tensor_error(info, f"matches nothing in this model; {self._other_base()}")
 
     def mismatch(self, info: TensorInfo, name: str) -> LoadError:
         """Return the error for a tensor that does not fit the decoder's tensor `name`."""
         shape = list(info.shape[::-1] if info.is_transposed else info.shape)
-        return LoadError(
-            f"{info.file}: tensor {quote(info.name)} has shape {shape}, which does not fit {name} "
-            f"{list(self._names.shapes[name])}; {self._other_base()}"
-        )
+        wanted = f"{name} {list(self._names.shapes[name])}"
+        return tensor_error(info, f"has shape {shape}, which does not fit {wanted}; {self._other_base()}")
 
     def _other_base(self) -> str:
         base = self._config.base
@@ -107,10 +105,8 @@ class AdapterReader:
         for info in (up, down):
             if info.shape[0] != rank * num:
                 found = f"{info.shape[0]}" if num == 1 else f"{info.shape[0]:,} for {num:,} experts"
-                raise LoadError(
-                    f"{info.file}: tensor {quote(info.name)} has rank {found}, and `r` or `rank_pattern` in "
-                    f"{self._config.file.path.name} says {rank}; download the adapter again"
-                )
+                where = f"`r` or `rank_pattern` in {self._config.file.path.name}"
+                raise tensor_error(info, f"has rank {found}, and {where} says {rank}; download the adapter again")
         shapes = [self._names.shapes[place.name] for place in places]
         if down.shape[1] != shapes[0][1]:
             raise self.mismatch(down, places[0].name)
@@ -129,9 +125,10 @@ class AdapterReader:
                 "the adapter again",
             )
         if magnitude is not None and magnitude.shape != (num_features,):
-            raise LoadError(
-                f"{magnitude.file}: tensor {quote(magnitude.name)} has shape {list(magnitude.shape)}, and "
-                f"{num_features:,} features have a magnitude; download the adapter again"
+            raise tensor_error(
+                magnitude,
+                f"has shape {list(magnitude.shape)}, and {num_features:,} features have a magnitude; download the "
+                "adapter again",
             )
 
     def _add_biases(self, module: ModuleTensors, places: list[Place], scaling: float, *, num_features: int) -> None:
@@ -189,10 +186,8 @@ class AdapterReader:
         if isinstance(change, LowRankChange) and any(
             isinstance(other, LowRankChange) for other in self.changes.get(name, ())
         ):
-            raise LoadError(
-                f"{change.up.file}: tensor {quote(change.up.name)} changes {name}, which another tensor changes too; "
-                "download the adapter again"
-            )
+            problem = f"changes {name}, which another tensor changes too; download the adapter again"
+            raise tensor_error(change.up, problem)
         self.changes[name] = (*self.changes.get(name, ()), change)
 
     def _not_chosen(self, module: ModuleTensors, key: str) -> LoadError:

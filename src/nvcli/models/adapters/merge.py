@@ -9,7 +9,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from nvcli.errors import LoadError
 from nvcli.models.stored_values import OpenFiles, reading, take_rows
 from nvcli.models.tensor_info import BiasChange, LowRankChange, RowPlaces, RowsChange, TensorInfo
 
@@ -31,7 +30,7 @@ def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
         if isinstance(change, RowsChange):
             values = _replace_rows(files, values, change, read)
         elif isinstance(change, BiasChange):
-            added = read_features(files, change.values, change.features, rows, device)
+            added = read_features(files, change.values, change.features, rows, device).float()
             values = values + change.scaling * added
         else:
             values = _add_product(files, values, change, read)
@@ -41,31 +40,19 @@ def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
 def _add_product(files: OpenFiles, values: Tensor, change: LowRankChange, part: Sequence[slice]) -> Tensor:
     rows, columns = part
     device, features, ranks = values.device, change.features, slice(0, change.down.shape[0])
-    up = read_features(files, change.up, features, rows, device)
-    down = read_floats(files, change.down, (ranks, columns), device)
+    up = read_features(files, change.up, features, rows, device).float()
+    down = read_stored(files, change.down, (ranks, columns), device).float()
     values = torch.addmm(values, up.t(), down, alpha=change.scaling)
     if change.magnitude is None:
         return values
-    magnitude = read_features(files, change.magnitude, features, rows, device)
+    magnitude = read_features(files, change.magnitude, features, rows, device).float()
     lengths: Tensor = torch.linalg.vector_norm(values, dim=1)
     return values * (magnitude / lengths).unsqueeze(1)
 
 
 def read_features(files: OpenFiles, info: TensorInfo, features: RowPlaces, rows: slice, device: torch.device) -> Tensor:
-    """Read the features of a weight's rows, out of a matrix [rank, features] or a vector [features], in float32 on
-    `device`."""
-    return read_stored_features(files, info, features, rows, device).float()
-
-
-def read_floats(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
-    """Read a part of an adapter's tensor in float32. Raises LoadError, which names the adapter's file."""
-    return read_stored(files, info, part, device).float()
-
-
-def read_stored_features(
-    files: OpenFiles, info: TensorInfo, features: RowPlaces, rows: slice, device: torch.device
-) -> Tensor:
-    """Read features as `read_features` does, in the file's type."""
+    """Read the features of a weight's rows, out of a matrix [rank, features] or a vector [features], in the file's type
+    on `device`."""
     whole = [slice(0, length) for length in info.shape[:-1]]
     values = read_stored(files, info, (*whole, features.span(rows)), device)
     return take_rows(values, features, rows, dim=-1)
@@ -87,7 +74,7 @@ def are_finite(values: Tensor) -> bool:
 def check_finite(values: Tensor, info: TensorInfo) -> None:
     """Raise LoadError if values that were read of an adapter's tensor are NaN or infinite."""
     if not are_finite(values):
-        raise LoadError(f"{info.file}: tensor {info.name} has values that are NaN or infinite; download it again")
+        raise info.error("has values that are NaN or infinite; download it again")
 
 
 def _replace_rows(files: OpenFiles, values: Tensor, change: RowsChange, part: Sequence[slice]) -> Tensor:
@@ -95,6 +82,6 @@ def _replace_rows(files: OpenFiles, values: Tensor, change: RowsChange, part: Se
     found = [(row - rows.start, number) for number, row in enumerate(change.rows) if rows.start <= row < rows.stop]
     if not found:
         return values
-    replaced = read_floats(files, change.values, (slice(0, len(change.rows)), columns), values.device)
+    replaced = read_stored(files, change.values, (slice(0, len(change.rows)), columns), values.device).float()
     places, numbers = torch.tensor(found, device=values.device).unbind(1)
     return values.index_copy(0, places, replaced[numbers])

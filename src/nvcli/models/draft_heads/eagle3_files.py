@@ -205,9 +205,8 @@ def _draft_ids(
 
     ids = _integers(offsets, (count,)) + np.arange(count)
     if not (np.diff(ids) > 0).all() or ids[0] < 0 or ids[-1] >= target.vocab_size:
-        raise LoadError(
-            f"{offsets.file}: tensor {offsets.name} gives no ascending tokens below {target.vocab_size:,}; use a head "
-            "of this model, or download it again"
+        raise offsets.error(
+            f"gives no ascending tokens below {target.vocab_size:,}; use a head of this model, or download it again"
         )
     if is_drafted is not None:
         named = np.flatnonzero(_integers(is_drafted, (target.vocab_size,)))
@@ -222,9 +221,8 @@ def _draft_ids(
 def _integers(info: TensorInfo, shape: tuple[int, ...]) -> np.ndarray:
     """Read a tensor of integers or booleans."""
     if info.shape != shape or info.dtype not in _INTEGERS:
-        raise LoadError(
-            f"{info.file}: tensor {info.name} has shape {list(info.shape)} in {info.dtype}; expected {list(shape)} in "
-            f"{' or '.join(_INTEGERS)}"
+        raise info.error(
+            f"has shape {list(info.shape)} in {info.dtype}; expected {list(shape)} in {' or '.join(_INTEGERS)}"
         )
     assert info.stored is not None, "it was read from a header"
     import numpy as np

@@ -60,7 +60,7 @@ def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None
 
 def twice(info: TensorInfo, other: TensorInfo) -> LoadError:
     """Return the error for two tensors of a checkpoint that are the same tensor of the model."""
-    return LoadError(f"{info.file}: tensor {info.name} appears twice: {other.name} is the same tensor")
+    return info.error(f"appears twice: {other.name} is the same tensor")
 
 
 def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantisation: Quantisation) -> TensorInfo:
@@ -194,9 +194,9 @@ def _join_scales(
     if scales.shape == expected:
         return scales, block
     stored, wanted = (list(one[::-1] if parts.is_transposed else one) for one in (scales.shape, expected))
-    raise LoadError(
-        f"{scales.file}: tensor {scales.name} has shape {stored}, and a scale for each {block[0]} × {block[1]} of "
-        f"{codes.name} {list(shape)} asks for {wanted}"
+    raise scales.error(
+        f"has shape {stored}, and a scale for each {block[0]} × {block[1]} of {codes.name} {list(shape)} asks for "
+        f"{wanted}"
     )
 
 
@@ -213,16 +213,12 @@ def _join_zeros(codes: TensorInfo, scales: TensorInfo, zeros: TensorInfo, parts:
 
 
 def _missing(codes: TensorInfo, part: str) -> LoadError:
-    return LoadError(
-        f"{codes.file}: tensor {codes.name} has no {part}, which config.json asks for; download both again"
-    )
+    return codes.error(f"has no {part}, which config.json asks for; download both again")
 
 
 def _of_type(info: TensorInfo, types: Sequence[str]) -> TensorInfo:
     if info.dtype not in types:
-        raise LoadError(
-            f"{info.file}: tensor {info.name} is stored as {info.dtype}; supported here: {', '.join(types)}"
-        )
+        raise info.error(f"is stored as {info.dtype}; supported here: {', '.join(types)}")
     return info
 
 
@@ -232,4 +228,4 @@ def _check_shape(info: TensorInfo, shape: tuple[int, ...]) -> None:
 
 
 def _mismatch(info: TensorInfo, expected: str) -> LoadError:
-    return LoadError(f"{info.file}: tensor {info.name} has shape {list(info.shape)}, its weight asks for {expected}")
+    return info.error(f"has shape {list(info.shape)}, its weight asks for {expected}")
