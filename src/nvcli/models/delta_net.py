@@ -13,7 +13,6 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import StateSpec
-from nvcli.kernels.causal_conv import causal_conv
 from nvcli.kernels.delta_net import delta_rule
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import gated_rms_norm
@@ -29,7 +28,7 @@ from nvcli.models.parallel import (
     TensorShard,
     linear_piece,
 )
-from nvcli.models.short_conv import ConvWeights
+from nvcli.models.short_conv import Convolution
 
 
 class GatedDeltaNet(TokenMixer):
@@ -57,9 +56,9 @@ class GatedDeltaNet(TokenMixer):
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", pieces)
         convolutions = [f"{path}.{name}" for name in config.convolutions]
         if config.stored == "apart":
-            self.conv = ConvWeights(build, convolutions)
+            self.conv = Convolution(build, convolutions)
         else:
-            self.conv = ConvWeights(build, convolutions * 3, _parts(config, build.group.rank, size))
+            self.conv = Convolution(build, convolutions * 3, _parts(config, build.group.rank, size))
         # One number for each of this rank's value heads: [Hv].
         self.log_rate = TensorShard(build, f"{path}.A_log")
         self.step_bias = TensorShard(build, f"{path}.dt_bias")
@@ -74,7 +73,7 @@ class GatedDeltaNet(TokenMixer):
         heads, num_heads = self.heads, self.heads.num_value_heads
         projected = self.in_proj(x, batch.token_adapters)
         gate_end = heads.num_channels + num_heads * heads.value_dim
-        qkv = causal_conv(projected[:, : heads.num_channels], self.conv.weight.squeeze(1), conv_pool, rows, kept)
+        qkv = self.conv(projected[:, : heads.num_channels], conv_pool, rows, kept)
         gates = DeltaGates(
             beta=projected[:, gate_end : gate_end + num_heads],
             step=projected[:, gate_end + num_heads :],

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import StateSpec
-from nvcli.kernels.causal_conv import causal_conv
 from nvcli.kernels.delta_net import delta_rule
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import gated_rms_norm
@@ -21,7 +20,7 @@ from nvcli.models.layers import Angles, Norm, TokenMixer
 from nvcli.models.mixers.kimi_delta import CONVOLUTIONS, KimiDeltaConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard
-from nvcli.models.short_conv import ConvWeights
+from nvcli.models.short_conv import Convolution
 
 _INPUTS = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
 
@@ -44,7 +43,7 @@ class KimiDeltaAttention(TokenMixer):
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", _INPUTS)
         self.decay_proj = ColumnParallelLinear(build, f"{path}.f_b_proj", ("f_b_proj",))
         self.gate_proj = ColumnParallelLinear(build, f"{path}.g_b_proj", ("g_b_proj",))
-        self.conv = ConvWeights(build, [f"{path}.{name}" for name in CONVOLUTIONS])
+        self.conv = Convolution(build, [f"{path}.{name}" for name in CONVOLUTIONS])
         self.log_rate = TensorShard(build, f"{path}.A_log")  # [N]
         self.step_bias = TensorShard(build, f"{path}.dt_bias")  # [N × D]
         self.norm = Norm(build, f"{path}.o_norm", replace(norm, weight_offset=0.0))
@@ -58,7 +57,7 @@ class KimiDeltaAttention(TokenMixer):
         heads, adapters = self.heads, batch.token_adapters
         sizes = heads.num_channels, heads.key_dim, heads.value_dim, heads.num_value_heads
         inputs, for_decays, for_gates, beta = self.in_proj(x, adapters).split(sizes, dim=1)
-        qkv = causal_conv(inputs, self.conv.weight.squeeze(1), conv_pool, rows, kept)
+        qkv = self.conv(inputs, conv_pool, rows, kept)
         gates = DeltaGates(
             beta=beta,
             step=self.decay_proj(for_decays, adapters),

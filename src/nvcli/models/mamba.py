@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import StateSpec
-from nvcli.kernels.causal_conv import causal_conv
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
 from nvcli.kernels.norm import gated_rms_norm
@@ -22,7 +21,7 @@ from nvcli.models.layers import Angles, TokenMixer
 from nvcli.models.mixers.mamba import MambaConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard
-from nvcli.models.short_conv import ConvWeights
+from nvcli.models.short_conv import Convolution
 
 
 class Mamba(TokenMixer):
@@ -43,7 +42,7 @@ class Mamba(TokenMixer):
         self.heads = RecurrentHeads(num_groups, key_dim, num_heads, value_dim, rule="scan")
         order = ("in_proj_C", "in_proj_B", "in_proj_x", "in_proj_z", "in_proj_dt")
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", order)
-        self.conv = ConvWeights(build, [f"{path}.conv1d_{part}" for part in ("C", "B", "x")])
+        self.conv = Convolution(build, [f"{path}.conv1d_{part}" for part in ("C", "B", "x")])
         # One number for each of this rank's heads: [Hv].
         self.log_rate = TensorShard(build, f"{path}.A_log")
         self.step_bias = TensorShard(build, f"{path}.dt_bias")
@@ -59,7 +58,7 @@ class Mamba(TokenMixer):
         heads, channels = self.heads, self.heads.num_channels
         projected = self.in_proj(x, batch.token_adapters)
         gates_end = channels + heads.num_value_heads * heads.value_dim
-        qkv = causal_conv(projected[:, :channels], self.conv.weight.squeeze(1), conv_pool, rows, kept, self.conv.bias)
+        qkv = self.conv(projected[:, :channels], conv_pool, rows, kept)
         gates = ScanGates(
             step=projected[:, gates_end:],
             log_rate=self.log_rate.weight,

@@ -13,6 +13,8 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import StateSpec
 from nvcli.kernels.causal_conv import causal_conv
 from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.kept_inputs import KeptInputs
+from nvcli.kernels.state_rows import StateRows
 from nvcli.models.layers import Angles, TokenMixer
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.short_conv import ShortConvConfig
@@ -34,7 +36,7 @@ class ShortConv(TokenMixer):
     ) -> None:
         super().__init__(spec, cache_layer)
         self.in_proj = ColumnParallelLinear(build, f"{path}.bcx_proj", ("b_proj", "c_proj", "x_proj"))
-        self.conv = ConvWeights(build, [f"{path}.conv"])
+        self.conv = Convolution(build, [f"{path}.conv"])
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
 
     @property
@@ -47,14 +49,13 @@ class ShortConv(TokenMixer):
         pool, _, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
         projected = self.in_proj(x, batch.token_adapters)
         before, after, values = projected.chunk(3, dim=1)
-        taps = self.conv.weight.squeeze(1)
-        convolved = causal_conv(before * values, taps, pool, rows, kept, self.conv.bias, activates=False)
+        convolved: Tensor = self.conv(before * values, pool, rows, kept, activates=False)
         return convolved.mul_(after)
 
 
-class ConvWeights(WeightModule):
-    """A convolution's taps for this rank's channels, [C, 1, taps], and its bias [C] if it has one: rows of the tensors
-    of `names`, one after the other."""
+class Convolution(WeightModule):
+    """A convolution of this rank's channels: [T, C] → the same shape. Its taps [C, 1, taps], and its bias [C] if it has
+    one, are rows of the tensors of `names`, one after the other."""
 
     bias: nn.Parameter | None
 
@@ -71,6 +72,12 @@ class ConvWeights(WeightModule):
         num_channels = sum(map(length, rows))
         self.weight = empty_parameter(tensors[0], num_channels, *tensors[0].shape[1:])
         self.bias = empty_parameter(biases[0], num_channels) if biases else None
+
+    def forward(
+        self, x: Tensor, pool: Tensor, rows: StateRows, kept: KeptInputs | None, *, activates: bool = True
+    ) -> Tensor:
+        """Convolve the channels of each request, as `causal_conv` does."""
+        return causal_conv(x, self.weight.squeeze(1), pool, rows, kept, self.bias, activates=activates)
 
     def weight_sources(self) -> Iterator[WeightSource]:
         for parameter, parts in self.parts.items():

@@ -43,58 +43,29 @@ def read_mistral3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> 
     """Read the tower of Mistral 3, whose rows of tokens end with a token of their own."""
     config.only("vision_feature_layer", -1)
     config.only("projector_hidden_act", "gelu")
-    return _read(
-        config,
-        vision,
-        text,
-        names=_MISTRAL,
-        has_bias=config.get("multimodal_projector_bias", bool, False),
-        image_token_id=image_token(config, 10),
-        text_of_image=_ROWS,
-    )
+    has_bias = config.get("multimodal_projector_bias", bool, False)
+    return _read(config, vision, text, image_token(config, 10), has_bias=has_bias)
 
 
 def read_pixtral_vision(config: JsonFile, vision: JsonFile, text: JsonFile, projector: MergerConfig) -> VisionConfig:
     """Read the tower of Pixtral 12B, whose patches become tokens."""
-    found = _read(
-        config.replacing(spatial_merge_size=1),
-        vision.with_defaults(_PIXTRAL_DEFAULTS),
-        text,
-        names=_MISTRAL,
-        has_bias=False,
-        image_token_id=config.get("image_token_index", int, 10),
-        text_of_image=_ROWS,
-    )
-    return replace(found, merger=projector)
+    config, vision = config.replacing(spatial_merge_size=1), vision.with_defaults(_PIXTRAL_DEFAULTS)
+    return replace(_read(config, vision, text, config.get("image_token_index", int, 10)), merger=projector)
 
 
 def read_lighton_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LightOnOCR."""
-    return _read(
-        config,
-        vision,
-        text,
-        names=_LIGHTON,
-        has_bias=False,
-        image_token_id=config.get("image_token_id", int, 151_655),
-        text_of_image=None,
-    )
+    tower = _read(config, vision, text, config.get("image_token_id", int, 151_655))
+    return replace(tower, names=_LIGHTON, text=None)
 
 
 def _read(
-    config: JsonFile,
-    vision: JsonFile,
-    text: JsonFile,
-    *,
-    names: TowerNames,
-    has_bias: bool,
-    image_token_id: int,
-    text_of_image: ImageText | None,
+    config: JsonFile, vision: JsonFile, text: JsonFile, image_token_id: int, *, has_bias: bool = False
 ) -> VisionConfig:
     sizes = read_sizes(vision, text)
     vision.only("head_dim", sizes["hidden_size"] // sizes["num_heads"])
     return VisionConfig(
-        names=names,
+        names=_MISTRAL,
         processor="pixtral",
         merge_size=config.positive("spatial_merge_size", 2),
         merger=MergerConfig(
@@ -117,6 +88,6 @@ def _read(
         rope="staggered",
         rope_theta=rope_theta(vision),
         image_token_id=image_token_id,
-        text=text_of_image,
+        text=_ROWS,
         **sizes,
     )
