@@ -67,7 +67,9 @@ def read_eagle3(folder: Path, target: ModelConfig, *, is_random: bool = False) -
         hidden_size=layer.positive("hidden_size"),
         target_hidden_size=target.hidden_size,
         aux_layers=_aux_layers(file, own, target),
-        attention=layer.attention(qk_norm=_QK_NORMS[layer.get("model_type", str, "llama")], bias=layer.bias()),
+        attention=layer.attention(
+            qk_norm=_QK_NORMS[layer.get("model_type", str, "llama")], bias=layer.bias(), rope=layer.rope()
+        ),
         mlp=layer.mlp(bias=layer.mlp_bias()),
         norm=layer.rms_norm(),
         # Tools disagree on the default that it has in speculators' layout.

@@ -34,7 +34,7 @@ _LAGUNA_ROPES = {
 
 def read_afmoe(config: ModelFile) -> DecoderConfig:
     """Read windows; layers of full attention do not rotate. The first `num_dense_layers` layers have no experts."""
-    full = config.attention(qk_norm="head", bias=config.bias(), gate=OutputGate())
+    full = config.attention(qk_norm="head", bias=config.bias(), gate=OutputGate(), rope=config.rope())
     attention = config.by_kind(full, 1024, full_rotates=False)
     routing = config.routing(scoring="sigmoid", renormalise=True, scale=config.positive_number("route_scale", 1.0))
     shared = shared_experts(config.with_defaults({"num_shared_experts": 2}), "num_shared_experts")
@@ -75,12 +75,11 @@ def _laguna_attention(config: ModelFile, kind: str, num_heads: object) -> Attent
         raise config.error("gating", f"{show(gating)} is not supported; supported: true, per-head, per-element")
     of_layer = config.replacing(num_attention_heads=num_heads)
     return of_layer.attention(
-        default_theta=None,
-        layer_type=kind,
         window=config.window_of(kind, 512),
         qk_norm="head",
         bias=config.bias(),
         gate=OutputGate(function="softplus", is_of_heads=gating != "per-element"),
+        rope=of_layer.rope(default_theta=None, layer_type=kind),
     )
 
 

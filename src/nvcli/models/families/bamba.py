@@ -18,7 +18,7 @@ _NORMS = LayerNorms(before_mlp="pre_ff_layernorm")
 def read_bamba(config: ModelFile) -> DecoderConfig:
     """Read Bamba: the layers of `attn_layer_indices` have attention, of which half of each head is rotated."""
     bias, mlp = config.bias(), config.mlp(bias=config.mlp_bias())
-    attention = config.attention(default_partial=0.5, bias=bias)
+    attention = config.attention(bias=bias, rope=config.rope(default_partial=0.5))
     indices, count = config.values.get("attn_layer_indices"), config.num_layers()
     if not isinstance(indices, list) or any(index not in range(count) for index in indices):
         raise config.error("attn_layer_indices", f"{show(indices)} is not a list of some of {count} layers")

@@ -50,7 +50,11 @@ def _attention(config: ModelFile, kind: str) -> AttentionConfig:
     """Read one kind of attention: it rotates, or its queries grow with their position."""
     window = config.window_of(kind, 512)
     attention = config.attention(
-        layer_type=kind, window=window, qk_norm="head", bias=config.bias(), gate=OutputGate(has_bias=True)
+        window=window,
+        qk_norm="head",
+        bias=config.bias(),
+        gate=OutputGate(has_bias=True),
+        rope=config.rope(layer_type=kind),
     )
     ropes = config.object("rope_parameters")
     if ropes.has(kind) or (kind == SLIDING and not ropes.values):

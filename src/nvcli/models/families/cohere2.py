@@ -25,7 +25,7 @@ _SCORING: dict[str, Literal["softmax", "sigmoid"]] = {"softmax": "softmax", "sig
 def read_cohere(config: ModelFile) -> DecoderConfig:
     """Read full attention in every layer, in Command R+ with a norm of each head."""
     qk_norm = "own" if config.get("use_qk_norm", bool, False) else None
-    attention = config.attention(default_theta=500_000.0, is_interleaved=True, bias=config.bias(), qk_norm=qk_norm)
+    attention = config.attention(bias=config.bias(), qk_norm=qk_norm, rope=config.rope(500_000.0, is_interleaved=True))
     return _decoder(config, _layer(attention, config.mlp()), _layer_norm(config))
 
 
@@ -76,7 +76,7 @@ def _experts(config: ModelFile) -> ExpertsConfig:
 def _attention(config: ModelFile) -> tuple[AttentionConfig, AttentionConfig]:
     """Return attention with a window and full attention, which are the same in a model without windows."""
     bias, window = config.bias(), config.window(4096)
-    local = config.attention(is_interleaved=True, window=config.bounded(window), bias=bias)
+    local = config.attention(window=config.bounded(window), bias=bias, rope=config.rope(is_interleaved=True))
     full = replace(local, window=None, rope=None)
     return (full if window is None else local), full
 

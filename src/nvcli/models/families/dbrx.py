@@ -38,7 +38,8 @@ def read(config: ModelFile) -> DecoderConfig:
     given = {"num_key_value_heads": of_attention.positive("kv_n_heads", 1)}
     if of_attention.has("rope_theta"):
         given["rope_theta"] = of_attention.values["rope_theta"]
-    attention = config.replacing(**given).attention(clip=of_attention.optional_number("clip_qkv", None))
+    config = config.replacing(**given)
+    attention = config.attention(clip=of_attention.optional_number("clip_qkv", None), rope=config.rope())
     ffn.object("ffn_act_fn").only("name", "silu")
     ffn.only("moe_normalize_expert_weights", 1)
     renormalises = ffn.values.get("moe_normalize_expert_weights", 1) is not None

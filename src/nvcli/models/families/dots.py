@@ -15,7 +15,7 @@ _FIRST_WINDOW_LAYER = 62
 def read_dots1(config: ModelFile) -> DecoderConfig:
     """Read normed queries and keys, and windows in the layers that `layer_types` names, or from `max_window_layers`
     on."""
-    attention = config.by_kind(config.attention(qk_norm="head", bias=config.bias()), 4096)
+    attention = config.by_kind(config.attention(qk_norm="head", bias=config.bias(), rope=config.rope()), 4096)
     first = config.get("max_window_layers", int, _FIRST_WINDOW_LAYER)
     kinds = config.layer_kinds(lambda number: number < first)
     mlps = first_layers_dense(config, read_experts(config, renormalises=False))
@@ -24,7 +24,7 @@ def read_dots1(config: ModelFile) -> DecoderConfig:
 
 def read_solar_open(config: ModelFile) -> DecoderConfig:
     """Read full attention and experts in all layers."""
-    attention = config.attention(default_theta=1_000_000.0, qkv_bias=config.bias())
+    attention = config.attention(qkv_bias=config.bias(), rope=config.rope(1_000_000.0))
     layer = LayerConfig(mixer=attention, mlp=read_experts(config.with_defaults({"n_shared_experts": 1})))
     return config.decoder(layer, layout=layout_without_predictions(config))
 

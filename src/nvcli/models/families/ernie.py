@@ -27,7 +27,7 @@ def read_ernie(config: ModelFile) -> DecoderConfig:
 def read_paddleocr(config: ModelFile) -> DecoderConfig:
     """Read the decoder of PaddleOCR-VL, whose heads are rotated as Llama's."""
     bias = config.get("use_bias", bool, False)
-    attention = config.attention(default_theta=_THETA, bias=bias)
+    attention = config.attention(bias=bias, rope=config.rope(_THETA))
     return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp(bias=bias)))
 
 
@@ -50,7 +50,7 @@ def read_ernie_moe(config: ModelFile) -> DecoderConfig:
 
 
 def _attention(config: ModelFile, *, bias: bool) -> AttentionConfig:
-    return config.attention(default_theta=_THETA, is_interleaved=True, bias=bias)
+    return config.attention(bias=bias, rope=config.rope(_THETA, is_interleaved=True))
 
 
 ERNIE = Family(

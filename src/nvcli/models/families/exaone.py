@@ -37,7 +37,7 @@ def read_moe(config: ModelFile) -> DecoderConfig:
 
 def _mixers(config: ModelFile) -> Sequence[AttentionConfig]:
     """Read windows. Layers of full attention do not rotate, except in models without windows."""
-    attention = config.attention(qk_norm="head")
+    attention = config.attention(qk_norm="head", rope=config.rope())
     if config.window(4096) is None:
         return [attention] * config.num_layers()
     by_kind = config.by_kind(attention, 4096, full_rotates=False)

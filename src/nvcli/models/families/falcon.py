@@ -20,7 +20,7 @@ def read(config: ModelFile) -> DecoderConfig:
     if not is_new:  # `num_kv_heads` counts in the new architecture alone
         num_kv_heads = 1 if config.get("multi_query", bool, True) else None
         config = config.replacing(num_key_value_heads=num_kv_heads)
-    attention = config.attention(bias=bias)
+    attention = config.attention(bias=bias, rope=config.rope())
     mlp = config.plain_mlp("gelu", bias=bias, default_size=4 * config.positive("hidden_size"))
     layout = CheckpointLayout(
         starts=starts_after("transformer.", _STARTS),

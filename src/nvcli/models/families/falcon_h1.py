@@ -28,7 +28,7 @@ def read_falcon_h1(config: ModelFile) -> DecoderConfig:
     whether they apply to them."""
     for key in _BIASES:
         config.only(key, False)
-    attention = config.attention()
+    attention = config.attention(rope=config.rope())
     # Keys are kept without their multiplier, which scores have as well.
     attention = replace(attention, scale=attention.scale * config.positive_number("key_multiplier", 1.0))
     layer = LayerConfig(mixer=attention, beside=_mamba(config), mlp=config.mlp(), norms=_NORMS)

@@ -8,13 +8,13 @@ rotation of their own in five of six layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
-from nvcli.models.rope_config import RopeConfig, read_rope
+from nvcli.models.rope_config import RopeConfig
 from nvcli.models.vision.siglip import read_gemma3_vision
 
 NORMS_ON_BOTH_SIDES = LayerNorms(
@@ -26,18 +26,12 @@ NORMS_ON_BOTH_SIDES = LayerNorms(
 
 def read_gemma(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers, and norms before the blocks."""
-    return read_gemma_decoder(config, read_gemma_layer(config, norms=LayerNorms()))
+    return read_gemma_decoder(config, read_gemma_layer(config, norms=LayerNorms(), rope=config.rope()))
 
 
-def read_gemma_layer(
-    config: ModelFile,
-    *,
-    norms: LayerNorms = NORMS_ON_BOTH_SIDES,
-    rope: Callable[[int], RopeConfig | None] | None = None,
-    **traits: Any,
-) -> LayerConfig:
-    """Read one kind of layer; `rope` and `traits` are those of `ModelFile.attention`."""
-    attention = config.attention(rope=rope, bias=config.bias(), **traits)
+def read_gemma_layer(config: ModelFile, *, norms: LayerNorms = NORMS_ON_BOTH_SIDES, **traits: Any) -> LayerConfig:
+    """Read one kind of layer; `traits` are the arguments of `ModelFile.attention`."""
+    attention = config.attention(bias=config.bias(), **traits)
     mlp = config.mlp(key="hidden_activation", default="gelu_pytorch_tanh")
     return LayerConfig(mixer=attention, mlp=mlp, norms=norms)
 
@@ -87,6 +81,7 @@ def _read_gemma2(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
             scale=config.positive_number("query_pre_attn_scalar", 256.0) ** -0.5,
             window=config.window_of(kind, DEFAULT_WINDOW),
             soft_cap=config.optional_number("attn_logit_softcapping", 50.0),
+            rope=config.rope(),
         )
         for kind in (SLIDING, FULL)
     }
@@ -127,25 +122,21 @@ def read_gemma3(config: ModelFile) -> DecoderConfig:
 def _layer(config: ModelFile, kind: str) -> LayerConfig:
     return read_gemma_layer(
         config,
-        rope=lambda head_dim: (_local_rope if kind == SLIDING else _global_rope)(config, head_dim),
         scale=config.positive_number("query_pre_attn_scalar", 256.0) ** -0.5,
         window=config.window_of(kind, DEFAULT_WINDOW),
         soft_cap=config.optional_number("attn_logit_softcapping", None),
         qk_norm="head",
+        rope=_local_rope(config) if kind == SLIDING else config.rope(_GLOBAL_THETA),
     )
 
 
-def _local_rope(config: ModelFile, head_dim: int) -> RopeConfig:
+def _local_rope(config: ModelFile) -> RopeConfig:
     """Read the rotation of layers with a window; older files give only `rope_local_base_freq`."""
     theta = config.positive_number("rope_local_base_freq", _LOCAL_THETA)
     parameters = config.values.get("rope_parameters")
     if isinstance(parameters, dict) and isinstance(parameters.get(SLIDING), dict):
-        return read_rope(config, head_dim=head_dim, default_theta=theta, layer_type=SLIDING)
+        return config.rope(theta, layer_type=SLIDING)
     return RopeConfig(rope_type="default", theta=theta)
-
-
-def _global_rope(config: ModelFile, head_dim: int) -> RopeConfig:
-    return read_rope(config, head_dim=head_dim, default_theta=_GLOBAL_THETA)
 
 
 GEMMA3 = Family(

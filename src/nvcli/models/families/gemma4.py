@@ -20,7 +20,7 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerInputsCon
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.models.rope_config import RopeConfig, read_rope
+from nvcli.models.rope_config import RopeConfig
 from nvcli.models.vision.gemma4 import read_gemma4_unified_vision, read_gemma4_vision
 
 _MOST_KINDS = 8
@@ -132,13 +132,13 @@ def _of_layer(config: ModelFile, number: int, kind: str) -> ModelFile:
 
 def _attention(config: ModelFile, kind: str) -> AttentionConfig:
     attention = config.attention(
-        rope=lambda head_dim: _rope(config, kind, head_dim),
         scale=1.0,
         window=_window(config) if kind == SLIDING else None,
         qk_norm="head",
         norms_values=True,
         keys_are_values=kind == FULL and config.get("attention_k_eq_v", bool, False),
         bias=config.bias(),
+        rope=_rope(config, kind),
     )
     rope = attention.rope
     if attention.keys_are_values and rope is not None and rope.row_order(attention.head_dim) is not None:
@@ -153,14 +153,14 @@ def _window(config: ModelFile) -> int | None:
     return window if config.has("use_bidirectional_attention") else config.bounded(window)
 
 
-def _rope(config: ModelFile, kind: str, head_dim: int) -> RopeConfig:
+def _rope(config: ModelFile, kind: str) -> RopeConfig:
     """Read the rotation. Layers with a window rotate whole heads; the others, by default, a quarter of their
     frequencies."""
     if config.values.get("rope_parameters") is None:
         if kind == SLIDING:
             return RopeConfig(rope_type="default", theta=10_000.0)
         return RopeConfig(rope_type="proportional", theta=1_000_000.0, partial_rotary_factor=0.25)
-    return read_rope(config, head_dim=head_dim, default_theta=None, layer_type=kind)
+    return config.rope(default_theta=None, layer_type=kind)
 
 
 GEMMA4 = Family(

@@ -28,7 +28,9 @@ def read_glm4(config: ModelFile) -> DecoderConfig:
 
 
 def _read(config: ModelFile, norms: LayerNorms, *, qkv_bias: bool, default_partial: float = 0.5) -> DecoderConfig:
-    attention = config.attention(is_interleaved=True, default_partial=default_partial, qkv_bias=qkv_bias)
+    attention = config.attention(
+        qkv_bias=qkv_bias, rope=config.rope(is_interleaved=True, default_partial=default_partial)
+    )
     layer = LayerConfig(mixer=attention, mlp=config.mlp(), norms=norms)
     return config.decoder(layer)
 
@@ -81,9 +83,9 @@ GLM_OCR = Family(
 def read_glm4_moe(config: ModelFile) -> DecoderConfig:
     """Read GLM-4.5, with half-rotated heads."""
     attention = config.attention(
-        default_partial=0.5,
         qk_norm="head" if config.get("use_qk_norm", bool, False) else None,
         qkv_bias=config.bias(),
+        rope=config.rope(default_partial=0.5),
     )
     return read_with_predictions(config, attention)
 

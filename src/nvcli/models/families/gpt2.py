@@ -65,7 +65,7 @@ def read_bigcode(config: ModelFile) -> DecoderConfig:
 
 def read_gpt_neo(config: ModelFile) -> DecoderConfig:
     """Read which layers have a window; scores are not scaled."""
-    attention = config.attention(rope=lambda _: None, scale=1.0, o_bias=True)
+    attention = config.attention(scale=1.0, o_bias=True, rope=None)
     local = replace(attention, window=config.bounded(config.positive("window_size", 256)))
     of_layers = (local if kind == "local" else attention for kind in _kinds(config))
     return _decoder(config, of_layers, "gelu_new", CheckpointLayout(renamed=_RENAMED_NEO))
@@ -88,7 +88,7 @@ def _read_gptj(config: ModelFile, layout: CheckpointLayout) -> DecoderConfig:
     """Read attention and MLP side by side, the first dimensions of heads rotated, and a bias of the LM head."""
     head_dim = config.head_dim()
     rotated = config.positive("rotary_dim", 64, most=head_dim)
-    attention = config.attention(default_partial=rotated / head_dim, is_interleaved=True)
+    attention = config.attention(rope=config.rope(default_partial=rotated / head_dim, is_interleaved=True))
     layer = LayerConfig(mixer=attention, mlp=_mlp(config, "gelu_new"), norms=replace(_NORMS, before_mlp=None))
     layout = replace(layout, starts=starts_after("transformer.", _STARTS))
     return config.decoder(layer, norm=config.layer_norm(), layout=layout, has_head_bias=True)
@@ -97,7 +97,7 @@ def _read_gptj(config: ModelFile, layout: CheckpointLayout) -> DecoderConfig:
 def _attention(config: ModelFile) -> AttentionConfig:
     """Read attention that does not rotate, and has biases."""
     config.only("add_cross_attention", False)
-    attention = config.attention(rope=lambda _: None, bias=True)
+    attention = config.attention(bias=True, rope=None)
     return attention if config.get("scale_attn_weights", bool, True) else replace(attention, scale=1.0)
 
 

@@ -23,7 +23,7 @@ RENAMED = (
 
 def read(config: ModelFile) -> DecoderConfig:
     """Read attention and MLP side by side, or one after the other. Each head's query, key and value lie together."""
-    attention = config.attention(default_partial=0.25, bias=config.bias(default=True))
+    attention = config.attention(bias=config.bias(default=True), rope=config.rope(default_partial=0.25))
     norms = LayerNorms(mlp_skips_mixer=config.get("use_parallel_residual", bool, True))
     layout = CheckpointLayout(
         starts=(*starts_after("gpt_neox.", _STARTS), ("embed_out.", "lm_head.")),
@@ -47,7 +47,7 @@ GPT_NEOX = Family(
 def read_persimmon(config: ModelFile) -> DecoderConfig:
     """Read Persimmon."""
     qk_norm: QKNorm | None = "layer" if config.get("qk_layernorm", bool, True) else None
-    attention = config.attention(default_theta=25_000.0, default_partial=0.5, bias=True, qk_norm=qk_norm)
+    attention = config.attention(bias=True, qk_norm=qk_norm, rope=config.rope(25_000.0, default_partial=0.5))
     layout = CheckpointLayout(
         starts=(("model.final_layernorm.", "model.norm."),),
         renamed=(*RENAMED, (".q_layernorm.", ".q_norm."), (".k_layernorm.", ".k_norm.")),

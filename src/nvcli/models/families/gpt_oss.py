@@ -23,7 +23,7 @@ def read(config: ModelFile) -> DecoderConfig:
     if config.activation() != "silu":
         raise config.error("hidden_act", "only silu is supported here: the experts' gates are based on it")
     bias = config.bias(default=True)
-    attention = config.by_kind(config.attention(default_theta=150_000.0, bias=bias, has_sinks=True), 128)
+    attention = config.by_kind(config.attention(bias=bias, has_sinks=True, rope=config.rope(150_000.0)), 128)
     activation = ExpertActivation(
         kind="clamped_swiglu",
         alpha=config.positive_number("swiglu_alpha", 1.702),

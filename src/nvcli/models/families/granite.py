@@ -130,9 +130,7 @@ def _layer_types(config: ModelFile) -> list[str]:
 def _attention(config: ModelFile, *, rotates: bool) -> AttentionConfig:
     bias = config.bias()
     scale = config.positive_number("attention_multiplier", 1.0)
-    if rotates:
-        return config.attention(scale=scale, bias=bias)
-    return config.attention(rope=lambda _: None, scale=scale, bias=bias)
+    return config.attention(scale=scale, bias=bias, rope=config.rope() if rotates else None)
 
 
 def _read(

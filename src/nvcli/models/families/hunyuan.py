@@ -10,7 +10,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
-from nvcli.models.rope_config import RopeConfig, read_rope, rope_section
+from nvcli.models.rope_config import RopeConfig, rope_section
 
 _V1_NAMES = (
     (".query_layernorm", ".q_norm"),
@@ -48,20 +48,15 @@ def read_v1_moe(config: ModelFile) -> DecoderConfig:
 
 
 def _v1_attention(config: ModelFile) -> AttentionConfig:
-    return config.attention(
-        rope=lambda head_dim: _v1_rope(config, head_dim),
-        qk_norm="head",
-        norms_last=True,
-        bias=config.bias(),
-    )
+    return config.attention(qk_norm="head", norms_last=True, bias=config.bias(), rope=_v1_rope(config))
 
 
-def _v1_rope(config: ModelFile, head_dim: int) -> RopeConfig:
+def _v1_rope(config: ModelFile) -> RopeConfig:
     """Read the rotation; with `alpha`, what the files call dynamic is a larger base for sequences of any length."""
     rope = rope_section(config)
     if rope.values.get("alpha") is None:
-        return read_rope(config, head_dim=head_dim, default_theta=10_000.0)
-    theta = rope.positive_number("rope_theta", 10_000.0)
+        return config.rope()
+    theta, head_dim = rope.positive_number("rope_theta", 10_000.0), config.head_dim()
     return RopeConfig(rope_type="default", theta=theta * rope.positive_number("alpha") ** (head_dim / (head_dim - 2)))
 
 
@@ -77,7 +72,7 @@ def _of_all_layers(config: ModelFile, key: str) -> object:
 
 def read_v3(config: ModelFile) -> DecoderConfig:
     """Read which layers have experts. A layer for multi-token prediction stays on disk."""
-    attention = config.attention(default_theta=11_158_840.0, qk_norm="head", bias=config.bias())
+    attention = config.attention(qk_norm="head", bias=config.bias(), rope=config.rope(11_158_840.0))
     if config.mlp_bias():
         raise config.error("mlp_bias", "true is not supported beside experts, only false")
     routing = config.routing(

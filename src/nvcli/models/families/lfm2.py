@@ -82,17 +82,16 @@ def read_lfm3(config: ModelFile) -> DecoderConfig:
 
 def _lfm3_attention(config: ModelFile, kind: str) -> AttentionConfig:
     return config.attention(
-        default_theta=None,
-        layer_type=kind,
         window=config.window_of(kind, 256),
         qk_norm="head",
         bias=config.bias(),
         gate=OutputGate(is_of_heads=True) if config.get("use_attention_gate", bool, True) else None,
+        rope=config.rope(default_theta=None, layer_type=kind),
     )
 
 
 def _read(config: ModelFile, mlps: FeedForward | Sequence[FeedForward]) -> DecoderConfig:
-    mixers = {FULL: config.attention(default_theta=1_000_000.0, qk_norm="head"), _CONV: _conv(config)}
+    mixers = {FULL: config.attention(qk_norm="head", rope=config.rope(1_000_000.0)), _CONV: _conv(config)}
     return _decoder(config, config.layers(_layer_types(config), mixers, mlps, _NORMS))
 
 

@@ -16,7 +16,7 @@ def read_llama(config: ModelFile) -> DecoderConfig:
     """Read full attention in every layer, with biases where the file has them."""
     config.layer_types(supported=(FULL,))
     layer = LayerConfig(
-        mixer=config.attention(bias=config.bias()),
+        mixer=config.attention(bias=config.bias(), rope=config.rope()),
         mlp=config.mlp(bias=config.mlp_bias()),
     )
     return config.decoder(layer)
@@ -26,8 +26,7 @@ def read_internlm3(config: ModelFile) -> DecoderConfig:
     """Read InternLM3, whose keys for biases have other names."""
     layer = LayerConfig(
         mixer=config.attention(
-            qkv_bias=config.get("qkv_bias", bool, False),
-            o_bias=config.get("bias", bool, False),
+            qkv_bias=config.get("qkv_bias", bool, False), o_bias=config.get("bias", bool, False), rope=config.rope()
         ),
         mlp=config.mlp(bias=config.get("bias", bool, False)),
     )
@@ -36,13 +35,13 @@ def read_internlm3(config: ModelFile) -> DecoderConfig:
 
 def read_helium(config: ModelFile) -> DecoderConfig:
     """Read heads that are rotated in neighbouring pairs."""
-    attention = config.attention(default_theta=100_000.0, is_interleaved=True, qkv_bias=config.bias())
+    attention = config.attention(qkv_bias=config.bias(), rope=config.rope(100_000.0, is_interleaved=True))
     return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp(bias=config.mlp_bias())))
 
 
 def read_cwm(config: ModelFile) -> DecoderConfig:
     """Read windows; by default the first and then every fourth layer has full attention."""
-    attention = config.by_kind(config.attention(default_theta=None), 8192)
+    attention = config.by_kind(config.attention(rope=config.rope(default_theta=None)), 8192)
     kinds = config.layer_kinds(lambda number: number % 4 == 0)
     return config.decoder(config.layers(kinds, attention, config.mlp(bias=config.mlp_bias())))
 
@@ -101,7 +100,7 @@ _NOPE_INTERVAL = 4
 def read_smollm3(config: ModelFile) -> DecoderConfig:
     """Read which layers rotate, and which have a window: by default, if there are windows, the layers that do not
     rotate have one."""
-    attention = config.attention(default_theta=2_000_000.0, bias=config.bias())
+    attention = config.attention(bias=config.bias(), rope=config.rope(2_000_000.0))
     mlp = config.mlp(bias=config.mlp_bias())
     window = config.window() if config.get("use_sliding_window", bool, False) else None
     rotates = rotating_layers(config)

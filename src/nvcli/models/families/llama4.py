@@ -48,7 +48,7 @@ def read(config: ModelFile) -> DecoderConfig:
 
 
 def _attention(config: ModelFile, *, has_rope: bool) -> AttentionConfig:
-    attention = config.attention(default_theta=500_000.0, is_interleaved=True, bias=config.bias())
+    attention = config.attention(bias=config.bias(), rope=config.rope(500_000.0, is_interleaved=True))
     if has_rope:
         norms = config.get("use_qk_norm", bool, True)
         return replace(attention, qk_norm="head", weighs_norms=False, norms_last=True) if norms else attention

@@ -33,7 +33,7 @@ _OWN_NAMES = {
 
 def read(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers."""
-    attention = config.attention(default_theta=5_000_000.0, default_partial=_rotated_part(config), qk_norm="row")
+    attention = config.attention(qk_norm="row", rope=config.rope(5_000_000.0, default_partial=_rotated_part(config)))
     routing = config.routing(scoring="sigmoid", renormalise=True)
     experts = config.experts(routing, size_key="intermediate_size", has_correction=True)
     return config.decoder(LayerConfig(mixer=attention, mlp=experts), layout=_LAYOUT)
@@ -52,7 +52,7 @@ def read_text_01(config: ModelFile) -> DecoderConfig:
     config = config.with_names(_OWN_NAMES)
     norm, count = config.rms_norm(), config.num_layers()
     window = config.bounded(config.window())
-    full = config.attention(default_theta=1_000_000.0, default_partial=_rotated_part(config), window=window)
+    full = config.attention(window=window, rope=config.rope(1_000_000.0, default_partial=_rotated_part(config)))
     config.positive("head_dim", full.head_dim, most=MAX_STATE)
     experts = config.experts(config.routing(renormalise=True), size_key="intermediate_size")
     of_mlp = _factors(config, "mlp")

@@ -24,7 +24,9 @@ def read_mistral(config: ModelFile) -> DecoderConfig:
     """Read the window of all layers; `layer_types` may say the same."""
     window = config.window(DEFAULT_WINDOW)
     config.layer_types(supported=(FULL if window is None else SLIDING,))
-    layer = LayerConfig(mixer=config.attention(default_theta=None, window=config.bounded(window)), mlp=config.mlp())
+    layer = LayerConfig(
+        mixer=config.attention(window=config.bounded(window), rope=config.rope(default_theta=None)), mlp=config.mlp()
+    )
     return config.decoder(layer)
 
 
@@ -41,7 +43,7 @@ def read_ministral(config: ModelFile) -> DecoderConfig:
     """Read windows by layer; without `layer_types`, a window applies to all layers."""
     window = config.window(DEFAULT_WINDOW)
     kinds = config.layer_kinds(lambda _: window is None)
-    attention, mlp = config.attention(), config.mlp()
+    attention, mlp = config.attention(rope=config.rope()), config.mlp()
     windows = (config.bounded(window) if kind == SLIDING else None for kind in kinds)
     return config.decoder(LayerConfig(mixer=replace(attention, window=one), mlp=mlp) for one in windows)
 
@@ -62,7 +64,7 @@ def read_ministral3(config: ModelFile) -> DecoderConfig:
     scaling = _query_scaling(config)
     window = config.bounded(config.window())
     layer = LayerConfig(
-        mixer=config.attention(default_theta=1_000_000.0, window=window, query_scaling=scaling),
+        mixer=config.attention(window=window, query_scaling=scaling, rope=config.rope(1_000_000.0)),
         mlp=config.mlp(),
     )
     return config.decoder(layer)
@@ -140,7 +142,7 @@ MIXTRAL_NAMES = (
 
 def read_mixtral(config: ModelFile) -> DecoderConfig:
     """Read one window for all layers, or none. The weights of a token's experts add up to 1."""
-    attention = config.attention(default_theta=1_000_000.0, window=config.bounded(config.window()))
+    attention = config.attention(window=config.bounded(config.window()), rope=config.rope(1_000_000.0))
     experts = config.experts(config.routing(renormalise=True), size_key="intermediate_size")
     layout = CheckpointLayout(renamed=MIXTRAL_NAMES)
     return config.decoder(LayerConfig(mixer=attention, mlp=experts), layout=layout)

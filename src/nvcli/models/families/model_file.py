@@ -80,40 +80,19 @@ class ModelFile(JsonFile):
         eps = self.positive_number(key, 1e-5)
         return NormConfig(eps=eps, kind="layer", has_bias=True, weight_offset=weight_offset)
 
-    def attention(
-        self,
-        *,
-        default_theta: float | None = 10_000.0,
-        layer_type: str = FULL,
-        default_partial: float = 1.0,
-        is_interleaved: bool = False,
-        rope: Callable[[int], RopeConfig | None] | None = None,
-        bias: bool = False,
-        **traits: Any,
-    ) -> AttentionConfig:
-        """Read heads and rope of one kind of attention; `default_theta`, `layer_type`, `default_partial`,
-        `is_interleaved`: see `read_rope`.
+    def rope(self, default_theta: float | None = 10_000.0, **settings: Any) -> RopeConfig:
+        """Read the rotation of heads. `settings` are the other arguments of `read_rope`."""
+        return read_rope(self, head_dim=self.head_dim(), default_theta=default_theta, **settings)
 
-        `rope` makes a rope from the head size, in place of config.json's. `bias`: whether all projections have one.
-        `traits` are the other fields of `AttentionConfig`; the scale has its usual default.
-        """
+    def attention(self, *, rope: RopeConfig | None, bias: bool = False, **traits: Any) -> AttentionConfig:
+        """Read the heads of one kind of attention. `bias`: whether all projections have one. `traits` are the other
+        fields of `AttentionConfig`; the scale has its usual default."""
         head_dim = self.head_dim()
-        if rope is not None:
-            settings = rope(head_dim)
-        else:
-            settings = read_rope(
-                self,
-                head_dim=head_dim,
-                default_theta=default_theta,
-                layer_type=layer_type,
-                is_interleaved=is_interleaved,
-                default_partial=default_partial,
-            )
         return AttentionConfig(
             num_heads=self.positive("num_attention_heads"),
             num_kv_heads=self.num_kv_heads(),
             head_dim=head_dim,
-            rope=settings,
+            rope=rope,
             **{"scale": head_dim**-0.5, "qkv_bias": bias, "o_bias": bias, **traits},
         )
 

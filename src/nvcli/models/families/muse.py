@@ -29,6 +29,7 @@ def read(config: ModelFile) -> DecoderConfig:
         weighs_norms=False,
         bias=config.bias(),
         gate=OutputGate(),
+        rope=config.rope(),
     )
     window = config.bounded(config.window(2048))
     mlp = config.mlp(key="hidden_activation")

@@ -46,7 +46,7 @@ def read_nemotron_h(config: ModelFile) -> DecoderConfig:
     in which an MLP follows no block that mixes tokens."""
     kinds = _block_kinds(config)
     bias, eps = config.bias(), config.positive_number("layer_norm_epsilon")
-    attention = config.attention(rope=lambda _: None, bias=bias)
+    attention = config.attention(bias=bias, rope=None)
     blocks: dict[str, Mixer | FeedForward] = {}
     for kind in dict.fromkeys(kinds):
         if kind in ATTENTION:

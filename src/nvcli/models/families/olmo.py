@@ -12,7 +12,7 @@ from nvcli.models.families.model_file import FULL, LINEAR, SLIDING, ModelFile
 from nvcli.models.families.qwen_hybrid import read_delta_net
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.rope_config import read_rope, rope_section
+from nvcli.models.rope_config import rope_section
 
 NORMS_AFTER = LayerNorms(
     before_attention=None,
@@ -28,7 +28,7 @@ _OLMO_EPS = 1e-5
 
 def read_olmo(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers, whose queries, keys and values may be clamped (`clip_qkv`)."""
-    attention = config.attention(bias=config.bias(), clip=config.optional_number("clip_qkv", None))
+    attention = config.attention(bias=config.bias(), clip=config.optional_number("clip_qkv", None), rope=config.rope())
     norm = NormConfig(eps=_OLMO_EPS, kind="layer", has_weight=False)
     return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp()), norm=norm)
 
@@ -51,10 +51,7 @@ def _layer(config: ModelFile, kind: str, default_theta: float) -> LayerConfig:
     if kind == SLIDING and config.values.get("rope_scaling"):
         source = config.replacing(rope_scaling=None)
     attention = config.attention(
-        rope=lambda head_dim: read_rope(source, head_dim=head_dim, default_theta=theta, layer_type=kind),
-        window=config.window_of(kind, 4096),
-        qk_norm="row",
-        bias=config.bias(),
+        window=config.window_of(kind, 4096), qk_norm="row", bias=config.bias(), rope=source.rope(theta, layer_type=kind)
     )
     return LayerConfig(mixer=attention, mlp=config.mlp(), norms=NORMS_AFTER)
 
@@ -96,7 +93,7 @@ def _layer_with_experts(config: ModelFile, norms: LayerNorms, default_theta: flo
     routing = config.routing(renormalise=config.get("norm_topk_prob", bool, False))
     clip = config.optional_number("clip_qkv", None)
     return LayerConfig(
-        mixer=config.attention(default_theta=default_theta, qk_norm="row", bias=config.bias(), clip=clip),
+        mixer=config.attention(qk_norm="row", bias=config.bias(), clip=clip, rope=config.rope(default_theta)),
         mlp=config.experts(routing, size_key="intermediate_size"),
         norms=norms,
     )
@@ -128,7 +125,7 @@ _HYBRID_LAYOUT = CheckpointLayout(
 def read_olmo_hybrid(config: ModelFile) -> DecoderConfig:
     """Read gated delta nets, with norms before the blocks, between layers of full attention, with norms after them.
     These rotate only if the file gives a theta."""
-    attention = config.attention(qk_norm="row", bias=config.bias())
+    attention = config.attention(qk_norm="row", bias=config.bias(), rope=config.rope())
     if not rope_section(config).has("rope_theta"):
         attention = replace(attention, rope=None)
     scale = 2.0 if config.get("linear_allow_neg_eigval", bool, True) else 1.0

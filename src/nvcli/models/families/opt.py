@@ -66,7 +66,7 @@ def _with_scale(config: ModelFile, **settings: Any) -> DecoderConfig:
 
 def _layer(config: ModelFile, activation: str, *, bias: bool) -> LayerConfig:
     return LayerConfig(
-        mixer=config.attention(rope=lambda _: None, bias=bias),
+        mixer=config.attention(bias=bias, rope=None),
         mlp=config.plain_mlp(activation, bias=bias),
         norms=LayerNorms(before_attention="self_attn_layer_norm", before_mlp="final_layer_norm"),
     )

@@ -21,7 +21,7 @@ def read_phi(config: ModelFile) -> DecoderConfig:
     """Read half-rotated heads, and a bias of the LM head too."""
     config.only("qk_layernorm", False)
     layer = LayerConfig(
-        mixer=config.attention(default_partial=0.5, bias=True),
+        mixer=config.attention(bias=True, rope=config.rope(default_partial=0.5)),
         mlp=config.plain_mlp("gelu_new", bias=True),
         norms=LayerNorms(before_mlp=None),
     )
@@ -31,7 +31,9 @@ def read_phi(config: ModelFile) -> DecoderConfig:
 def read(config: ModelFile) -> DecoderConfig:
     """Read one window for all layers, or none. Runs of up to `original_max_position_embeddings` tokens use longrope's
     short factors, and runs of longer ones (`max_model_len`) use its long factors."""
-    layer = LayerConfig(mixer=config.attention(window=config.bounded(config.window())), mlp=config.mlp())
+    layer = LayerConfig(
+        mixer=config.attention(window=config.bounded(config.window()), rope=config.rope()), mlp=config.mlp()
+    )
     return config.decoder(layer)
 
 
@@ -40,7 +42,9 @@ def read_moe(config: ModelFile) -> DecoderConfig:
     config.only("num_experts_per_tok", 2)
     tolerance = 2 * config.positive_number("router_jitter_noise", 0.01)
     experts = config.experts(config.routing(scoring="sparsemixer", tolerance=tolerance), size_key="intermediate_size")
-    attention = config.attention(default_theta=1_000_000.0, window=config.bounded(config.window()), bias=config.bias())
+    attention = config.attention(
+        window=config.bounded(config.window()), bias=config.bias(), rope=config.rope(1_000_000.0)
+    )
     return config.decoder(
         LayerConfig(mixer=attention, mlp=experts),
         norm=NormConfig(eps=config.positive_number("rms_norm_eps"), kind="layer", has_bias=True),

@@ -13,7 +13,6 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.rope_config import read_rope
 
 _APERTUS_ROPE = {
     "rope_type": "llama3",
@@ -28,7 +27,7 @@ _APERTUS_ROPE = {
 def read_arcee(config: ModelFile) -> DecoderConfig:
     """Read Llama's attention, and MLPs without a gate."""
     config.layer_types(supported=(FULL,))
-    attention = config.attention(bias=config.bias())
+    attention = config.attention(bias=config.bias(), rope=config.rope())
     mlp = config.plain_mlp("relu2", bias=config.mlp_bias())
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp))
 
@@ -36,13 +35,13 @@ def read_arcee(config: ModelFile) -> DecoderConfig:
 def read_apertus(config: ModelFile) -> DecoderConfig:
     """Read normed queries and keys; the layers' activations have numbers of their own."""
     norms = LayerNorms(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
-    attention = config.attention(default_theta=None, qk_norm="head", bias=config.bias())
+    attention = config.attention(qk_norm="head", bias=config.bias(), rope=config.rope(default_theta=None))
     return config.decoder(LayerConfig(mixer=attention, mlp=config.plain_mlp("xielu"), norms=norms))
 
 
 def read_nemotron(config: ModelFile) -> DecoderConfig:
     """Read half-rotated heads. Weights of norms are stored as differences from 1."""
-    attention = config.attention(default_partial=0.5, bias=config.bias())
+    attention = config.attention(bias=config.bias(), rope=config.rope(default_partial=0.5))
     mlp = config.plain_mlp("relu2", bias=config.mlp_bias())
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp), norm=config.layer_norm("norm_eps", weight_offset=1.0))
 
@@ -50,7 +49,7 @@ def read_nemotron(config: ModelFile) -> DecoderConfig:
 def read_starcoder2(config: ModelFile) -> DecoderConfig:
     """Read one window for all layers, or none, and biases everywhere."""
     bias = config.get("use_bias", bool, True)
-    attention = config.attention(window=config.bounded(config.window()), bias=bias)
+    attention = config.attention(window=config.bounded(config.window()), bias=bias, rope=config.rope())
     layer = LayerConfig(mixer=attention, mlp=config.plain_mlp("gelu_pytorch_tanh", bias=bias))
     layout = CheckpointLayout(renamed=((".mlp.c_fc", ".mlp.up_proj"), (".mlp.c_proj", ".mlp.down_proj")))
     return config.decoder(layer, norm=config.layer_norm("norm_epsilon"), layout=layout)
@@ -58,7 +57,7 @@ def read_starcoder2(config: ModelFile) -> DecoderConfig:
 
 def read_jais2(config: ModelFile) -> DecoderConfig:
     """Read Arcee's layers, with LayerNorm and, by default, biases everywhere."""
-    attention = config.attention(bias=config.bias(default=True))
+    attention = config.attention(bias=config.bias(default=True), rope=config.rope())
     mlp = config.plain_mlp("relu2", bias=config.mlp_bias(default=True))
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp), norm=config.layer_norm())
 
@@ -67,10 +66,7 @@ def read_nanochat(config: ModelFile) -> DecoderConfig:
     """Read heads that the rotation turns back, and normed embeddings. A norm without weights may as well come before
     the rotation."""
     attention = config.attention(
-        rope=lambda dim: replace(read_rope(config, head_dim=dim, default_theta=10_000.0), turns_back=True),
-        qk_norm="head",
-        weighs_norms=False,
-        bias=config.bias(),
+        qk_norm="head", weighs_norms=False, bias=config.bias(), rope=replace(config.rope(), turns_back=True)
     )
     return config.decoder(
         LayerConfig(mixer=attention, mlp=config.plain_mlp("relu2")),

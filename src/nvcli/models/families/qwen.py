@@ -29,12 +29,12 @@ def read_qwen2(config: ModelFile) -> DecoderConfig:
 def read_qwen3(config: ModelFile) -> DecoderConfig:
     """Read Qwen3, with normed queries and keys. `head_dim` must be present: it does not follow from the hidden size."""
     config.positive("head_dim")
-    attention = config.attention(default_theta=None, qk_norm="head", bias=config.bias())
+    attention = config.attention(qk_norm="head", bias=config.bias(), rope=config.rope(default_theta=None))
     return _read(config, attention)
 
 
 def _qwen2_attention(config: ModelFile) -> AttentionConfig:
-    return config.attention(default_theta=None, qkv_bias=True)
+    return config.attention(qkv_bias=True, rope=config.rope(default_theta=None))
 
 
 def _read(
@@ -111,7 +111,9 @@ def read_qwen2_moe(config: ModelFile) -> DecoderConfig:
 def read_qwen3_moe(config: ModelFile) -> DecoderConfig:
     """Read normed queries and keys, and one window for all layers, or none."""
     window = config.window(DEFAULT_WINDOW) if config.get("use_sliding_window", bool, False) else None
-    attention = config.attention(default_theta=None, qk_norm="head", bias=config.bias(), window=config.bounded(window))
+    attention = config.attention(
+        qk_norm="head", bias=config.bias(), window=config.bounded(window), rope=config.rope(default_theta=None)
+    )
     return config.decoder(LayerConfig(mixer=attention, mlp=mlp) for mlp in read_mlps(config))
 
 

@@ -43,10 +43,7 @@ def _read(
     config: ModelFile, mlps: FeedForward | Iterable[FeedForward], *, stored: StoredProjections = "qkv"
 ) -> DecoderConfig:
     attention = config.attention(
-        default_partial=0.25,
-        qk_norm="head",
-        gate=OutputGate(is_in_queries=True),
-        bias=config.bias(),
+        qk_norm="head", gate=OutputGate(is_in_queries=True), bias=config.bias(), rope=config.rope(default_partial=0.25)
     )
     mixers = {FULL: attention, LINEAR: read_delta_net(config, stored=stored)}
     layers = config.layers(_layer_types(config), mixers, mlps)

@@ -10,8 +10,7 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 def read(config: ModelFile) -> DecoderConfig:
     """Read the biases, each of which has a key of its own."""
     attention = config.attention(
-        qkv_bias=config.bias(default=True),
-        o_bias=config.get("attention_out_bias", bool, False),
+        qkv_bias=config.bias(default=True), o_bias=config.get("attention_out_bias", bool, False), rope=config.rope()
     )
     layer = LayerConfig(mixer=attention, mlp=config.mlp(bias=config.mlp_bias()))
     return config.decoder(layer)

@@ -11,7 +11,9 @@ def read(config: ModelFile) -> DecoderConfig:
     """Read attention and MLP one after the other, or side by side."""
     if config.get("qk_layernorm", bool, False):
         raise config.error("qk_layernorm", "true is not supported: each head would have a norm of its own")
-    attention = config.attention(default_partial=0.25, qkv_bias=config.get("use_qkv_bias", bool, False))
+    attention = config.attention(
+        qkv_bias=config.get("use_qkv_bias", bool, False), rope=config.rope(default_partial=0.25)
+    )
     norms = LayerNorms(before_mlp=None) if config.get("use_parallel_residual", bool, False) else LayerNorms()
     return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp(), norms=norms), norm=config.layer_norm())
 

@@ -32,11 +32,10 @@ def read_mellum(config: ModelFile) -> DecoderConfig:
     prediction stays on disk."""
     attention = {
         kind: config.attention(
-            default_theta=None,
-            layer_type=kind,
             window=config.window_of(kind, 1024),
             qk_norm="head",
             bias=config.bias(),
+            rope=config.rope(default_theta=None, layer_type=kind),
         )
         for kind in (FULL, SLIDING)
     }
@@ -77,7 +76,7 @@ def read_kolibri(config: ModelFile) -> DecoderConfig:
 
 def _attention(config: ModelFile, **traits: Any) -> dict[str, AttentionConfig]:
     """Read attention by kind of layer."""
-    return config.by_kind(config.attention(qk_norm="head", **traits), 513, full_rotates=False)
+    return config.by_kind(config.attention(qk_norm="head", rope=config.rope(), **traits), 513, full_rotates=False)
 
 
 MELLUM = Family(
