@@ -5,7 +5,7 @@ A choice is `auto`, a backend's name, or `prefill:decode`, each side one of thos
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 
 from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.hybrid import HybridBackend
@@ -81,6 +81,5 @@ def _load(name: str, case: AttentionCase) -> type[AttentionBackend]:
     if name not in BACKENDS:
         raise ConfigError(f"attention_backend {name!r} is unknown; known: auto, {', '.join(BACKENDS)}")
     place = BATCH_INVARIANT.get(name, BACKENDS[name]) if case.batch_invariant else BACKENDS[name]
-    module_name, _, class_name = place.partition(":")
-    backend: type[AttentionBackend] = getattr(import_module(module_name), class_name)
+    backend: type[AttentionBackend] = resolve_name(place)
     return backend

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from nvcli.attention.spec import CacheSpec
@@ -71,5 +71,4 @@ class DraftHeadConfig(ABC):
         `build` is a `BuildContext`; `shared` are the target's `SharedParts`; `specs` are those of `mixers` on this
         rank, and `cache_layer` is the number of its first layer in the rank's KV cache.
         """
-        module, _, name = self.module.partition(":")
-        return getattr(import_module(module), name)(build, self, shared, specs, cache_layer)
+        return resolve_name(self.module)(build, self, shared, specs, cache_layer)

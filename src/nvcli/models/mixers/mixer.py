@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from nvcli.attention.kv_layout import KVDtype
@@ -187,8 +187,7 @@ class Block(ABC):
 
     def build_at(self, build: object, path: str, norm: NormConfig, *cache: object) -> Any:
         """Create it under another path than its own name in a layer, as a part of another block."""
-        module, _, name = self.module.partition(":")
-        return getattr(import_module(module), name)(build, path, self, norm, *cache)
+        return resolve_name(self.module)(build, path, self, norm, *cache)
 
     @abstractmethod
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:

@@ -9,7 +9,6 @@ the other is gone. A child also asks the kernel to be killed when its parent die
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Any
 
@@ -179,10 +179,9 @@ def _main() -> None:
     end_with_parent(int(parent_pid), signal.SIGKILL)
     os.set_inheritable(int(fd), False)  # a compiler started by this process may outlive it
     control = Connection(int(fd))
-    module, function = target.split(":")
     try:
         argument = control.recv()
-        getattr(importlib.import_module(module), function)(argument, control)
+        resolve_name(target)(argument, control)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent hung up: there is no one to report to.
         os._exit(1)

@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import os
 import queue
 import signal
 import threading
 import time
 from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 
 import msgspec
 
@@ -76,8 +76,7 @@ def _run(start: RankStart, control: Connection) -> None:
         started_at=started_at,
         compilers=start_compilers(start.config),
     )
-    module, name = start.runner.split(":")
-    make_runner = getattr(importlib.import_module(module), name)
+    make_runner = resolve_name(start.runner)
     gc.freeze()  # imports live forever: the collector need not scan them
     gc.enable()
     runner: Runner = make_runner(start.config, context)
@@ -142,7 +141,7 @@ def change_weights(runner: Runner, change: WeightsChange) -> WeightsChanged:
 
 def _import_ahead() -> None:
     with contextlib.suppress(Exception):  # the rank will fail the same way
-        importlib.import_module(MODEL_RUNNER.partition(":")[0])
+        resolve_name(MODEL_RUNNER)
 
 
 def _open_gpu_context(index: int) -> None:
