@@ -248,7 +248,7 @@ def _is_complete(path: Path, *, weights: bool) -> bool:
 
     A folder without weights has a tokenizer file beside its config.
     """
-    if not (path / "config.json").exists():
+    if not (path / CONFIG_FILE).exists():
         return False
     if not weights:
         return any(path.glob("tokenizer*"))

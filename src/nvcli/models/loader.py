@@ -7,7 +7,7 @@ handles files and threads. Only this rank's slices are read, straight into the p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -195,7 +195,8 @@ def init_random_weights(model: CausalLM, device: torch.device) -> int:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dtype in (torch.int16, torch.int32):
-                _random_words(parameter, generator)
+                limits = torch.iinfo(parameter.dtype)  # all codes; scales and column orders are filled separately
+                parameter.random_(limits.min, limits.max + 1, generator=generator)
             elif parameter.dtype == FP8:
                 flat = parameter.flatten(0, -2)
                 for first in range(0, len(flat), _RANDOM_ROWS):
@@ -212,12 +213,6 @@ def init_random_weights(model: CausalLM, device: torch.device) -> int:
                     if source.scales is not None:
                         _fill_scales(module, source.scales)
     return sum(model.weight_bytes().values())
-
-
-def _random_words(parameter: Tensor, generator: torch.Generator) -> None:
-    """Fill words with random codes. Scales and column orders are filled separately."""
-    limits = torch.iinfo(parameter.dtype)
-    parameter.random_(limits.min, limits.max + 1, generator=generator)
 
 
 def _fill_scales(module: nn.Module, target: ScaleTarget) -> None:
@@ -267,11 +262,6 @@ def materialize(model: nn.Module, device: torch.device, make: Callable[[int], Te
                 setattr(module, name, made[id(parameter)])
         if isinstance(module, DerivedModule):
             module.derive(device)
-
-
-def read_weights(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> None:
-    """Read assignments on threads. Raises LoadError."""
-    begin_to_read(assignments, tensors)()
 
 
 def _check_tied_head(model: CausalLM, tensors: Mapping[str, TensorInfo]) -> None:

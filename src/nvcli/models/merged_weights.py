@@ -34,10 +34,10 @@ from nvcli.models.adapters.merge import are_finite, check_finite, read_features,
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, read_model_tensors
 from nvcli.models.host_adapters import HostAdapters
-from nvcli.models.loader import assignments_of, read_weights
+from nvcli.models.loader import assignments_of
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import LowRankChange, TensorInfo
-from nvcli.models.weight_reader import Assignment
+from nvcli.models.weight_reader import Assignment, begin_to_read
 from nvcli.models.weights import length
 
 Place = Literal["device", "host", "files"]
@@ -155,7 +155,7 @@ class MergedWeights:
                 if weight.source.stored_name in names
                 and not self._set(index, changed.get(weight.source.stored_name), products.get(index), values)
             ]
-            read_weights(unkept, {**self._base, **changed})
+            begin_to_read(unkept, {**self._base, **changed})()
         except LoadError as error:
             self._spoil(changed)
             return error
@@ -208,7 +208,7 @@ class MergedWeights:
                 copy.copy_(dequantise_weight(weight.target, weight.scales))
             else:
                 unread.append(replace(weight, source=replace(weight.source, scales=None), target=copy, scales=None))
-        read_weights(unread, self._base)
+        begin_to_read(unread, self._base)()
         return copies
 
     def _compile_changes(self) -> None:
