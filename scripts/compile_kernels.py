@@ -64,6 +64,7 @@ _PHI_MOE = {
     "lm_head_bias": True,
     "num_local_experts": 16,
 }
+_FEW_EXPERTS = {"n_routed_experts": 16, "num_hidden_layers": 4}
 _LIGHTNING = {"architectures": ["MiniMaxForCausalLM"], "num_hidden_layers": 4}
 _OLMO_HYBRID = {
     "architectures": ["OlmoHybridForCausalLM"],
@@ -96,6 +97,8 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2-Lite": ("deepseek-v2-lite", {}),
     "DeepSeek-V2-Lite with an FP8 cache": ("deepseek-v2-lite", {"kv_cache_dtype": "fp8"}),
     "DeepSeek-V2-Lite batch-invariant": ("deepseek-v2-lite", {"batch_invariant": True}),
+    "DeepSeek-V3.2": ("deepseek-v3.2", {"hf_overrides": _FEW_EXPERTS}),
+    "GLM-5 with drafts": ("glm-5", {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _FEW_EXPERTS}),
     "GLM-4.7-Flash with drafts": ("glm-4.7-flash", {"speculation": SpeculationConfig(method="lookup")}),
     "Gemma 2": ("gemma-2-9b", {}),
     "Gemma 3": ("gemma-3-27b", {}),

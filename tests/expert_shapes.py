@@ -17,6 +17,7 @@ LATENTS: dict[str, Any] = {
     "v_head_dim": 12,
 }
 _LATENT_EXPERTS = {**_EXPERTS, **LATENTS, "n_routed_experts": 8, "num_hidden_layers": 3}
+_CHOICE = {"index_topk": 8, "index_n_heads": 24, "index_head_dim": 24}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -366,6 +367,17 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _YARN,
         },
     ),
+    "deepseek v3.2": (
+        "DeepseekV32",
+        {
+            **_LATENT_EXPERTS,
+            **_CHOICE,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": _YARN,
+        },
+    ),
     "a.x-k1": (
         "AXK1",
         {**_LATENT_EXPERTS, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},
@@ -380,6 +392,17 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT_EXPERTS, "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     ),
     "glm 4.7 flash": ("Glm4MoeLite", _LATENT_EXPERTS),
+    "glm 5, shared choices": (
+        "GlmMoeDsa",
+        {
+            **_LATENT_EXPERTS,
+            **_CHOICE,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "indexer_types": ["full", "shared", "full"],
+        },
+    ),
     "kimi linear": (
         "KimiLinear",
         {

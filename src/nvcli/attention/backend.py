@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.forward_batch import BatchShape, ForwardBatch, ProjectedAttention
+from nvcli.attention.forward_batch import BatchShape, ChosenAttention, ForwardBatch, ProjectedAttention
 from nvcli.attention.spec import AttentionSpec
 
 NewKV = tuple[Tensor, Tensor] | None
@@ -121,6 +121,9 @@ class AttentionBackend(ABC):
     projected: ProjectedAttention | None = None
     """Attention of chunks to keys and values projected from latents; None: the backend never attends so."""
 
+    chosen_keys: ChosenAttention | None = None
+    """What attends in layers whose tokens see a choice of keys, beside the backend; None: there are none."""
+
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
 
@@ -157,6 +160,8 @@ class AttentionBackend(ABC):
 
     def plan_on_device(self, batch: ForwardBatch) -> None:
         """Prepare for a step on the device, after `plan` and before the first layer; may be captured."""
+        if self.chosen_keys is not None:
+            self.chosen_keys.plan(batch)
         if batch.num_decoded_rows:
             self.plan_decode_on_device(batch)
         if batch.shape.num_rows > batch.num_decoded_rows:

@@ -117,6 +117,19 @@ class ProjectedAttention(Protocol):
         """
 
 
+class ChosenAttention(Protocol):
+    """Attention to a choice of keys (`ChosenKeys`)."""
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Find the keys of a step's tokens, on the device."""
+
+    def choose(self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor, batch: ForwardBatch) -> None:
+        """Choose the keys of all tokens in a layer; see `ChosenKeys.choose`."""
+
+    def attend(self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch) -> Tensor:
+        """Attend to the keys that this layer or the last one before it has chosen; see `ChosenKeys.attend`."""
+
+
 class LayerAttention(Protocol):
     """The part of an attention backend (`AttentionBackend`) that layers and heads call."""
 
@@ -125,6 +138,10 @@ class LayerAttention(Protocol):
     @property
     def projected(self) -> ProjectedAttention | None:
         """The attention of chunks of batches that project latents; None: there are no such batches."""
+
+    @property
+    def chosen_keys(self) -> ChosenAttention | None:
+        """What attends in layers whose tokens see a choice of keys; None: there are none."""
 
     def num_decoded_rows(self, shape: BatchShape) -> int:
         """Return the number of leading rows that a kernel for decode rows serves; the others count as chunks."""

@@ -27,6 +27,9 @@ _MOST_SCRATCH_TOKENS = 262_144
 _MOST_PROJECTED_BYTES = 1 << 30
 """The most bytes that a longest request may take of a scratch of projected latents."""
 
+_CHOICE_BYTES = 256 << 20
+"""The most bytes of the scores by which keys are chosen, but for one token's."""
+
 
 def part_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
     """The bytes of one layer's keys in a block, scales included. Values that are kept apart take as many."""
@@ -45,6 +48,17 @@ def projected_scratch_tokens(max_model_len: int, max_num_batched_tokens: int, ro
     multiple of the unit: a step's own and a longest request, up to a size. `row_bytes`: of a token."""
     most = min(max_model_len, _MOST_PROJECTED_BYTES // row_bytes)
     return -(-(max_num_batched_tokens + most) // SCRATCH_UNIT) * SCRATCH_UNIT
+
+
+def choice_score_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
+    """The tokens whose scores of all keys there is room for at a time, where keys are chosen."""
+    return min(max_num_batched_tokens, max(1, _CHOICE_BYTES // (4 * max_model_len)))
+
+
+def choice_bytes(max_model_len: int, max_num_batched_tokens: int, top_k: int) -> int:
+    """The bytes that the choice of keys takes (`attention/chosen_keys.py`)."""
+    scores = choice_score_rows(max_model_len, max_num_batched_tokens) * max_model_len
+    return 4 * (scores + max_num_batched_tokens * (top_k + 3))
 
 
 def scratch_tokens(max_model_len: int, max_num_seqs: int) -> int:

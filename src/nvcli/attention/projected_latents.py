@@ -32,7 +32,7 @@ class ProjectedLatents:
     @classmethod
     def make(cls, case: AttentionCase) -> Self | None:
         """Return what a run takes; None where it has no kernels for this."""
-        if case.batch_invariant or case.has_states or len({replace(one, kv_group=0) for one in case.specs}) > 1:
+        if case.batch_invariant or case.has_states or len({replace(one, kv_group=0) for one in case.specs}) != 1:
             return None
         spec, sizes = case.specs[0], case.specs[0].projected
         if sizes is None or not sizes.has_kernels:

@@ -5,9 +5,11 @@ A choice is `auto`, a backend's name, or `prefill:decode`, each side one of thos
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pkgutil import resolve_name
 
 from nvcli.attention.backend import AttentionBackend, AttentionCase
+from nvcli.attention.chosen_keys import ChosenKeys
 from nvcli.attention.hybrid import HybridBackend
 from nvcli.errors import ConfigError
 
@@ -35,8 +37,16 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     """Make the backend that `choice` stands for; return it, and notes for the log.
 
     `auto` takes the first backend of `AUTO_ORDER` that can serve `case`. Raises ConfigError for an unknown name, and
-    for a backend that cannot serve `case`, with its reasons.
+    for a backend that cannot serve `case`, with its reasons. Layers whose tokens see a choice of keys are served beside
+    the backend.
     """
+    of_choice = [spec.top_k for spec in case.specs if spec.top_k is not None]
+    if of_choice:
+        whole, case = case, replace(case, specs=tuple(spec for spec in case.specs if spec.top_k is None))
+        backend, notes = select_backend(choice, case)
+        backend.chosen_keys = ChosenKeys(whole, max(of_choice))
+        backend.reads_segments, backend.prefix_tile_tokens = False, 0
+        return backend, notes
     prefill, _, decode = choice.partition(":")
     decode = decode or prefill
     notes: list[str] = []

@@ -60,6 +60,11 @@ class AttentionSpec:
     projected: HeadSizes | None = None
     """The keys and values that a key is projected to, if it is a latent vector with rotated numbers after it, so that
     prompts may be attended as they are projected. None: it is not."""
+    top_k: int | None = None
+    """A token attends to at most so many keys, which are chosen for it; None: to all. `attention/chosen_keys.py` then
+    attends beside any backend."""
+    index_dim: int = 0
+    """The last numbers of `head_dim`, by which keys are chosen and which are no part of a key."""
 
     @property
     def geometry(self) -> Geometry:

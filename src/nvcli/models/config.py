@@ -31,6 +31,7 @@ from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.unsupported import describe_unsupported
 from nvcli.models.vision.vision_config import VisionConfig
 from nvcli.models.vision.vision_file import vision_section
+from nvcli.worker.distributed.stage import Stage
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -163,6 +164,10 @@ class ModelConfig:
             )
         return replace(self, draft_head=head, decoder=replace(self.decoder, layout=head.layout(self.decoder.layout)))
 
+    def for_length(self, max_model_len: int) -> ModelConfig:
+        """Return the model as runs of at most so many tokens compute it."""
+        return replace(self, decoder=self.decoder.for_length(max_model_len))
+
     def with_tower(self) -> ModelConfig:
         """Return the model with its vision tower. Raises ConfigError if it has none."""
         if self.vision is None:
@@ -200,6 +205,12 @@ class ModelConfig:
                 "earlier ones, which are in another stage: leave it out, or use --tp"
             )
         most = self.num_layers // (1 + self.decoder.has_shortcuts)
+        firsts = [self.decoder.stage_layers(Stage(index, size)).start for index in range(size if size <= most else 0)]
+        if any(self.layers[first].mixer.reads_earlier_choice for first in firsts):
+            raise ConfigError(
+                f"pipeline_parallel_size (--pp) is {size}, and the first layer of a stage would attend to keys that an "
+                "earlier stage has chosen: choose another number, leave it out, or use --tp"
+            )
         if size > most:
             what = "pairs of layers" if self.decoder.has_shortcuts else "layers"
             raise ConfigError(

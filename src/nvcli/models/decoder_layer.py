@@ -85,7 +85,9 @@ class DecoderLayer(nn.Module):
             )
             for input_norm, block, other in readers:
                 if input_norm is not None and block is not None and other is None and block.input_proj is not None:
-                    input_norm.quantise_for(block.input_proj)
+                    input_norm.quantise_for(
+                        block.input_proj, keeps_values=isinstance(block, TokenMixer) and block.reads_values
+                    )
         self.input = LayerInput(build, path, norm) if has_input else None
         self.scalar = TensorShard(own, f"{path}.layer_scalar") if config.has_scalar else None
 

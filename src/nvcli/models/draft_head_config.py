@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from nvcli.attention.spec import CacheSpec
 from nvcli.models.checkpoint_layout import CheckpointLayout
@@ -55,6 +55,14 @@ class DraftHeadConfig(ABC):
     @abstractmethod
     def tensors(self, context: LayerContext, vocab_size: int) -> Iterator[TensorSpec]:
         """Yield its tensors, besides those that it shares with the target."""
+
+    def for_length(self, max_model_len: int) -> Self:
+        """Return how runs of at most so many tokens compute it."""
+        return self
+
+    def unused_tensors(self) -> Iterator[str]:
+        """Yield the names of tensors that files may have for it but that are not used."""
+        return iter(())
 
     def stored_tensors(self) -> Mapping[str, TensorInfo]:
         """Return the tensors that the head has in files of its own, by the decoder's names; empty: they are among its

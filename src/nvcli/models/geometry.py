@@ -38,12 +38,13 @@ def model_tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage = WHOLE)
 
 def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of tensors that a checkpoint may have but the model does not use."""
-    return tuple(
+    names = (
         name
         for number, layer in enumerate(config.layers)
         for block_name, block in layer.named_blocks
         for name in block.unused_tensors(f"model.layers.{number}.{block_name}")
     )
+    return *names, *(() if config.draft_head is None else config.draft_head.unused_tensors())
 
 
 def _with_factors(tensors: Iterable[TensorSpec], factors: Mapping[str, float]) -> Iterator[TensorSpec]:

@@ -17,10 +17,11 @@ from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.latent_types import LatentHeads
 from nvcli.kernels.latents import rotate_and_store
 from nvcli.kernels.norm import rms_norm
+from nvcli.models.indexer import Indexer
 from nvcli.models.layers import Angles, Norm, TokenMixer
-from nvcli.models.mixers.latent_attention import FROM_LATENTS, LATENTS, LatentAttentionConfig
+from nvcli.models.mixers.latent_attention import FROM_LATENTS, LatentAttentionConfig
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard, values_of
 from nvcli.models.qkv import query_scale_table
 
 
@@ -47,12 +48,15 @@ class LatentAttention(TokenMixer):
             latent_dim=config.latent_dim,
             is_interleaved=config.rope is not None and config.rope.is_interleaved,
         )
-        self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", (config.first_projection, LATENTS))
+        self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", config.input_projections)
         self.q_norm: Norm | None = None
         self.q_b_proj: ColumnParallelLinear | None = None
         if config.query_rank is not None:
             self.q_norm = Norm(build, f"{path}.q_a_layernorm", norm)
             self.q_b_proj = ColumnParallelLinear(build, f"{path}.q_b_proj", ("q_b_proj",))
+        self.indexer: Indexer | None = None
+        if config.chooser is not None:
+            self.indexer = Indexer(build, f"{path}.indexer", config.chooser, spec, cache_layer)
         self.kv_norm = Norm(build, f"{path}.kv_a_layernorm", norm)
         self.from_latents = TensorShard(build, f"{path}.{FROM_LATENTS}.weight")
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
@@ -63,15 +67,24 @@ class LatentAttention(TokenMixer):
     def input_proj(self) -> ColumnParallelLinear:
         return self.in_proj
 
+    @property
+    def reads_values(self) -> bool:
+        return self.indexer is not None
+
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Store the tokens' latents and rotated keys, and attend to those of all tokens."""
         config, heads = self.config, self.heads
         adapters = batch.token_adapters
         projected = self.in_proj(x, adapters)
         queries, latents = projected[:, : -config.key_dim], projected[:, -config.key_dim :]
+        cos_sin, choice = angles.of(config.rotation), None
         if self.q_b_proj is not None:
             assert self.q_norm is not None
-            queries = self.q_b_proj(rms_norm(queries, self.q_norm.weight, config.norm_eps), adapters)
+            query_latents = rms_norm(queries[:, : config.query_rank], self.q_norm.weight, config.norm_eps)
+            if self.indexer is not None:
+                index_keys = queries[:, config.query_rank :]
+                choice = self.indexer.store(values_of(x), query_latents, index_keys, cos_sin, batch)
+            queries = self.q_b_proj(query_latents, adapters)
         queries = queries.unflatten(1, (heads.num_heads, config.query_dim))
         from_latents: Tensor = self.from_latents.weight
         weight = from_latents.view(heads.num_heads, -1, config.latent_dim)
@@ -81,22 +94,25 @@ class LatentAttention(TokenMixer):
         plain = queries[:num_absorbed, :, : config.plain_dim]
         self.by_head(plain, weight[:, : config.plain_dim], absorbed[..., : config.latent_dim])
         cache, values = batch.kv_cache.layer(self.cache_layer)
+        rows = cache if self.indexer is None else cache[..., : config.key_dim]
         scales = batch.kv_cache.scales(self.cache_layer)
         keys = rotate_and_store(
             queries,
             latents,
-            angles.of(config.rotation),
+            cos_sin,
             absorbed,
-            cache,
+            rows,
             None if scales is None else scales.k,
             batch.slot_mapping[self.spec.kv_group],
             heads,
             weight=self.kv_norm.weight,
             eps=config.norm_eps,
-            keep_keys=batch.backend.reads_new_keys,
+            keep_keys=batch.backend.reads_new_keys and config.top_k is None,
         )
         if batch.key_copies is not None:
             copy_keys(cache, values, scales, batch.key_copies.of_groups[self.spec.kv_group])
+        if self.indexer is not None and choice is not None:
+            self.indexer.choose(choice, batch)
         projected_queries = queries[num_absorbed:]
         if self.query_scales is not None:
             scales = self.query_scales(batch.positions)
@@ -104,8 +120,7 @@ class LatentAttention(TokenMixer):
             projected_queries = (projected_queries * scales[num_absorbed:]).to(queries.dtype)
         out: Tensor = queries.new_empty(len(queries), heads.num_heads, config.value_dim)
         if num_absorbed:
-            new_values = absorbed if keys is None else keys[..., : config.latent_dim]
-            attended = batch.backend.forward(self.spec, self.cache_layer, absorbed, keys, new_values, batch)
+            attended = self._attend(absorbed, keys, batch)
             self.by_head(attended, weight[:, config.plain_dim :].transpose(1, 2), out[:num_absorbed])
         if batch.shape.projects_latents:
             assert batch.backend.projected is not None
@@ -113,6 +128,15 @@ class LatentAttention(TokenMixer):
                 self.spec, self.cache_layer, projected_queries, from_latents, batch, out[num_absorbed:]
             )
         return out.flatten(1)
+
+    def _attend(self, absorbed: Tensor, keys: Tensor | None, batch: ForwardBatch) -> Tensor:
+        """Attend with absorbed queries [T, N, D] to all keys, or to chosen ones: → [T, N, L]. `keys`: the tokens' own,
+        if the backend reads them."""
+        if self.config.top_k is not None:
+            assert batch.backend.chosen_keys is not None
+            return batch.backend.chosen_keys.attend(self.spec, self.cache_layer, absorbed, batch)
+        values = absorbed if keys is None else keys[..., : self.config.latent_dim]
+        return batch.backend.forward(self.spec, self.cache_layer, absorbed, keys, values, batch)
 
 
 def _by_head(x: Tensor, weights: Tensor, out: Tensor) -> None:

@@ -7,7 +7,7 @@ All sizes are those of the whole model, not of one rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nvcli.kernels.expert_settings import Routing
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
@@ -89,6 +89,10 @@ class LayerConfig:
         blocks = *self.mixers, *(() if self.mlp is None else (self.mlp,))
         named = tuple((block.name, block) for block in blocks)
         return named if self.shortcut is None else (*named, (SHORTCUT, self.shortcut))
+
+    def for_length(self, max_model_len: int) -> LayerConfig:
+        """Return how runs of at most so many tokens compute it."""
+        return replace(self, mixer=self.mixer.for_length(max_model_len))
 
     @property
     def is_parallel(self) -> bool:
@@ -197,6 +201,12 @@ class DecoderConfig:
         unit = 1 + self.has_shortcuts
         units = stage.layers(self.num_layers // unit)
         return range(units.start * unit, units.stop * unit)
+
+    def for_length(self, max_model_len: int) -> DecoderConfig:
+        """Return how runs of at most so many tokens compute it."""
+        kinds, index = index_kinds(layer.for_length(max_model_len) for layer in self.layers)
+        mtp = None if self.mtp is None else self.mtp.for_length(max_model_len)
+        return replace(self, layer_kinds=kinds, kind_of_layer=index, mtp=mtp)
 
     @property
     def angles_per_position(self) -> int:

@@ -81,11 +81,11 @@ class InputNorm(Norm):
         self._scaling: FP8Scaling | None = None
         self._keeps_values = False
 
-    def quantise_for(self, layer: ColumnParallelLinear) -> None:
-        """From now on, quantise the output as `layer` does, which is its only reader, and keep the values if it takes
-        adapters."""
+    def quantise_for(self, layer: ColumnParallelLinear, *, keeps_values: bool = False) -> None:
+        """From now on, quantise the output as `layer` does, which is its only reader but for those of its values, and
+        keep these if there are any or it takes adapters."""
         self._scaling = layer.input_scaling() if self.bias is None else None
-        self._keeps_values = layer.takes_adapters
+        self._keeps_values = keeps_values or layer.takes_adapters
 
     def forward(self, delta: Tensor | None, residual: Tensor) -> Activations:
         x = self._norm(delta, residual)
@@ -159,6 +159,11 @@ class TokenMixer(nn.Module, ABC):
     def input_proj(self) -> ColumnParallelLinear | None:
         """The only product that reads the block's input, if the input may be quantised for it; otherwise None."""
         return None
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether it reads the input's values besides what they are quantised to for `input_proj`."""
+        return False
 
     @abstractmethod
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.draft_head_config import DraftHeadConfig
@@ -62,6 +62,13 @@ class MTPConfig(DraftHeadConfig):
         for name in (NORM_OF_EMBEDDING, NORM_OF_HIDDEN, NORM):
             yield from context.norm_tensors(name)
         yield from self.layer.tensors(LAYER, context)
+
+    def for_length(self, max_model_len: int) -> Self:
+        return replace(self, layer=self.layer.for_length(max_model_len))
+
+    def unused_tensors(self) -> Iterator[str]:
+        for name, block in self.layer.named_blocks:
+            yield from block.unused_tensors(f"{LAYER}.{name}")
 
     def layout(self, layout: CheckpointLayout) -> CheckpointLayout:
         if not self.stored_names:

@@ -84,7 +84,7 @@ class ShardedLinear(WeightModule):
         """Add the products of `x` [T, columns] with the rows' adapters to the layer's product `out` [T, rows], which is
         contiguous."""
         if adapters is not None and self.low_rank is not None:
-            add_low_rank(out, _values(x), adapters, *self.low_rank)
+            add_low_rank(out, values_of(x), adapters, *self.low_rank)
 
     def weight_sources(self) -> Iterator[WeightSource]:
         return self.method.sources(self)
@@ -93,8 +93,8 @@ class ShardedLinear(WeightModule):
         return self.method.weight_problem(self)
 
 
-def _values(x: Activations) -> Tensor:
-    """Return the values of a layer's input, which what quantises for layers that take adapters keeps."""
+def values_of(x: Activations) -> Tensor:
+    """Return the values of a layer's input, which what quantises keeps for layers that read them, too."""
     values = x if isinstance(x, Tensor) else x.values
     assert values is not None
     return values
@@ -233,7 +233,7 @@ class ColumnParallelLinear(ShardedLinear):
         if adapters is None or self.low_rank is None:
             return self.method.apply_gated(self, x, activation, scaling)
         gate_up = self.method.apply(self, x, with_bias=True)
-        return activate_with_low_rank(gate_up, _values(x), adapters, *self.low_rank, activation)
+        return activate_with_low_rank(gate_up, values_of(x), adapters, *self.low_rank, activation)
 
 
 class RowParallelLinear(ShardedLinear):

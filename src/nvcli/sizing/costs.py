@@ -135,6 +135,8 @@ def model_costs(
     activations = sum(elements[block] // (homes if isinstance(block, Mixer) else 1) for block in blocks)
     # A quantised product for a sum has one kernel more: its input is quantised, or its parts are added up.
     num_kernels = sum(block.num_kernels(model.ranks(tensor_parallel_size, block)) for block in blocks)
+    kinds = [mixer.costs(num_layers, dtype, kv_dtype or dtype, size) for mixer, num_layers in mixers.items()]
+    choices = [mixer.choice_costs(num_layers, kv_dtype or dtype) for mixer, num_layers in mixers.items()]
     num_kernels += sum(
         (tensor.scaling or tensor.w4) is not None and tensor.name.split(".")[-2] in _FOR_SUMS
         for tensor in tensors.values()
@@ -143,10 +145,7 @@ def model_costs(
         layers=_matrices(by_part["attention"], tensor_parallel_size).of_share(homes)
         + _matrices(by_part["MLP"], tensor_parallel_size),
         lm_head=_matrices([] if head is None else [head], tensor_parallel_size),
-        mixers=tuple(
-            mixer.costs(num_layers, dtype, kv_dtype or dtype, size).of_share(homes)
-            for mixer, num_layers in mixers.items()
-        ),
+        mixers=tuple(costs.of_share(homes) for costs in (*kinds, *filter(None, choices))),
         experts=_expert_costs(model, list(tensors.values()), tensor_parallel_size),
         activation_bytes=activations * DTYPE_BYTES[dtype],
         num_kernels=num_kernels,

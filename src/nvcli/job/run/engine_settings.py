@@ -52,13 +52,14 @@ class ResolvedEngines(NamedTuple):
 
 
 def load_checkpoint(run: RunConfig, model_path: Path) -> ModelConfig:
-    """Load a checkpoint's configuration as it is. Raises LoadError and ConfigError."""
+    """Load a checkpoint's configuration, as runs of this length compute it. Raises LoadError and ConfigError."""
     model = load_model_config(
         model_path,
         expert_parallel=run.enable_expert_parallel,
         attention_dp=run.attends_by_rows,
         overrides=run.hf_overrides,
     )
+    model = model.for_length(run.max_model_len or model.max_position_embeddings)
     return with_stored_routers(model, model_path)
 
 

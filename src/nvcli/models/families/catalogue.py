@@ -7,7 +7,7 @@ from nvcli.models.families.bamba import BAMBA
 from nvcli.models.families.beam import BEAM
 from nvcli.models.families.cohere2 import AYA_VISION, COHERE, COHERE2, COHERE2_MOE, COMMAND_A_VISION
 from nvcli.models.families.dbrx import DBRX
-from nvcli.models.families.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
+from nvcli.models.families.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
 from nvcli.models.families.exaone import EXAONE4, EXAONE4_5, EXAONE_MOE
@@ -16,7 +16,7 @@ from nvcli.models.families.falcon_h1 import FALCON_H1
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from nvcli.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
-from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_OCR
+from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_MOE_DSA, GLM_OCR
 from nvcli.models.families.gpt2 import BIGCODE, CODEGEN, GPT2, GPT_NEO, GPTJ
 from nvcli.models.families.gpt_neox import GPT_NEOX, PERSIMMON
 from nvcli.models.families.gpt_oss import GPT_OSS
@@ -99,6 +99,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4,
     GLM4_MOE,
     GLM4_MOE_LITE,
+    GLM_MOE_DSA,
     GLM4V,
     GLM4V_MOE,
     GLM_OCR,
@@ -124,6 +125,7 @@ FAMILIES: tuple[Family, ...] = (
     MINICPM3,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     AXK1,
     YOUTU,
     KIMI_LINEAR,

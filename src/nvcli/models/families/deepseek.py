@@ -1,7 +1,8 @@
 """DeepSeek-V2 (https://arxiv.org/abs/2405.04434) and DeepSeek-V3 (https://arxiv.org/abs/2412.19437), whose shape R1 and
 Kimi-K2 have too: latent attention, and a mixture of experts after dense layers. A.X-K1
 (https://arxiv.org/abs/2601.09200) norms what its experts give; Youtu-LLM is dense. Of Kimi-K2.5
-(https://arxiv.org/abs/2602.02276) the vision tower is not computed."""
+(https://arxiv.org/abs/2602.02276) the vision tower is not computed. In DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556)
+tokens attend to a choice of keys."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from nvcli.models.families.deepseek_experts import (
     shared_experts,
 )
 from nvcli.models.families.family import Family
-from nvcli.models.families.latent_attention import read_latent_attention
+from nvcli.models.families.latent_attention import read_chosen_keys, read_latent_attention, with_indexers
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
@@ -44,6 +45,12 @@ def _routing(config: ModelFile) -> Routing:
 def read_deepseek_v3(config: ModelFile) -> DecoderConfig:
     """Read DeepSeek-V3."""
     return read_with_predictions(config, _attention(config))
+
+
+def read_deepseek_v32(config: ModelFile) -> DecoderConfig:
+    """Read DeepSeek-V3.2, each of whose layers chooses its keys."""
+    attention = read_chosen_keys(config, _attention(config), is_interleaved=False)
+    return with_indexers(read_with_predictions(config, attention, config.sparse_layers()))
 
 
 def read_axk1(config: ModelFile) -> DecoderConfig:
@@ -95,6 +102,14 @@ DEEPSEEK_V3 = Family(
         "topk_group": 4,
         "routed_scaling_factor": 2.5,
     },
+)
+DEEPSEEK_V32 = Family(
+    name="DeepSeek-V3.2",
+    architectures=("DeepseekV32ForCausalLM",),
+    features="as DeepSeek-V3; tokens attend to keys that an indexer chooses (DSA)",
+    examples=("deepseek-ai/DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Speciale"),
+    read=read_deepseek_v32,
+    defaults=DEEPSEEK_V3.defaults,
 )
 AXK1 = Family(
     name="A.X-K1",

@@ -4,7 +4,7 @@ share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.model_file import ModelFile
@@ -64,17 +64,22 @@ def layout_without_predictions(config: ModelFile) -> CheckpointLayout:
 
 
 def read_with_predictions(
-    config: ModelFile, attention: Mixer, is_sparse: Iterable[bool] | None = None
+    config: ModelFile,
+    attention: Mixer,
+    is_sparse: Iterable[bool] | None = None,
+    mixers: Sequence[Mixer] | None = None,
 ) -> DecoderConfig:
     """Read a decoder, and the head that the first of its layers for multi-token prediction makes. `is_sparse`: which
-    layers have experts; None: those after the first dense ones."""
+    layers have experts; None: those after the first dense ones. `mixers`: those of the layers; None: all have
+    `attention`, as the head does."""
     experts = read_experts(config)
     if is_sparse is None:
         mlps = first_layers_dense(config, experts)
     else:
         dense = config.mlp()
         mlps = [experts if sparse else dense for sparse in is_sparse]
-    layers = [LayerConfig(mixer=attention, mlp=mlp) for mlp in mlps]
+    mixers = mixers or [attention] * len(mlps)
+    layers = [LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
     norm, head = config.rms_norm(), None
     if config.get("num_nextn_predict_layers", int, 0) > 0:
         layer = LayerConfig(mixer=attention, mlp=experts)

@@ -1,19 +1,22 @@
 """GLM-4 (https://arxiv.org/abs/2406.12793): half of each head is rotated, in neighbouring pairs; `gate_up_proj` is
 fused. GLM-4-0414 also norms the blocks' outputs. GLM-4.5 and its successors (https://arxiv.org/abs/2508.06471) have
 some dense layers, then experts chosen by sigmoid scores with a correction, and a shared expert; GLM-4.7-Flash has
-latent attention beside them."""
+latent attention beside them, and in GLM-5 (https://arxiv.org/abs/2602.15763) tokens attend to a choice of keys."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from nvcli.core.validation import show
 from nvcli.models.families.deepseek_experts import read_with_predictions
 from nvcli.models.families.family import Family
-from nvcli.models.families.latent_attention import read_latent_attention
+from nvcli.models.families.latent_attention import read_chosen_keys, read_latent_attention, with_indexers
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.vision.glm import read_glm4v_vision, read_glm_ocr_vision
 
+_CHOOSES, _SHARES = ("full", "F"), ("shared", "S")
+"""Names of layers that choose their keys, and of those that take the choice of the layer before them."""
 NORMS_OF_GLM4 = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
@@ -119,4 +122,38 @@ GLM4_MOE_LITE = Family(
     features="latent attention; a mixture of experts after a dense layer, and an expert that all tokens share",
     examples=("zai-org/GLM-4.7-Flash",),
     read=read_glm4_moe_lite,
+)
+
+
+def read_glm_moe_dsa(config: ModelFile) -> DecoderConfig:
+    """Read GLM-5, with latent attention to chosen keys. Some layers may take the choice of the layer before them
+    (https://arxiv.org/abs/2603.12201)."""
+    attention = read_latent_attention(config, is_interleaved=config.get("rope_interleave", bool, True))
+    chooser = read_chosen_keys(config, attention, is_interleaved=True)
+    other = replace(chooser, indexer=None)
+    mixers = [chooser if chooses else other for chooses in _choosing_layers(config)]
+    return with_indexers(read_with_predictions(config, chooser, config.sparse_layers(), mixers))
+
+
+def _choosing_layers(config: ModelFile) -> list[bool]:
+    """Read which layers choose their keys, from a list or a schedule."""
+    count = config.num_layers()
+    for key in filter(config.has, ("indexer_types", "index_topk_pattern")):
+        kinds, known = config.values[key], (*_CHOOSES, *_SHARES)
+        if not isinstance(kinds, (list, str)) or len(kinds) != count or any(kind not in known for kind in kinds):
+            raise config.error(key, f"{show(kinds)} does not say {_CHOOSES[0]} or {_SHARES[0]} of {count} layers")
+        if kinds[0] not in _CHOOSES:
+            raise config.error(key, "the first layer has none before it whose choice it could take")
+        return [kind in _CHOOSES for kind in kinds]
+    period, offset = max(1, config.get("index_topk_freq", int, 1)), config.get("index_skip_topk_offset", int, 2)
+    return [max(0, number + 1 - offset) % period == 0 for number in range(count)]
+
+
+GLM_MOE_DSA = Family(
+    name="GLM-5, 5.1",
+    architectures=("GlmMoeDsaForCausalLM",),
+    features="as GLM-4.7-Flash; tokens attend to keys that an indexer chooses (DSA)",
+    examples=("zai-org/GLM-5", "zai-org/GLM-5.1-FP8"),
+    read=read_glm_moe_dsa,
+    defaults={"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "index_n_heads": 32},
 )

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from nvcli.core.validation import show
 from nvcli.models.families.model_file import MAX_HEAD_DIM, ModelFile
+from nvcli.models.layer_config import DecoderConfig
 from nvcli.models.mixers.attention import QueryScaling
+from nvcli.models.mixers.indexer import STORED_INDEX_KEYS, IndexerConfig
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.models.rope_config import RopeConfig, read_rope, rope_section
 
@@ -59,6 +61,30 @@ def read_latent_attention(
         bias=bias,
         query_scaling=query_scaling,
     )
+
+
+def read_chosen_keys(
+    config: ModelFile, attention: LatentAttentionConfig, *, is_interleaved: bool
+) -> LatentAttentionConfig:
+    """Read the choice of keys that layers with an indexer of their own make. `is_interleaved`: the default of its
+    rotation."""
+    if attention.query_rank is None:
+        raise config.error("q_lora_rank", "null is not supported together with `index_topk`")
+    head_dim = config.positive("index_head_dim", 128, most=MAX_HEAD_DIM)
+    if head_dim < attention.rope_dim:
+        raise config.error("index_head_dim", f"{head_dim} is less than `qk_rope_head_dim`, {attention.rope_dim}")
+    indexer = IndexerConfig(
+        num_heads=config.positive("index_n_heads", 64),
+        head_dim=head_dim,
+        is_interleaved=config.get("indexer_rope_interleave", bool, is_interleaved),
+    )
+    return replace(attention, top_k=config.positive("index_topk", 2048), indexer=indexer)
+
+
+def with_indexers(decoder: DecoderConfig) -> DecoderConfig:
+    """Return a decoder with the names that files have for what its indexers read."""
+    layout = decoder.layout
+    return replace(decoder, layout=replace(layout, renamed=(*layout.renamed, STORED_INDEX_KEYS)))
 
 
 def _score_factor(config: ModelFile, rope: RopeConfig) -> float:

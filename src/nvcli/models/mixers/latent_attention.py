@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from nvcli.attention.kv_layout import KVDtype
+from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.spec import AttentionSpec, HeadSizes
 from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.attention import QueryScaling
+from nvcli.models.mixers.indexer import INDEX_KEYS, IndexerConfig
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
 from nvcli.models.rope_config import RopeConfig
 from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec, matrix, with_bias
@@ -52,6 +53,29 @@ class LatentAttentionConfig(Mixer):
     query_factor: float = 1.0
     latent_factor: float = 1.0
     """Factors of the normed latent vectors, of queries and of keys and values."""
+    top_k: int | None = None
+    """The most keys that a token attends to; None: all."""
+    indexer: IndexerConfig | None = None
+    """The layer's own choice of these keys; None: with `top_k`, that of the last layer before it that has one."""
+
+    @property
+    def chooser(self) -> IndexerConfig | None:
+        """The layer's own choice of keys, if the run makes one."""
+        return None if self.top_k is None else self.indexer
+
+    @property
+    def reads_earlier_choice(self) -> bool:
+        return self.top_k is not None and self.indexer is None
+
+    def for_length(self, max_model_len: int) -> Self:
+        """Return the layer without a choice where a token never sees more keys than it would choose."""
+        return self if self.top_k is None or max_model_len > self.top_k else replace(self, top_k=None)
+
+    @property
+    def batch_dependence(self) -> str | None:
+        if self.top_k is None:
+            return None
+        return f"a choice of keys, which runs make unless `max_model_len` is at most {self.top_k:,}"
 
     @property
     def query_dim(self) -> int:
@@ -69,32 +93,54 @@ class LatentAttentionConfig(Mixer):
         return "q_proj" if self.query_rank is None else "q_a_proj"
 
     @property
+    def input_projections(self) -> tuple[str, ...]:
+        """The projections of the block's input, which one product computes."""
+        own = () if self.chooser is None else (INDEX_KEYS,)
+        return self.first_projection, *own, LATENTS
+
+    @property
     def rotation(self) -> Rotation | None:
         return None if self.rope is None else (self.rope, self.rope_dim)
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
+        sizes = HeadSizes(key_dim=self.query_dim, value_dim=self.value_dim, rope_dim=self.rope_dim)
+        index_dim = 0 if self.chooser is None else self.chooser.head_dim
         return AttentionSpec(
             num_heads=self.num_heads // tensor_parallel_size,
             num_kv_heads=1,
-            head_dim=self.key_dim,
+            head_dim=self.key_dim + index_dim,
             scale=self.scale,
             kv_group=kv_group,
             value_dim=self.latent_dim,
-            projected=HeadSizes(key_dim=self.query_dim, value_dim=self.value_dim, rope_dim=self.rope_dim),
+            projected=sizes if self.top_k is None else None,
+            top_k=self.top_k,
+            index_dim=index_dim,
         )
 
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
         """Return the costs of absorbed queries. Those of prompts could be attended as they are projected, to keys and
         values of each head."""
-        spec = self.kv_spec(tensor_parallel_size)
+        num_heads, fewest = self.num_heads // tensor_parallel_size, None
+        if self.top_k is None:
+            fewest = num_layers * 2 * num_heads * (self.query_dim + self.value_dim)
         return MixerCosts(
-            kv_bytes_per_token=num_layers * spec.token_bytes(kv_dtype),
-            flops_per_pair=num_layers * 2 * spec.num_heads * (spec.head_dim + spec.result_dim),
-            fewest_prompt_flops_per_pair=num_layers * 2 * spec.num_heads * (self.query_dim + self.value_dim),
+            window=self.top_k,
+            kv_bytes_per_token=num_layers * token_bytes(1, self.key_dim, kv_dtype),
+            flops_per_pair=num_layers * 2 * num_heads * (self.key_dim + self.latent_dim),
+            fewest_prompt_flops_per_pair=fewest,
+        )
+
+    def choice_costs(self, num_layers: int, kv_dtype: KVDtype) -> MixerCosts | None:
+        if self.chooser is None:
+            return None
+        size = self.chooser.head_dim
+        return MixerCosts(
+            kv_bytes_per_token=num_layers * token_bytes(1, size, kv_dtype),
+            flops_per_pair=num_layers * 2 * self.chooser.num_heads * size,
         )
 
     def num_kernels(self, ranks: Ranks) -> int:
-        return 7 if self.query_rank is None else 9
+        return (7 if self.query_rank is None else 9) + (0 if self.chooser is None else 5)
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.num_heads % ranks.size:
@@ -106,20 +152,29 @@ class LatentAttentionConfig(Mixer):
         if self.query_rank is None:
             yield Piece("q_proj", queries, None, queries + self.key_dim)
         else:
-            yield Piece("q_a_proj", self.query_rank, None, self.query_rank + self.key_dim)
+            index_dim = 0 if self.chooser is None else self.chooser.head_dim
+            yield Piece("q_a_proj", self.query_rank, None, self.query_rank + index_dim + self.key_dim)
             yield Piece("q_b_proj", queries, None)
+            if self.chooser is not None:
+                yield Piece("indexer.wk", index_dim, None)
+                yield Piece("indexer.wq_b", self.chooser.num_heads * index_dim, None)
         yield Piece("o_proj", heads * self.value_dim, "o_proj")
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         """Count the elements: queries as they are projected and as they are absorbed, and results in both forms."""
         of_head = self.query_dim + self.key_dim + self.latent_dim + self.value_dim
-        return 3 * hidden_size + 2 * (self.query_rank or 0) + 2 * self.key_dim + self.num_heads // ranks.size * of_head
+        of_choice = 0 if self.chooser is None else (self.chooser.num_heads + 1) * self.chooser.head_dim + hidden_size
+        of_token = 3 * hidden_size + 2 * (self.query_rank or 0) + 2 * self.key_dim + of_choice
+        return of_token + self.num_heads // ranks.size * of_head
+
+    def unused_tensors(self, path: str) -> Iterator[str]:
+        return iter(()) if self.indexer is None or self.top_k is not None else self.indexer.unused_tensors(path)
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
         """Yield the tensors. Each rank has all latents, and some of the heads. The projection from latents is never
         quantised: queries and results are multiplied by its parts."""
         hidden, dtype, heads = context.hidden_size, context.dtype, self.num_heads
-        queries, fused = heads * self.query_dim, (self.first_projection, LATENTS)
+        queries, fused = heads * self.query_dim, self.input_projections
         if self.query_rank is None:
             yield matrix(f"{path}.q_proj", (queries, hidden), Sharding.ROWS, dtype, "attention", fused)
         else:
@@ -130,6 +185,8 @@ class LatentAttentionConfig(Mixer):
             yield context.norm_weight(f"{path}.q_a_layernorm", self.query_rank, "attention", factor=factor)
             shape = queries, self.query_rank
             yield matrix(f"{path}.q_b_proj", shape, Sharding.ROWS, dtype, "attention", ("q_b_proj",))
+            if self.chooser is not None:
+                yield from self.chooser.tensors(path, context, self.query_rank, fused)
         latents = matrix(f"{path}.{LATENTS}", (self.key_dim, hidden), Sharding.REPLICATED, dtype, "attention", fused)
         yield from with_bias(latents, bias=self.bias)
         factor = self.latent_factor

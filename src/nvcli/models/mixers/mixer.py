@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import CacheSpec, StateSpec
@@ -226,6 +226,19 @@ class Mixer(Block):
     @property
     def reads_kv_of(self) -> int | None:
         """The number of an earlier layer whose keys and values it reads; None: it has its own, or none."""
+        return None
+
+    @property
+    def reads_earlier_choice(self) -> bool:
+        """Whether it attends to keys that an earlier layer has chosen."""
+        return False
+
+    def for_length(self, max_model_len: int) -> Self:
+        """Return how runs of at most so many tokens compute it."""
+        return self
+
+    def choice_costs(self, num_layers: int, kv_dtype: KVDtype) -> MixerCosts | None:
+        """Return the bytes and operations by which `num_layers` layers with it choose keys; None: they do not."""
         return None
 
     @property

@@ -72,7 +72,7 @@ def read_files(config: EngineConfig, path: Path) -> ModelFiles:
         attention_dp=config.enable_attention_dp,
         overrides=config.hf_overrides,
     )
-    model = with_stored_routers(model, path)
+    model = with_stored_routers(model.for_length(config.max_model_len), path)
     model = model.headless() if config.embedding_size else model
     model = model.with_tower() if config.max_image_tokens else model
     adapter = None

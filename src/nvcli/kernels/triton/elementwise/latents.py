@@ -54,6 +54,7 @@ def _rotate_and_store_kernel(
     BLOCK_LATENT: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    CACHE_ROW: tl.constexpr,  # elements from one token to the next
     INTERLEAVED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -75,7 +76,7 @@ def _rotate_and_store_kernel(
         normed = latent * tl.rsqrt(tl.sum(latent * latent, axis=0) / LATENT + eps) * weight
         key_first, key_second = _turn(latent_row + LATENT, is_pair, angles, is_pair, key_pair, HALF, INTERLEAVED)
         slot = tl.load(slot_mapping_ptr + token)
-        place = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * KEY
+        place = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * CACHE_ROW
         if cache_ptr.dtype.element_ty == tl.float8e4nv:
             normed = tl.where(is_latent, normed, 0.0)
             amax = tl.max(tl.abs(normed), axis=0)
@@ -124,7 +125,7 @@ def rotate_and_store(
     assert latents.stride(1) == 1
     assert cos_sin is None or cos_sin.is_contiguous()
     assert absorbed.is_contiguous()
-    assert cache.stride()[1:] == (key_dim, key_dim, 1)
+    assert cache.stride(3) == 1
     of_program = min(_HEADS_PER_PROGRAM, next_power_of_2(heads.num_heads))
     _rotate_and_store_kernel[(len(queries), 1 + ceil_div(heads.num_heads, of_program))](
         queries,
@@ -147,6 +148,7 @@ def rotate_and_store(
         BLOCK_LATENT=next_power_of_2(heads.latent_dim),
         HEADS=of_program,
         BLOCK_SIZE=block_size,
+        CACHE_ROW=cache.stride(1),
         INTERLEAVED=heads.is_interleaved,
         num_warps=4,
         **dependent(cache.device),

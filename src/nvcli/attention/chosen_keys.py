@@ -1,0 +1,63 @@
+"""ChosenKeys: attention of each token to a choice of its keys, beside any backend.
+
+An indexer chooses the keys of a step's tokens in one layer; that layer attends to them, and so may the layers after it.
+Positions are chosen, not places in the cache, so that layers of other KV groups can read them. Everything is planned and
+computed on the device from the batch's tensors, for decode rows and chunks alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvcli.attention.backend import AttentionCase
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.kv_layout import choice_score_rows
+from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.chosen_keys import TokenKeys, attend_chosen, choose_keys
+
+
+class ChosenKeys:
+    """The choices of a step, in memory that is allocated once."""
+
+    def __init__(self, case: AttentionCase, top_k: int) -> None:
+        """`top_k`: the most keys of a token, in any layer."""
+        tokens, device = case.max_num_batched_tokens, case.device
+        self._seen = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self._slots = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self._chosen = torch.zeros(tokens, top_k, dtype=torch.int32, device=device)
+        num_rows = choice_score_rows(case.max_model_len, tokens) if device.type == "cuda" else 0
+        self._scores = torch.empty(num_rows, case.max_model_len, dtype=torch.float32, device=device)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Find the keys of a step's tokens, on the device."""
+        starts, num_tokens = batch.query_start_loc, batch.num_tokens
+        token = torch.arange(num_tokens, dtype=starts.dtype, device=starts.device)
+        row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=len(batch.slots) - 1)
+        seen = batch.seq_lens[row] - (starts[row + 1] - 1 - token)
+        self._seen[:num_tokens] = seen.clamp_(min=0).masked_fill_(token >= starts[-1], 0)
+        self._slots[:num_tokens] = batch.slots[row]
+
+    def choose(self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor, batch: ForwardBatch) -> None:
+        """Choose the keys of all tokens in a layer that has index keys, which are stored already. queries: [T, index
+        heads, spec.index_dim]; weights: [T, index heads] float32."""
+        assert spec.top_k is not None
+        keys = batch.kv_cache.layer(layer)[0][:, :, 0, -spec.index_dim :]
+        choose_keys(queries, weights, keys, self._tokens(spec, batch), self._of(spec, batch), self._scores)
+
+    def attend(self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch) -> Tensor:
+        """Attend to the keys that this layer or the last one before it has chosen. queries: [T, num_heads, size of a
+        key] → [T, num_heads, spec.value_dim]."""
+        keys = batch.kv_cache.layer(layer)[0][:, :, 0, : queries.shape[2]]
+        out = torch.empty(*queries.shape[:2], spec.result_dim, dtype=queries.dtype, device=queries.device)
+        attend_chosen(queries, keys, self._tokens(spec, batch), self._of(spec, batch), out, scale=spec.scale)
+        return out
+
+    def _tokens(self, spec: AttentionSpec, batch: ForwardBatch) -> TokenKeys:
+        num_tokens = batch.num_tokens
+        return TokenKeys(self._seen[:num_tokens], self._slots[:num_tokens], batch.block_tables[spec.kv_group])
+
+    def _of(self, spec: AttentionSpec, batch: ForwardBatch) -> Tensor:
+        """Return the chosen positions of a batch's tokens, [T, spec.top_k]."""
+        assert spec.top_k is not None
+        return self._chosen[: batch.num_tokens, : spec.top_k]

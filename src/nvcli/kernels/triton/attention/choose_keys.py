@@ -1,0 +1,184 @@
+"""The choice of each token's keys by their index scores: a kernel that computes the scores, and one that selects the
+highest of each token.
+
+The selection finds the K-th highest score by its bits, eight at a time from the highest (radix select): each pass counts
+how many scores that agree so far have each value of the next eight. It takes five passes over a token's scores, which
+the L2 cache mostly holds, and gives positions in ascending order, the same ones whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.chosen_keys import TokenKeys
+from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+
+_KEYS = 128
+"""Keys of a tile of scores."""
+_PROGRAMS_PER_PROCESSOR = 4
+_SELECTED = 2048
+"""Scores that the selection reads at a time."""
+_BINS = tl.constexpr(256)
+
+
+@triton.jit(do_not_specialize=["first_token", "table_stride"], do_not_specialize_on_alignment=["tables"])
+def _index_scores_kernel(
+    queries,  # [T, NUM_HEADS, SIZE], contiguous
+    weights,  # [T, NUM_HEADS] float32
+    cache,  # blocks cache_block_stride apart, tokens CACHE_ROW
+    seen,  # [T] int32
+    slots,  # [T] int64
+    tables,  # [slots, ...] int32, rows table_stride apart
+    scores,  # [tokens of the launch, most keys] float32, rows score_stride apart, written
+    first_token,
+    cache_block_stride: tl.int64,
+    table_stride,
+    score_stride: tl.int64,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,  # NUM_HEADS, rounded up to a power of two, 16 or more
+    BLOCK_NUMBERS: tl.constexpr,  # SIZE, rounded up likewise
+    BLOCK_SIZE: tl.constexpr,
+    CACHE_ROW: tl.constexpr,
+    TOP_K: tl.constexpr,
+    KEYS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Program (token of the launch, part of its tiles of keys)."""
+    row = tl.program_id(0).to(tl.int64)
+    token = first_token + row
+    count = tl.load(seen + token)
+    if count <= TOP_K:
+        return
+    heads, numbers, lanes = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_NUMBERS), tl.arange(0, KEYS)
+    is_head, is_number = heads < NUM_HEADS, numbers < SIZE
+    places = (token * NUM_HEADS + heads)[:, None] * SIZE + numbers[None, :]
+    query = tl.load(queries + places, mask=is_head[:, None] & is_number[None, :], other=0.0)
+    query = query.to(cache.dtype.element_ty)
+    weight = tl.load(weights + token * NUM_HEADS + heads, mask=is_head, other=0.0)
+    table = tables + tl.load(slots + token) * table_stride
+    begin, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
+    last = count - 1
+    # The next tile's blocks are loaded ahead of their use, as in `attention_fold.fold_keys`.
+    next_block = tl.load(table + tl.minimum(begin + lanes, last) // BLOCK_SIZE)
+    for start in tl.range(begin, count, step, num_stages=NUM_STAGES):
+        keys = start + lanes
+        block = next_block.to(tl.int64)
+        next_block = tl.load(table + tl.minimum(keys + step, last) // BLOCK_SIZE)
+        is_read = (keys <= last)[:, None] & is_number[None, :]
+        key_places = (block * cache_block_stride + keys % BLOCK_SIZE * CACHE_ROW)[:, None] + numbers[None, :]
+        key = tl.load(cache + key_places, mask=is_read, other=0.0)
+        products = tl.dot(key, query.T, input_precision="ieee")
+        found = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
+        tl.store(scores + row * score_stride + keys, found, mask=keys <= last)
+
+
+@triton.jit
+def _load_ordered(scores, places, is_read):
+    """Load scores as whole numbers of 32 bits without a sign, whose order is theirs."""
+    score = tl.load(scores + places, mask=is_read, other=0.0)
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # 0 has two signs
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["first_token"])
+def _select_keys_kernel(
+    scores,  # [tokens of the launch, most keys] float32, rows score_stride apart
+    seen,  # [T] int32
+    chosen,  # [T, TOP_K] int32, rows chosen_stride apart, written
+    first_token,
+    score_stride: tl.int64,
+    chosen_stride: tl.int64,
+    TOP_K: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Program (token of the launch)."""
+    row = tl.program_id(0).to(tl.int64)
+    token = first_token + row
+    count = tl.load(seen + token)
+    scores += row * score_stride
+    chosen += token * chosen_stride
+    lanes = tl.arange(0, KEYS)
+    if count <= TOP_K:
+        for start in tl.range(0, count, KEYS):
+            tl.store(chosen + start + lanes, start + lanes, mask=start + lanes < count)
+        return
+    bins = tl.arange(0, _BINS)
+    left = TOP_K  # how many are still to be found among scores whose first bits are `prefix`
+    prefix = tl.full([], 0, tl.uint32)
+    for number in tl.static_range(4):
+        SHIFT: tl.constexpr = 24 - 8 * number
+        counts = tl.zeros([_BINS], tl.int32)
+        for start in tl.range(0, count, KEYS):
+            is_read = start + lanes < count
+            ordered = _load_ordered(scores, start + lanes, is_read)
+            digit = (ordered >> SHIFT) & 255
+            if number > 0:
+                is_read = is_read & ((ordered >> (SHIFT + 8)) == prefix)
+            # Those that do not count fall into the lowest bin, which is asked last.
+            counts += tl.histogram(tl.where(is_read, digit, 0).to(tl.int32), _BINS)
+        up_to = tl.cumsum(counts, 0, reverse=True)
+        above = up_to - counts
+        is_bin = (above < left) & (up_to >= left)
+        prefix = (prefix << 8) | tl.sum(tl.where(is_bin, bins, 0), 0).to(tl.uint32)
+        left -= tl.sum(tl.where(is_bin, above, 0), 0)
+    written = 0
+    for start in tl.range(0, count, KEYS):
+        is_read = start + lanes < count
+        ordered = _load_ordered(scores, start + lanes, is_read)
+        is_equal = (is_read & (ordered == prefix)).to(tl.int32)
+        is_taken = is_read & ((ordered > prefix) | ((is_equal > 0) & (tl.cumsum(is_equal, 0) <= left)))
+        left -= tl.sum(is_equal, 0)
+        taken = is_taken.to(tl.int32)
+        tl.store(chosen + written + tl.cumsum(taken, 0) - 1, start + lanes, mask=is_taken)
+        written += tl.sum(taken, 0)
+
+
+def choose_keys(
+    queries: Tensor, weights: Tensor, cache: Tensor, tokens: TokenKeys, chosen: Tensor, scores: Tensor
+) -> None:
+    """See `nvcli.kernels.chosen_keys.choose_keys`."""
+    num_tokens, num_heads, size = queries.shape
+    top_k, max_rows = chosen.shape[1], len(scores)
+    assert queries.is_contiguous()
+    assert weights.is_contiguous()
+    assert cache.stride(2) == chosen.stride(1) == tokens.tables.stride(1) == scores.stride(1) == 1
+    programs = _PROGRAMS_PER_PROCESSOR * num_multiprocessors(queries.device)
+    for first in range(0, num_tokens, max_rows):
+        num_rows = min(max_rows, num_tokens - first)
+        num_parts = max(1, min(ceil_div(scores.shape[1], _KEYS), ceil_div(programs, num_rows)))
+        _index_scores_kernel[num_rows, num_parts](
+            queries,
+            weights,
+            cache,
+            *tokens,
+            scores,
+            first,
+            cache.stride(0),
+            tokens.tables.stride(0),
+            scores.stride(0),
+            NUM_HEADS=num_heads,
+            SIZE=size,
+            BLOCK_HEADS=max(16, next_power_of_2(num_heads)),
+            BLOCK_NUMBERS=max(16, next_power_of_2(size)),
+            BLOCK_SIZE=cache.shape[1],
+            CACHE_ROW=cache.stride(1),
+            TOP_K=top_k,
+            KEYS=_KEYS,
+            NUM_STAGES=3,
+            num_warps=4,
+        )
+        _select_keys_kernel[(num_rows,)](
+            scores,
+            tokens.seen,
+            chosen,
+            first,
+            scores.stride(0),
+            chosen.stride(0),
+            TOP_K=top_k,
+            KEYS=_SELECTED,
+            num_warps=8,
+        )

@@ -1,0 +1,65 @@
+"""Indexer: the queries, keys and weights of heads by which a layer's keys are chosen; every rank computes all of them.
+
+Shapes: T tokens, H hidden, Q size of the queries' latent vector, I heads of E numbers.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.chosen_keys import store_index_keys
+from nvcli.kernels.routing import router_logits
+from nvcli.models.mixers.indexer import IndexerConfig
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShard, TensorShards
+
+
+class _KeyNorm(TensorShards):
+    """The weight and the bias of the LayerNorm of index keys."""
+
+    bias: nn.Parameter
+
+    def __init__(self, build: BuildContext, path: str) -> None:
+        super().__init__(build, {kind: f"{path}.{kind}" for kind in ("weight", "bias")})
+
+
+class Indexer(nn.Module):
+    """Chooses the keys of a layer's tokens, once it has stored the tokens' own index keys."""
+
+    def __init__(
+        self, build: BuildContext, path: str, config: IndexerConfig, spec: AttentionSpec, cache_layer: int
+    ) -> None:
+        super().__init__()
+        self.config, self.spec, self.cache_layer = config, spec, cache_layer
+        self.wq_b = ColumnParallelLinear(build, f"{path}.wq_b", ("wq_b",))
+        self.k_norm = _KeyNorm(build, f"{path}.k_norm")
+        self.weights_proj = TensorShard(build, f"{path}.weights_proj.weight")
+
+    def store(self, x: Tensor, latents: Tensor, keys: Tensor, cos_sin: Tensor | None, batch: ForwardBatch) -> Choice:
+        """Store the tokens' index keys, and return what `choose` needs. x: [T, H], the block's input; latents: [T, Q];
+        keys: [T, E], projected."""
+        config = self.config
+        queries: Tensor = self.wq_b(latents, batch.token_adapters)
+        queries = queries.unflatten(1, (config.num_heads, config.head_dim))  # type: ignore[no-untyped-call]
+        store_index_keys(
+            queries,
+            keys,
+            cos_sin,
+            batch.kv_cache.layer(self.cache_layer)[0][:, :, 0, -config.head_dim :],
+            batch.slot_mapping[self.spec.kv_group],
+            weight=self.k_norm.weight,
+            bias=self.k_norm.bias,
+            eps=config.norm_eps,
+            is_interleaved=config.is_interleaved,
+        )
+        return queries, router_logits(x, self.weights_proj.weight).sum(dim=0)
+
+    def choose(self, choice: Choice, batch: ForwardBatch) -> None:
+        """Choose the tokens' keys."""
+        assert batch.backend.chosen_keys is not None
+        batch.backend.chosen_keys.choose(self.spec, self.cache_layer, *choice, batch)
+
+
+Choice = tuple[Tensor, Tensor]
+"""Queries [T, I, E], rotated, and the weights of heads [T, I] float32."""

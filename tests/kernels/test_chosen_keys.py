@@ -1,0 +1,131 @@
+"""Attention to a choice of keys: the Triton kernels store, choose and attend as plain torch does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
+from nvcli.kernels import chosen_keys as reference
+from nvcli.kernels.chosen_keys import TokenKeys
+from nvcli.kernels.triton.attention import attend_chosen, choose_keys
+from nvcli.kernels.triton.elementwise import index_keys
+
+pytestmark = MARKS
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS, TOP_K = 4, 60, 24
+SEEN = (1, 24, 0, 25, 70, 71, 72, 150)
+"""The keys that each token sees; those of one request are neighbours."""
+SLOTS = (4, 2, 5, 0, 1, 1, 1, 3)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def token_keys(device: torch.device) -> TokenKeys:
+    """The tokens' keys in blocks in random order; the null block is the padding's."""
+    order = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(0)).int() + 1
+    tables = torch.zeros(6, 40, dtype=torch.int32)
+    first = 0
+    for slot, length in {4: 1, 2: 24, 0: 25, 1: 72, 3: 150}.items():
+        count = -(-length // BLOCK_SIZE) if length < 100 else 20
+        tables[slot, :count] = order[first : first + count]
+        if length > 100:
+            tables[slot, count : -(-length // BLOCK_SIZE)] = order[: -(-length // BLOCK_SIZE) - count]
+        first += count
+    seen, slots = torch.tensor(SEEN, dtype=torch.int32), torch.tensor(SLOTS)
+    return TokenKeys(seen.to(device), slots.to(device), tables.to(device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "is_interleaved", "rotates"), [(20, True, True), (3, False, True), (3, True, False)]
+)
+def test_stored_index_keys(num_heads: int, is_interleaved: bool, rotates: bool, dtype: torch.dtype) -> None:
+    projected = random(5, 30 + 24 + 7, dtype=dtype)
+    angles = random(5, 8, seed=1)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    slots = torch.tensor([3, 9, 4, 17, 0])
+    found = []
+    for module, device in ((reference, CPU), (index_keys, DEVICE)):
+        cache = torch.zeros(6, 4, 40, dtype=dtype, device=device)
+        queries = random(5, num_heads, 24, dtype=dtype, seed=2).to(device)
+        module.store_index_keys(
+            queries,
+            projected.to(device)[:, 30:54],
+            cos_sin.to(device) if rotates else None,
+            cache[..., 16:],
+            slots.to(device),
+            weight=random(24, seed=3).to(device),
+            bias=random(24, seed=4).to(device),
+            eps=1e-6,
+            is_interleaved=is_interleaved,
+        )
+        found.append((queries.cpu(), cache.cpu()))
+    for expected, stored in zip(*found, strict=True):
+        torch.testing.assert_close(stored, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert found[0][1][..., :16].abs().sum() == 0 < found[0][1][0, 3, 16:].abs().min()
+
+
+@pytest.mark.parametrize("max_rows", [3, 8])
+@pytest.mark.parametrize("num_heads", [3, 24])
+def test_chosen_keys(num_heads: int, max_rows: int) -> None:
+    """The same keys, of numbers whose products are exact, so that many scores are equal; all of a short request's."""
+    cache = random(NUM_BLOCKS, BLOCK_SIZE, 40).round()
+    queries, weights = random(8, num_heads, 24, seed=1).round(), random(8, num_heads, seed=2).mul(4).round()
+    results = []
+    for module, device in ((reference, CPU), (choose_keys, DEVICE)):
+        chosen = torch.full((8, TOP_K + 3), -1, dtype=torch.int32, device=device)
+        module.choose_keys(
+            queries.to(device),
+            weights.to(device),
+            cache.to(device)[..., 16:],
+            token_keys(device),
+            chosen[:, :TOP_K],
+            torch.full((max_rows, 160), float("nan"), device=device),
+        )
+        results.append([row[: min(count, TOP_K)].tolist() for row, count in zip(chosen.cpu(), SEEN, strict=True)])
+        assert (chosen[:, TOP_K:] == -1).all()
+    assert results[1] == results[0]
+    assert results[0][1] == list(range(24))
+    assert all(
+        row == sorted(set(row)) and (not row or row[-1] < count) for row, count in zip(results[0], SEEN, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_tokens"), [(4, 8), (4, 1), (80, 8)])
+def test_attention_to_chosen_keys(num_heads: int, num_tokens: int, dtype: torch.dtype) -> None:
+    """In one part or several, and with more heads than a tile has; what lies in other places may be NaN."""
+    picks = torch.stack(
+        [
+            torch.randperm(max(1, count), generator=torch.Generator().manual_seed(count))[:1].repeat(TOP_K)
+            for count in SEEN
+        ]
+    )
+    for row, count in enumerate(SEEN):
+        own = torch.randperm(max(1, count), generator=torch.Generator().manual_seed(row))[:TOP_K].sort().values
+        picks[row, : len(own)] = own
+    first = 8 - num_tokens
+    cache = random(NUM_BLOCKS, BLOCK_SIZE, 60, dtype=dtype)
+    cache[..., 48:] = float("nan")
+    queries = random(8, num_heads, 48, dtype=dtype, seed=1)
+    results = []
+    for module, device in ((reference, CPU), (attend_chosen, DEVICE)):
+        tokens = token_keys(device)
+        tokens = TokenKeys(tokens.seen[first:], tokens.slots[first:], tokens.tables)
+        out = torch.full((num_tokens, num_heads, 32), float("nan"), dtype=dtype, device=device)
+        module.attend_chosen(
+            queries[first:].to(device),
+            cache.to(device)[..., :48],
+            tokens,
+            picks[first:].int().to(device),
+            out,
+            scale=0.3,
+        )
+        results.append(out.cpu())
+    torch.testing.assert_close(results[1], results[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    if num_tokens == 8:
+        assert (results[0][2] == 0).all()
