@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.chosen_keys import TokenKeys
-from nvcli.kernels.triton.attention.attention_fold import LOG2_E
+from nvcli.kernels.triton.attention.attention_fold import LOG2_E, Tile
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors, shared_memory_bytes
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -132,6 +132,13 @@ def _merge_parts_kernel(
     tl.store(out + places, acc.to(out.dtype.element_ty), mask=is_head[:, None])
 
 
+def _tile(heads: int, cache: Tensor) -> Tile:
+    """Choose the tiles of a program: as many keys as fit twice into the shared memory beside the queries."""
+    is_large = shared_memory_bytes(cache.device) >= 200 << 10
+    keys = 16 if cache.dtype.itemsize > 2 else 64 if is_large else 32
+    return Tile(rows=heads, keys=keys, num_warps=8 if heads > 32 else 4, num_stages=2)
+
+
 def attend_chosen(
     queries: Tensor, cache: Tensor, tokens: TokenKeys, chosen: Tensor, out: Tensor, *, scale: float
 ) -> None:
@@ -150,8 +157,7 @@ def attend_chosen(
     if num_parts > 1:
         results = torch.empty(num_tokens, num_parts, num_heads, value_dim, dtype=torch.float32, device=device)
         log_sums = torch.empty(num_tokens, num_parts, num_heads, dtype=torch.float32, device=device)
-    is_wide = cache.dtype.itemsize > 2
-    keys = 64 if shared_memory_bytes(device) >= 200 << 10 and not is_wide else 16 if is_wide else 32
+    tile = _tile(heads, cache)
     _attend_chosen_kernel[num_tokens * tiles, num_parts](
         queries,
         cache,
@@ -171,9 +177,9 @@ def attend_chosen(
         TOP_K=chosen.shape[1],
         PARTS=num_parts,
         HEADS=heads,
-        KEYS=keys,
-        NUM_STAGES=2,
-        num_warps=8 if heads > 32 else 4,
+        KEYS=tile.keys,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
     )
     if log_sums is None:
         return

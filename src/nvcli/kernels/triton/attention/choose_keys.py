@@ -1,9 +1,9 @@
 """The choice of each token's keys by their index scores: a kernel that computes the scores, and one that selects the
 highest of each token.
 
-The selection finds the K-th highest score by its bits, eight at a time from the highest (radix select): each pass counts
-how many scores that agree so far have each value of the next eight. It takes five passes over a token's scores, which
-the L2 cache mostly holds, and gives positions in ascending order, the same ones whatever else is in the batch.
+The selection finds the K-th highest score by its bits, eight at a time from the highest (radix select): each pass
+counts how many scores that agree so far have each value of the next eight. It takes five passes over a token's scores,
+which the L2 cache mostly holds, and gives positions in ascending order, the same ones whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _KEYS = 128
 """Keys of a tile of scores."""
+_STAGES, _WARPS = 3, 4
 _PROGRAMS_PER_PROCESSOR = 4
-_SELECTED = 2048
+_SELECTED, _SELECT_WARPS = 2048, 8
 """Scores that the selection reads at a time."""
 _BINS = tl.constexpr(256)
 
@@ -110,14 +111,14 @@ def _select_keys_kernel(
     left = TOP_K  # how many are still to be found among scores whose first bits are `prefix`
     prefix = tl.full([], 0, tl.uint32)
     for number in tl.static_range(4):
-        SHIFT: tl.constexpr = 24 - 8 * number
+        shift = 24 - 8 * number
         counts = tl.zeros([_BINS], tl.int32)
         for start in tl.range(0, count, KEYS):
             is_read = start + lanes < count
             ordered = _load_ordered(scores, start + lanes, is_read)
-            digit = (ordered >> SHIFT) & 255
+            digit = (ordered >> shift) & 255
             if number > 0:
-                is_read = is_read & ((ordered >> (SHIFT + 8)) == prefix)
+                is_read = is_read & ((ordered >> (shift + 8)) == prefix)
             # Those that do not count fall into the lowest bin, which is asked last.
             counts += tl.histogram(tl.where(is_read, digit, 0).to(tl.int32), _BINS)
         up_to = tl.cumsum(counts, 0, reverse=True)
@@ -168,8 +169,8 @@ def choose_keys(
             CACHE_ROW=cache.stride(1),
             TOP_K=top_k,
             KEYS=_KEYS,
-            NUM_STAGES=3,
-            num_warps=4,
+            NUM_STAGES=_STAGES,
+            num_warps=_WARPS,
         )
         _select_keys_kernel[(num_rows,)](
             scores,
@@ -180,5 +181,5 @@ def choose_keys(
             chosen.stride(0),
             TOP_K=top_k,
             KEYS=_SELECTED,
-            num_warps=8,
+            num_warps=_SELECT_WARPS,
         )

@@ -1,5 +1,5 @@
-"""The index keys of sparse attention in one kernel: their norm (LayerNorm), rotation and store into the paged cache, and
-the rotation of index queries. A program for each token and some of its heads, and one for its key."""
+"""The index keys of sparse attention in one kernel: their norm (LayerNorm), rotation and store into the paged cache,
+and the rotation of index queries. A program for each token and some of its heads, and one for its key."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def _store_index_keys_kernel(
         heads = ((part - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         row = queries_ptr + (token * NUM_HEADS + heads) * SIZE
         is_turned = (heads < NUM_HEADS) & (pair < HALF)[None, :]
-        first = tl.load(row + first_place[None, :], mask=is_turned, other=0.0).to(tl.float32)
-        second = tl.load(row + second_place[None, :], mask=is_turned, other=0.0).to(tl.float32)
-        first, second = _turn(first, second, angles, pair[None, :], (pair < HALF)[None, :], HALF)
+        one = tl.load(row + first_place[None, :], mask=is_turned, other=0.0).to(tl.float32)
+        other = tl.load(row + second_place[None, :], mask=is_turned, other=0.0).to(tl.float32)
+        one, other = _turn(one, other, angles, pair[None, :], (pair < HALF)[None, :], HALF)
         tl.debug_barrier()  # all threads have loaded what another one overwrites
-        tl.store(row + pair[None, :], first.to(queries_ptr.dtype.element_ty), mask=is_turned)
-        tl.store(row + HALF + pair[None, :], second.to(queries_ptr.dtype.element_ty), mask=is_turned)
+        tl.store(row + pair[None, :], one.to(queries_ptr.dtype.element_ty), mask=is_turned)
+        tl.store(row + HALF + pair[None, :], other.to(queries_ptr.dtype.element_ty), mask=is_turned)
 
 
 def store_index_keys(
