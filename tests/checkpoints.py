@@ -221,12 +221,24 @@ SINCE = {
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
     **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
     **dict.fromkeys(("AXK1", "Dbrx", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
-    "KimiLinear": "5.23",
+    **dict.fromkeys(("DeepseekV32", "GlmMoeDsa", "KimiLinear"), "5.23"),
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
 MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
 _UNKNOWN_BEFORE = {
-    *("Beam", "Flint", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25", "KimiLinear", "Kolibri1", "Lfm3", "Mellum"),
+    *(
+        "Beam",
+        "DeepseekV32",
+        "Flint",
+        "GlmMoeDsa",
+        "GraniteMoeSWA",
+        "GraniteSWA",
+        "Kimi_K25",
+        "KimiLinear",
+        "Kolibri1",
+        "Lfm3",
+        "Mellum",
+    ),
     *("MiniCPM3", "MuseGlimmer", "NemotronH", "Olmo3"),
 }
 """Those of them of which older versions cannot make the configuration."""

@@ -19,6 +19,7 @@ _IN_LAYER = {
     "mtp.norm.": "shared_head.norm.",
     "mtp.layers.0.": "",
     ".shared_expert.": ".shared_experts.",
+    ".indexer_wk.": ".indexer.wk.",
 }
 """Qwen's names and those of DeepSeek-V3 and GLM-4.5 behind the number of the layer."""
 _OF_LONGCAT = {

@@ -54,7 +54,7 @@ NONE = "its config.json fits no supported family"
         ("HunYuanVLForConditionalGeneration", LLAMA, "learned vectors stand among those of its images"),
         ("BloomForCausalLM", {"n_embed": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, "(ALiBi)"),
         ("OtherLMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, NONE),
-        ("DeepseekV32ForCausalLM", {**LLAMA, **MLA, "index_topk": 64}, "a sparse choice of keys (DSA)"),
+        ("OtherForCausalLM", {**LLAMA, **MLA, "index_topk": 64}, "a sparse choice of keys (DSA)"),
         ("OtherForCausalLM", {**LLAMA, **MLA}, "it has multi-head latent attention in layers of a form"),
         ("JambaForCausalLM", {**LLAMA, "mamba_d_conv": 4}, "it has Mamba layers of a kind"),
         ("BertModel", {**LLAMA, "type_vocab_size": 2}, "it is an encoder, and nvcli serves decoders"),

@@ -1,8 +1,8 @@
 """ChosenKeys: attention of each token to a choice of its keys, beside any backend.
 
-An indexer chooses the keys of a step's tokens in one layer; that layer attends to them, and so may the layers after it.
-Positions are chosen, not places in the cache, so that layers of other KV groups can read them. Everything is planned and
-computed on the device from the batch's tensors, for decode rows and chunks alike.
+An indexer chooses the keys of a step's tokens in one layer; that layer attends to them, and so may those after it.
+Positions are chosen, not places in the cache, so that layers of other KV groups can read them. Everything is planned
+and computed on the device from the batch's tensors, for decode rows and chunks alike.
 """
 
 from __future__ import annotations

@@ -114,6 +114,11 @@ class ModelConfig:
         return (*(layer.mixers for layer in self.layers), *((mixer,) for mixer in of_head))
 
     @property
+    def most_chosen(self) -> int:
+        """The most keys that a token attends to in layers where they are chosen for it; 0: there are none."""
+        return max((mixer.most_chosen or 0 for of_layer in self.mixers for mixer in of_layer), default=0)
+
+    @property
     def fp8_scaling(self) -> FP8Scaling:
         """Scaling of weights that ranks keep in FP8: per block if the checkpoint has blocks, otherwise per row."""
         blocks = self.quantisation is not None and self.quantisation.weight_block == (FP8_BLOCK, FP8_BLOCK)

@@ -64,8 +64,8 @@ def read_draft_model(folder: Path, target: ModelConfig, *, is_random: bool = Fal
         raise ConfigError(
             f"{problem}a model with recurrent states, which cannot take back drafts: use one with attention only"
         )
-    chooses = any(mixer.reads_earlier_choice or mixer.choice_costs(1, "float32") for mixer in mixers)
-    if chooses or any(mixer.reads_kv_of is not None for mixer in mixers) or model.decoder.layer_inputs is not None:
+    reads_others = any(mixer.reads_kv_of is not None or mixer.most_chosen for mixer in mixers)
+    if reads_others or model.decoder.layer_inputs is not None:
         raise ConfigError(f"{problem}and models of its family ({model.architecture}) cannot draft: use another")
     if model.decoder.learned_positions is not None and model.max_position_embeddings < target.max_position_embeddings:
         raise ConfigError(

@@ -14,6 +14,9 @@ from nvcli.kernels.routing import router_logits
 from nvcli.models.mixers.indexer import IndexerConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShard, TensorShards
 
+Choice = tuple[Tensor, Tensor]
+"""Queries [T, I, E], rotated, and the weights of heads [T, I] float32."""
+
 
 class _KeyNorm(TensorShards):
     """The weight and the bias of the LayerNorm of index keys."""
@@ -59,7 +62,3 @@ class Indexer(nn.Module):
         """Choose the tokens' keys."""
         assert batch.backend.chosen_keys is not None
         batch.backend.chosen_keys.choose(self.spec, self.cache_layer, *choice, batch)
-
-
-Choice = tuple[Tensor, Tensor]
-"""Queries [T, I, E], rotated, and the weights of heads [T, I] float32."""

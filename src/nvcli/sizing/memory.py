@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nvcli.attention.kv_layout import SCRATCH_UNIT, projected_scratch_tokens, scratch_tokens
+from nvcli.attention.kv_layout import SCRATCH_UNIT, choice_bytes, projected_scratch_tokens, scratch_tokens
 from nvcli.attention.spec import AttentionSpec, StateSpec, attention_kinds
 from nvcli.core.config_types import FP8_PRODUCTS
 from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
@@ -219,7 +219,10 @@ def _buffers(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
         drafts += config.max_num_seqs * row_bytes if model.draft_head is not None else 0
     if model.has_tower and model.vision is not None and (stage is None or stage.is_first):
         tables += image_buffer_bytes(config, model.vision, total)
-    return tokens + tables + drafts + sums + links + angles + _prefill_scratch(config, model) + _WORKSPACE_BYTES
+    scratch = _prefill_scratch(config, model)
+    if model.most_chosen:
+        scratch += choice_bytes(config.max_model_len, config.of_home.max_padded_tokens, model.most_chosen)
+    return tokens + tables + drafts + sums + links + angles + scratch + _WORKSPACE_BYTES
 
 
 def _kept_states(config: EngineConfig, model: ModelConfig) -> int:

@@ -112,7 +112,7 @@ def test_answers_are_those_without_drafts(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen 3-next", "qwen 3.5 mixture of experts", "deepseek v3"])
+@pytest.mark.parametrize("name", ["qwen 3-next", "qwen 3.5 mixture of experts", "deepseek v3", "glm 5, shared choices"])
 @pytest.mark.parametrize("config", [{}, {"enforce_eager": True, "max_num_seqs": 24, "draws": True}, AUTO])
 @pytest.mark.usefixtures("memory_is_given_back")
 def test_answers_on_a_gpu(name: str, config: dict[str, Any], tmp_path: Path) -> None:

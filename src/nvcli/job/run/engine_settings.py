@@ -136,7 +136,7 @@ def _takes_own_head(run: RunConfig, model: ModelConfig) -> bool:
     was measured to pay, and nothing that it was not measured with."""
     is_open = run.speculation.method == "auto" and attention_choice(run.attention_backend) in ("auto", "triton")
     is_plain = not run.batch_invariant and not run.lora and run.pipeline_parallel_size == 1 and not model.has_tower
-    is_plain &= not run.attends_by_rows
+    is_plain &= not run.attends_by_rows and not model.most_chosen
     return is_open and is_plain and run.max_num_seqs <= _FEW_SEQS and model.decoder.mtp is not None
 
 
@@ -180,6 +180,12 @@ def resolve_engine_config(
     max_image_tokens, max_prompt_images = image_limits(run, model_path, model, max_model_len)
     attention_backend = attention_choice(run.attention_backend)
     _check_attention_dp(run)
+    if model.most_chosen and kv_dtype(run.kv_cache_dtype, dtype) == "fp8":
+        raise ConfigError(
+            f"`kv_cache_dtype` is fp8, and this model ({model.architecture}) chooses keys by numbers that stand beside "
+            f"them in the model's type: leave it out, or set `max_model_len` to at most {model.most_chosen:,}, where "
+            "all keys are attended"
+        )
     if run.batch_invariant:
         _check_batch_invariant(run, model, dtype, attention_backend)
     if run.fp8_accumulation == "fast":

@@ -64,12 +64,22 @@ class LatentAttentionConfig(Mixer):
         return None if self.top_k is None else self.indexer
 
     @property
+    def most_chosen(self) -> int | None:
+        return self.top_k
+
+    @property
     def reads_earlier_choice(self) -> bool:
         return self.top_k is not None and self.indexer is None
 
     def for_length(self, max_model_len: int) -> Self:
         """Return the layer without a choice where a token never sees more keys than it would choose."""
         return self if self.top_k is None or max_model_len > self.top_k else replace(self, top_k=None)
+
+    @property
+    def note(self) -> str | None:
+        if self.indexer is None or self.top_k is not None:
+            return None
+        return "no row can have more keys than `index_topk`: all are attended, and indexers are neither loaded nor used"
 
     @property
     def batch_dependence(self) -> str | None:

@@ -229,6 +229,11 @@ class Mixer(Block):
         return None
 
     @property
+    def most_chosen(self) -> int | None:
+        """The most keys that a token attends to, where they are chosen for it; None: it attends to all."""
+        return None
+
+    @property
     def reads_earlier_choice(self) -> bool:
         """Whether it attends to keys that an earlier layer has chosen."""
         return False
@@ -236,6 +241,11 @@ class Mixer(Block):
     def for_length(self, max_model_len: int) -> Self:
         """Return how runs of at most so many tokens compute it."""
         return self
+
+    @property
+    def note(self) -> str | None:
+        """A note for the log about what runs leave out of it."""
+        return None
 
     def choice_costs(self, num_layers: int, kv_dtype: KVDtype) -> MixerCosts | None:
         """Return the bytes and operations by which `num_layers` layers with it choose keys; None: they do not."""

@@ -69,6 +69,8 @@ class RankAttention:
         )
         backend, notes = select_backend(config.attention_backend, case)
         why_no_drafts = _why_no_drafts(config, backend, groups)
+        mixers = (mixer for of_layer in model.config.mixers for mixer in of_layer)
+        notes += dict.fromkeys(mixer.note for mixer in mixers if mixer.note is not None)
         # Stages pad a step to one shape, and a stage whose layers all have windows cannot plan one with prefixes.
         tile_tokens = backend.prefix_tile_tokens if config.max_shared_rows else 0
         return cls(
