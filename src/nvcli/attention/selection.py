@@ -43,10 +43,10 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     of_choice = [spec.top_k for spec in case.specs if spec.top_k is not None]
     if of_choice:
         whole, case = case, replace(case, specs=tuple(spec for spec in case.specs if spec.top_k is None))
-        backend, notes = select_backend(choice, case)
-        backend.chosen_keys = ChosenKeys(whole, max(of_choice))
-        backend.reads_segments, backend.prefix_tile_tokens = False, 0
-        return backend, notes
+        others = select_backend(choice, case)
+        others[0].chosen_keys = ChosenKeys(whole, max(of_choice))
+        others[0].reads_segments, others[0].prefix_tile_tokens = False, 0
+        return others
     prefill, _, decode = choice.partition(":")
     decode = decode or prefill
     notes: list[str] = []
