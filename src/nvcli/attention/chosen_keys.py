@@ -14,7 +14,20 @@ from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_layout import choice_score_rows
 from nvcli.attention.spec import AttentionSpec
+from nvcli.errors import ConfigError
 from nvcli.kernels.chosen_keys import TokenKeys, attend_chosen, choose_keys
+from nvcli.kernels.whole_numbers import next_power_of_2
+
+
+def check_sizes(case: AttentionCase) -> None:
+    """Raise ConfigError if the GPU has no kernel for a layer's keys."""
+    for spec in case.specs if case.device.type == "cuda" else ():
+        sizes = spec.result_dim, spec.head_dim - spec.index_dim - spec.result_dim
+        if spec.top_k is not None and any(size < 16 or size != next_power_of_2(size) for size in sizes):
+            raise ConfigError(
+                f"attention to chosen keys of {sizes[0]} numbers and {sizes[1]} rotated ones has no kernel: both must "
+                f"be powers of 2 from 16 on; with `max_model_len` up to {spec.top_k:,} all keys are attended"
+            )
 
 
 class ChosenKeys:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pkgutil import resolve_name
 
 from nvcli.attention.backend import AttentionBackend, AttentionCase
-from nvcli.attention.chosen_keys import ChosenKeys
+from nvcli.attention.chosen_keys import ChosenKeys, check_sizes
 from nvcli.attention.hybrid import HybridBackend
 from nvcli.errors import ConfigError
 
@@ -42,6 +42,7 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     """
     of_choice = [spec.top_k for spec in case.specs if spec.top_k is not None]
     if of_choice:
+        check_sizes(case)
         whole, case = case, replace(case, specs=tuple(spec for spec in case.specs if spec.top_k is None))
         others = select_backend(choice, case)
         others[0].chosen_keys = ChosenKeys(whole, max(of_choice))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nvcli.models.mixers.mixer import LayerContext
 from nvcli.models.tensor_spec import Sharding, TensorSpec, matrix, vector
@@ -45,6 +45,7 @@ class IndexerConfig:
         yield matrix(queries, (size, query_rank), replicated, dtype, "attention", ("wq_b",))
         yield matrix(keys, (self.head_dim, context.hidden_size), replicated, dtype, "attention", fused)
         # In float32: choices should not change where scores are close.
-        yield matrix(weights, (self.num_heads, context.hidden_size), replicated, "float32", "attention")
+        weight = matrix(weights, (self.num_heads, context.hidden_size), replicated, "float32", "attention")
+        yield replace(weight, in_linear_layer=False)
         for kind in ("weight", "bias"):
             yield vector(f"{path}.indexer.k_norm.{kind}", self.head_dim, replicated, "norms")
