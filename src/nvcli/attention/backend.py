@@ -122,7 +122,7 @@ class AttentionBackend(ABC):
     """Attention of chunks to keys and values projected from latents; None: the backend never attends so."""
 
     chosen_keys: ChosenAttention | None = None
-    """What attends in layers whose tokens see a choice of keys, beside the backend; None: there are none."""
+    """Attention of layers whose tokens see a choice of keys, beside the backend; None: there are no such layers."""
 
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...

@@ -141,7 +141,7 @@ class LayerAttention(Protocol):
 
     @property
     def chosen_keys(self) -> ChosenAttention | None:
-        """What attends in layers whose tokens see a choice of keys; None: there are none."""
+        """Attention of layers whose tokens see a choice of keys; None: there are no such layers."""
 
     def num_decoded_rows(self, shape: BatchShape) -> int:
         """Return the number of leading rows that a kernel for decode rows serves; the others count as chunks."""

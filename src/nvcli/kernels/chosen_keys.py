@@ -23,7 +23,7 @@ _TOKENS = 128
 
 
 class TokenKeys(NamedTuple):
-    """Where the keys of a batch's tokens are."""
+    """The places of the keys of a batch's tokens."""
 
     seen: Tensor
     """[T] int32, the keys that each token sees, its own included; 0 for padding."""

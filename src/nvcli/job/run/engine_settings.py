@@ -180,12 +180,7 @@ def resolve_engine_config(
     max_image_tokens, max_prompt_images = image_limits(run, model_path, model, max_model_len)
     attention_backend = attention_choice(run.attention_backend)
     _check_attention_dp(run)
-    if model.most_chosen and kv_dtype(run.kv_cache_dtype, dtype) == "fp8":
-        raise ConfigError(
-            f"`kv_cache_dtype` is fp8, and this model ({model.architecture}) chooses keys by numbers that stand beside "
-            f"them in the model's type: leave it out, or set `max_model_len` to at most {model.most_chosen:,}, where "
-            "all keys are attended"
-        )
+    _check_chosen_keys(run, model, dtype)
     if run.batch_invariant:
         _check_batch_invariant(run, model, dtype, attention_backend)
     if run.fp8_accumulation == "fast":
@@ -271,6 +266,16 @@ def _max_model_len(run: RunConfig, model: ModelConfig) -> int:
             f"{model.max_position_embeddings} tokens (max_position_embeddings); {way_out}"
         )
     return max_model_len
+
+
+def _check_chosen_keys(run: RunConfig, model: ModelConfig, dtype: ModelDtype) -> None:
+    """Raise ConfigError if the KV cache cannot hold what keys are chosen by."""
+    if model.most_chosen and kv_dtype(run.kv_cache_dtype, dtype) == "fp8":
+        raise ConfigError(
+            f"`kv_cache_dtype` is fp8, and this model ({model.architecture}) chooses keys by numbers that stand beside "
+            f"them in the model's type: leave it out, or set `max_model_len` to at most {model.most_chosen:,}, where "
+            "all keys are attended"
+        )
 
 
 def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype, attention_backend: str) -> None:
