@@ -16,9 +16,8 @@ from nvcli.kernels.chosen_keys import TokenKeys
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
-_KEYS = 128
-"""Keys of a tile of scores."""
-_STAGES, _WARPS = 3, 4
+_KEYS, _STAGES, _WARPS = 128, 2, 4
+"""The tile of scores: two programs with two tiles each fit in the shared memory of a multiprocessor."""
 _PROGRAMS_PER_PROCESSOR = 4
 _SELECTED, _SELECT_WARPS = 2048, 8
 """Scores that the selection reads at a time."""
