@@ -120,6 +120,8 @@ def test_scales_in_place() -> None:
     [
         {"num_kv_heads": 2, "ratio": 4, "head_dim": 128},
         {"num_kv_heads": 8, "ratio": 4, "head_dim": 128},
+        {"num_kv_heads": 1, "ratio": 16, "head_dim": 128},
+        {"num_kv_heads": 2, "ratio": 12, "head_dim": 128},
         {"num_kv_heads": 1, "ratio": 8, "head_dim": 64, "windows": (50, None), "soft_cap": 5.0, "has_sinks": True},
         {"num_kv_heads": 3, "ratio": 1, "head_dim": 128, "windows": (33, None), "has_sinks": True, "block_size": 192},
     ],
@@ -167,6 +169,7 @@ def numbers(words: Tensor) -> tuple[Tensor, ...]:
         (512, {"ratio": 8, "windows": (50,), "soft_cap": 5.0, "has_sinks": True}),
         (512, {"num_kv_heads": 3, "head_dim": 128, "windows": (33,), "has_sinks": True, "block_size": 192}),
         (0, {"num_kv_heads": 1, "ratio": 2}),
+        (0, {"num_kv_heads": 1, "ratio": 12}),
     ],
 )
 def test_decode_rows_straight_to_registers(kind: Callable[..., AnyBench], many_rows: int, geometry: Any) -> None:
@@ -175,12 +178,14 @@ def test_decode_rows_straight_to_registers(kind: Callable[..., AnyBench], many_r
     functions = {
         "numbers_of_bytes": lambda words, pack: numbers(words),
         "_log2": torch.log2,
-        "_transposed": lambda x: block(x.unflatten(0, (-1, 8)).transpose(1, 2).flatten(0, 1)),
+        "_transposed": lambda x: block(
+            x.unflatten(1, (-1, 8)).unflatten(0, (-1, 8)).transpose(1, 3).flatten(2).flatten(0, 1)
+        ),
     }
     simulator = RegisterSimulator(fp8_decode_attention, functions=functions)
     kernel = SimulatedKernel(simulator, "fp8_decode_attention_kernel")
     with (
-        patch.multiple(decode_attention, _FEWEST_ROWS=0, _MANY_ROWS=many_rows, decode_attention_kernel=None),
+        patch.multiple(decode_attention, _FEWEST_ROWS=[(16, 0)], _MANY_ROWS=many_rows, decode_attention_kernel=None),
         patch.object(decode_attention, "_load_direct_kernel", lambda *args: kernel),
         patch.multiple(fp8_decode_attention, _MOST_CHUNKS=2, _CLUSTER=2),
     ):

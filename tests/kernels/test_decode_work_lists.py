@@ -15,9 +15,9 @@ from nvcli.kernels.triton.attention.segment_work_list import SegmentWorkList
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter
 
 
-@pytest.mark.parametrize(("num_rows", "lone_warps_from", "chunks"), [(17, None, 1), (17, 17, 2), (16, 17, 1)])
+@pytest.mark.parametrize(("num_rows", "lone_warps", "chunks"), [(17, [], 1), (17, [(1, 17)], 2), (16, [(1, 17)], 1)])
 def test_rows_for_single_warps_are_cut_into_more_chunks(
-    num_rows: int, lone_warps_from: int | None, chunks: int
+    num_rows: int, lone_warps: list[tuple[int, int]], chunks: int
 ) -> None:
     work_list = DecodeWorkList(
         window=None,
@@ -26,7 +26,7 @@ def test_rows_for_single_warps_are_cut_into_more_chunks(
         align=64,
         max_rows=17,
         device=torch.device("cpu"),
-        lone_warps_from=lone_warps_from,
+        lone_warps=lone_warps,
     )
     work_list.plan(torch.full((num_rows,), 1000, dtype=torch.int32), torch.arange(num_rows))
     assert work_list.num_items.item() == chunks * num_rows <= work_list.capacity(num_rows)

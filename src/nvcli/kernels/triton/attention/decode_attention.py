@@ -49,14 +49,13 @@ each of them is slower, and so is the end of a step in which all are resident at
 139 with 16 for 256 rows of 100 to 1,620 keys, 425 and 419 for 1,024 such rows, 552 and 532 for 1,024 of about 1,100."""
 _MANY_ROWS = 512
 """From this many rows on, tiles of `fp8_decode_attention.py` have the smaller size."""
-_FEWEST_ROWS = 3
-"""From this many rows on, `fp8_decode_attention.py` is used. It takes an H200 11.6 µs for 4 rows of 860 keys, where the
-kernel of this file takes 12.1; 16 and 23 for 16 of 860, 74 and 103 for 16 of 8,192, and 73 and 130 for 32 of 4,000. A
-warm-up runs 64 rows and 2, so that both kernels are compiled before they are needed."""
-_FEWEST_ROWS_OF_DRAFTS = ((8, _FEWEST_ROWS), (16, 32))
-"""The same for rows of several tokens, by the most queries of a row for a KV head. With 8 queries it takes an H200
-145 µs for 256 rows of 500 to 1,500 keys (one token: 140), 19 for 16 and 319 for 40 of 16,000, where the other kernel
-takes 179, 26 and 527; with 16 it takes 152, 29 and 449, and the other 180, 27 and 527."""
+_FEWEST_ROWS = ((8, 3), (16, 32))
+"""From this many rows on, `fp8_decode_attention.py` is used, by the most queries of a row for a KV head. With 4 it
+takes an H200 11.6 µs for 4 rows of 860 keys, where the kernel of `decode_kernel.py` takes 12.1; 16 and 23 for 16 of
+860, 74 and 103 for 16 of 8,192, and 73 and 130 for 32 of 4,000. With 8, those of several tokens, it takes 145 for 256
+rows of 500 to 1,500 keys, 19 for 16 and 319 for 40 of 16,000, where the other kernel takes 179, 26 and 527; with 16 it
+takes 152, 29 and 449, and the other 180, 27 and 527. A warm-up runs 64 rows and 2, so that both kernels are compiled
+before they are needed."""
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
@@ -74,7 +73,7 @@ def _load_direct_kernel(shape: AttentionShape, align: int) -> JITFunction[...] |
         and has_known_gluon()
         and shape.head_dim in (64, 128)
         and shape.tail_dim == 0
-        and shape.group <= 8
+        and shape.group <= 16
         and align % _DIRECT_TILE == 0
         and shape.dtype.itemsize == 2
     )
@@ -163,10 +162,9 @@ class DecodeAttention:
             align=SPLIT.value if self._is_invariant else self._align,
             max_rows=self._max_rows,
             device=self._shape.device,
-            lone_warps_from=None if self._direct_kernel is None else _FEWEST_ROWS,
-            lone_warps_of_drafts=()
+            lone_warps=()
             if self._direct_kernel is None
-            else [(queries // self._shape.group, rows) for queries, rows in _FEWEST_ROWS_OF_DRAFTS],
+            else [(queries // self._shape.group, rows) for queries, rows in _FEWEST_ROWS],
             has_splits=self._is_invariant,
             programs=_DEEP_PROGRAMS if self._is_deep else USUAL_PROGRAMS,
             has_one_for_short=self._is_deep,

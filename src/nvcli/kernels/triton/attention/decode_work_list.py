@@ -182,9 +182,8 @@ class DecodeWorkList:
 
     align: the first key of a row is rounded down to a multiple of it, so that a tile of keys lies in one block.
     tile: the number of keys that the attention kernel takes at a time.
-    lone_warps_from: from this many rows on, programs of the attention kernel are single warps, of which more fit on a
-    multiprocessor (None: they never are).
-    lone_warps_of_drafts: the same for rows of several tokens, as (most tokens of a row, rows).
+    lone_warps: when programs of the attention kernel are single warps, of which more fit on a multiprocessor, as (most
+    tokens of a row, from this many rows on).
     programs: how many programs are aimed for on each multiprocessor.
     has_one_for_short: one is aimed for where rows are short.
     has_splits: rows are cut into splits; `align` is SPLIT then.
@@ -199,8 +198,7 @@ class DecodeWorkList:
         align: int,
         max_rows: int,
         device: torch.device,
-        lone_warps_from: int | None = None,
-        lone_warps_of_drafts: Sequence[tuple[int, int]] = (),
+        lone_warps: Sequence[tuple[int, int]] = (),
         programs: int = USUAL_PROGRAMS,
         has_one_for_short: bool = False,
         has_splits: bool = False,
@@ -208,7 +206,7 @@ class DecodeWorkList:
         self._window, self._num_kv_heads = window, num_kv_heads
         self._tile, self._align = tile, align
         self._max_rows, self._has_splits = max_rows, has_splits
-        self._lone_warps_from, self._lone_warps_of_drafts = lone_warps_from, lone_warps_of_drafts
+        self._lone_warps = lone_warps
         self._programs, self._short_divisor = programs, programs if has_one_for_short else 1
         self._num_processors = num_multiprocessors(device)
         most_chunks = self._most_programs // num_kv_heads + max_rows
@@ -268,13 +266,12 @@ class DecodeWorkList:
     @property
     def _most_programs(self) -> int:
         """The most programs that are aimed for."""
-        return self._num_processors * (self._programs if self._lone_warps_from is None else _LONE_WARPS)
+        return self._num_processors * (_LONE_WARPS if self._lone_warps else self._programs)
 
     def has_lone_warps(self, num_rows: int, tokens: RowTokens | None = None) -> bool:
         """Whether programs of the attention kernel are single warps."""
-        if tokens is None:
-            return self._lone_warps_from is not None and num_rows >= self._lone_warps_from
-        return any(tokens.width <= width and num_rows >= rows for width, rows in self._lone_warps_of_drafts)
+        width = 1 if tokens is None else tokens.width
+        return any(width <= most and num_rows >= rows for most, rows in self._lone_warps)
 
     def _target(self, num_rows: int, tokens: RowTokens | None = None) -> int:
         """The number of programs to aim for."""
