@@ -122,9 +122,11 @@ class TestWorkList:
         self, num_tokens: int, num_experts: int, experts_per_token: int, row_tile: int, favourite: int | None
     ) -> None:
         routes = routes_of(num_tokens, num_experts, experts_per_token, favourite=favourite)
-        order, items, _ = group_by_expert(routes.experts.to(DEVICE), num_experts, row_tile)
+        order, items, _, places = group_by_expert(routes.experts.to(DEVICE), num_experts, row_tile, has_places=True)
         expected = reference.group_by_expert(routes.experts, num_experts)
         assert torch.equal(order.cpu(), expected.order)
+        assert places is not None
+        assert torch.equal(places.cpu().long(), expected.order.argsort())
         flat = routes.experts.flatten()
         seen = []
         for expert, first, rows, _ in items.tolist():
@@ -147,7 +149,7 @@ class TestWorkList:
         flat, seen = routes.experts.flatten(), []
         held = num_experts // 4
         for first_expert in range(0, num_experts, held):
-            order, items, _ = group_by_expert(
+            order, items, *_ = group_by_expert(
                 routes.experts.to(DEVICE),
                 held,
                 row_tile,

@@ -64,10 +64,22 @@ def test_quantise(size: int, dtype: torch.dtype, scaling: FP8Scaling) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_that_share_a_program(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "_MANY_ROWS", 1)
-    x, order = rand(7, size, dtype=DTYPES[0]), torch.tensor([3, 12, 0, 13, 5, 9, 8, 1, 2, 99, -7, 4, 6, 7])
+    x = rand(7, size, dtype=DTYPES[0])
     assert_same(fp8.quantise(x.to(DEVICE), "channel"), reference.quantise(x, "channel"))
-    found = fp8.quantise_pairs(x.to(DEVICE), order.int().to(DEVICE), 2, torch.empty(14, size, dtype=FP8, device=DEVICE))
-    assert_same(found, reference.quantise(x[(order // 2).clamp(0, 6)], "channel"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_at_the_places_of_pairs(size: int) -> None:
+    """What no pair has is left as it is."""
+    x, order = rand(11, size, dtype=DTYPES[0]), torch.randperm(22, generator=torch.Generator().manual_seed(0))
+    is_used = torch.arange(22) % 4 != 1
+    places = order.argsort().int()
+    places[order[~is_used]] = -1
+    codes = torch.zeros(22, size, dtype=torch.uint8, device=DEVICE).view(FP8)
+    found = fp8.quantise_pairs(x.to(DEVICE), places.to(DEVICE), codes)
+    used = QuantisedRows(codes.cpu().view(torch.uint8)[is_used].view(FP8), found.scales.cpu()[is_used], found.dtype)
+    assert_same(used, reference.quantise(x[order[is_used] // 2], "channel"))
+    assert not codes.cpu().view(torch.uint8)[~is_used].any()
 
 
 @pytest.mark.parametrize("shares_programs", [False, True])

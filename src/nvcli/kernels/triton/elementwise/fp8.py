@@ -199,24 +199,19 @@ def _quantise_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantise_short_rows_kernel(
     x_ptr,  # [T, SIZE], rows x_row_stride apart
-    order_ptr,  # None, or [N] int32: of each row of codes, the row of x times SHARING, or any number
-    codes_ptr,  # [T or N, SIZE], written
-    scales_ptr,  # [T or N], written
+    places_ptr,  # [T, COPIES] int32: the rows of codes that each gets, -1 for none; None: the one of its number
+    codes_ptr,  # [T × COPIES, SIZE], written
+    scales_ptr,  # [T × COPIES], written
     x_row_stride,
-    num_rows,  # of codes
+    num_rows,
     SIZE: tl.constexpr,
-    SHARING: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     """Program (_MANY_SHORT rows), a warp for each, which holds its parts in registers."""
     PART: tl.constexpr = _WARP_PART
     rows = tl.program_id(0) * _MANY_SHORT + tl.arange(0, _MANY_SHORT)
     is_row = rows < num_rows
-    sources = rows
-    if order_ptr is not None:
-        sources = tl.maximum(tl.load(order_ptr + rows, mask=is_row, other=0) // SHARING, 0)
-    sources = tl.minimum(sources, num_rows // SHARING - 1)
-    source = x_ptr + sources.to(tl.int64)[:, None] * x_row_stride
-    codes_ptrs = codes_ptr + rows.to(tl.int64)[:, None] * SIZE
+    source = x_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * x_row_stride
     parts = ()
     largest = tl.zeros([_MANY_SHORT, PART], tl.float32)
     for i in tl.static_range((SIZE + PART - 1) // PART):
@@ -225,11 +220,18 @@ def _quantise_short_rows_kernel(
         parts += (values,)  # type: ignore[assignment]
         largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
     scales = tl.maximum(tl.max(largest, axis=1), _LEAST) / _MAX
-    for i in tl.static_range((SIZE + PART - 1) // PART):
-        columns = i * PART + tl.arange(0, PART)[None, :]
-        inside = is_row[:, None] if (i + 1) * PART <= SIZE else is_row[:, None] & (columns < SIZE)
-        tl.store(codes_ptrs + columns, _encode(parts[i].to(tl.float32), scales[:, None]), mask=inside)
-    tl.store(scales_ptr + rows, scales, mask=is_row)
+    for copy in range(COPIES):
+        places = rows
+        is_written = is_row
+        if places_ptr is not None:
+            places = tl.load(places_ptr + rows * COPIES + copy, mask=is_row, other=-1)
+            is_written = places >= 0
+        codes_ptrs = codes_ptr + places.to(tl.int64)[:, None] * SIZE
+        for i in tl.static_range((SIZE + PART - 1) // PART):
+            columns = i * PART + tl.arange(0, PART)[None, :]
+            inside = is_written[:, None] if (i + 1) * PART <= SIZE else is_written[:, None] & (columns < SIZE)
+            tl.store(codes_ptrs + columns, _encode(parts[i].to(tl.float32), scales[:, None]), mask=inside)
+        tl.store(scales_ptr + places, scales, mask=is_written)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -297,21 +299,21 @@ def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
     return _quantise(x, scaling)
 
 
-def quantise_pairs(x: Tensor, order: Tensor, experts_per_token: int, codes: Tensor) -> QuantisedRows:
-    """Quantise the row of each pair of token and expert by rows, in the order of experts: [T, H] → `codes` [T × k, H]
-    e4m3, contiguous. Entries behind the last pair of the order get some row."""
-    out = QuantisedRows(codes, torch.empty(len(order), dtype=torch.float32, device=x.device), x.dtype)
-    _quantise_short_rows(x, out, order, experts_per_token)
+def quantise_pairs(x: Tensor, places: Tensor, codes: Tensor) -> QuantisedRows:
+    """Quantise each token's row by itself, and write it to the places of its pairs of token and expert: [T, H] →
+    `codes` [T × k, H] e4m3, contiguous. places: [T × k] int32, -1 for a pair that has none."""
+    out = QuantisedRows(codes, torch.empty(len(codes), dtype=torch.float32, device=x.device), x.dtype)
+    _quantise_short_rows(x, out, places)
     return out
 
 
-def _quantise_short_rows(x: Tensor, out: QuantisedRows, order: Tensor | None = None, sharing: int = 1) -> None:
-    """Quantise rows of x to `out`; with an `order`, row order[i] // `sharing` as row i."""
+def _quantise_short_rows(x: Tensor, out: QuantisedRows, places: Tensor | None = None) -> None:
+    """Quantise rows of x to `out`, in their order or at `places`."""
     assert x.stride(1) == 1
-    num_rows, size = out.shape
-    num_warps = _MANY_SHORT.value
+    num_rows, size = x.shape
+    copies, num_warps = len(out.codes) // num_rows, _MANY_SHORT.value
     _quantise_short_rows_kernel[(ceil_div(num_rows, num_warps),)](
-        x, order, out.codes, out.scales, x.stride(0), num_rows, SIZE=size, SHARING=sharing, num_warps=num_warps
+        x, places, out.codes, out.scales, x.stride(0), num_rows, SIZE=size, COPIES=copies, num_warps=num_warps
     )
 
 

@@ -46,12 +46,15 @@ class WorkList(NamedTuple):
     """[N, ITEM_FIELDS] int32."""
     row_tile: int
     """The most pairs of an item."""
+    places: Tensor | None = None
+    """[T × k] int32: where each pair is in the order, -1 if it is not."""
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _group_kernel(
     experts_ptr,  # [num_pairs] int32
     order_ptr,  # [num_pairs] int32, written
+    places_ptr,  # [num_pairs] int32, written, or None
     items_ptr,  # [N, ITEM_FIELDS] int32, written
     num_pairs,
     ROW_TILE: tl.constexpr,
@@ -94,7 +97,10 @@ def _group_kernel(
             pairs = start + columns
             others = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
             is_mine = (others == expert).to(tl.int32)
-            tl.store(order_ptr + place + tl.cumsum(is_mine, 0) - is_mine, pairs, mask=is_mine > 0)
+            places = place + tl.cumsum(is_mine, 0) - is_mine
+            tl.store(order_ptr + places, pairs, mask=is_mine > 0)
+            if places_ptr is not None:
+                tl.store(places_ptr + pairs, places, mask=is_mine > 0)
             place += tl.sum(is_mine, 0)
     if BY_PAIR:
         entry, end = program, program + 1
@@ -113,7 +119,13 @@ def _group_kernel(
 
 
 def group_by_expert(
-    experts: Tensor, num_experts: int, row_tile: int, *, first_expert: int = 0, num_others: int = 0
+    experts: Tensor,
+    num_experts: int,
+    row_tile: int,
+    *,
+    first_expert: int = 0,
+    num_others: int = 0,
+    has_places: bool = False,
 ) -> WorkList:
     """Sort the pairs by expert and list the tiles. experts: [T, k] int32, contiguous, a token's k all different.
 
@@ -126,11 +138,13 @@ def group_by_expert(
     by_pair = num_tokens <= row_tile and num_pairs < num_experts + num_pairs // row_tile
     num_items = num_pairs if by_pair else num_experts + num_pairs // row_tile
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
+    places = torch.full_like(order, -1) if has_places else None
     items = torch.empty(num_items, ITEM_FIELDS.value, dtype=torch.int32, device=experts.device)
     chunk, num_warps = next((one for one in _CHUNKS if num_pairs <= one[0]), _CHUNKS[-1])
     _group_kernel[(num_pairs if by_pair else num_experts,)](
         experts,
         order,
+        places,
         items,
         num_pairs,
         ROW_TILE=row_tile,
@@ -142,4 +156,4 @@ def group_by_expert(
         num_warps=num_warps,
         **dependent(experts.device),
     )
-    return WorkList(order, items, row_tile)
+    return WorkList(order, items, row_tile, places)

@@ -167,7 +167,12 @@ def apply_experts(
             num_rows, gate_up, down, x, activation, quantises=quantises, batch_invariant=batch_invariant
         )
     work = group_by_expert(
-        routes.experts, num_held, launch.row_tile, first_expert=weights.first_expert, num_others=weights.num_others
+        routes.experts,
+        num_held,
+        launch.row_tile,
+        first_expert=weights.first_expert,
+        num_others=weights.num_others,
+        has_places=isinstance(launch, HopperFP8Launch),
     )
     if isinstance(launch, HopperFP8Launch):
         from nvcli.kernels.triton.products import hopper_fp8

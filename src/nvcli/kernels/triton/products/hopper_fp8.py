@@ -112,10 +112,11 @@ def apply_experts(
     scales by rows, and the launch has two blocks."""
     assert gate_up.scales is not None
     assert down.scales is not None
-    order, hidden_size = grouped.work.order, x.shape[1]
+    places, hidden_size = grouped.work.places, x.shape[1]
+    assert places is not None
     # The rows of x, sorted by expert, are where the results will be, which are larger.
-    codes = out.view(-1).view(FP8)[: len(order) * hidden_size].view(-1, hidden_size)
-    pairs = quantise_pairs(x, order, grouped.routes.experts.shape[1], codes)
+    codes = out.view(-1).view(FP8)[: len(places) * hidden_size].view(-1, hidden_size)
+    pairs = quantise_pairs(x, places, codes)
     hidden = gated_linear(pairs, gate_up.weight, gate_up.scales, launch, grouped, gate_up.bias, activation=activation)
     if weights.num_others:
         out.zero_()
