@@ -172,7 +172,7 @@ def apply_experts(
         launch.row_tile,
         first_expert=weights.first_expert,
         num_others=weights.num_others,
-        has_places=isinstance(launch, HopperFP8Launch),
+        has_places=isinstance(launch, HopperFP8Launch | HopperW4Launch),
     )
     if isinstance(launch, HopperFP8Launch):
         from nvcli.kernels.triton.products import hopper_fp8
@@ -186,7 +186,8 @@ def apply_experts(
         from nvcli.kernels.triton.products import hopper_w4
 
         # The rows of x, sorted by expert, are where the results will be, which are as large.
-        sorted_rows = hopper_w4.sort_rows(x, work.order, routes.experts.shape[1], out.view(-1, x.shape[1]))
+        assert work.places is not None
+        sorted_rows = hopper_w4.sort_rows(x, work.places, out.view(-1, x.shape[1]))
         hopper_w4.multiply_experts(sorted_rows, gate_up, routes, work, launch, activation, hidden)
         if weights.num_others:
             out.zero_()

@@ -126,29 +126,28 @@ def multiply_experts(
     _launch(x, matrix, out, launch, len(work.items), num_rows, activation, work, routes)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _sort_rows_kernel(
     x_ptr,  # [T, SIZE]
-    order_ptr,  # [pairs] int32
+    places_ptr,  # [T, EXPERTS_PER_TOKEN] int32, -1 for a pair without a place
     out_ptr,  # [pairs, SIZE], written
-    num_rows,
     SIZE: tl.constexpr,
     EXPERTS_PER_TOKEN: tl.constexpr,
 ):
-    """Program (pair, stretch of columns). Entries behind the last pair of the order get some row."""
-    pair = tl.program_id(0).to(tl.int64)
-    token = tl.load(order_ptr + pair) // EXPERTS_PER_TOKEN
-    token = tl.minimum(tl.maximum(token, 0), num_rows - 1).to(tl.int64)
+    """Program (token, stretch of columns)."""
+    token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * _COPIED + tl.arange(0, _COPIED)
     values = tl.load(x_ptr + token * SIZE + columns, mask=columns < SIZE)
-    tl.store(out_ptr + pair * SIZE + columns, values, mask=columns < SIZE)
+    for choice in range(EXPERTS_PER_TOKEN):
+        place = tl.load(places_ptr + token * EXPERTS_PER_TOKEN + choice).to(tl.int64)
+        tl.store(out_ptr + place * SIZE + columns, values, mask=(columns < SIZE) & (place >= 0))
 
 
-def sort_rows(x: Tensor, order: Tensor, experts_per_token: int, out: Tensor) -> Tensor:
-    """Return the row of each pair, in the order of experts: [T, H] → `out` [T × k, H]."""
+def sort_rows(x: Tensor, places: Tensor, out: Tensor) -> Tensor:
+    """Write each token's row to the places of its pairs (`WorkList`): [T, H] → `out` [T × k, H]."""
     assert out.is_contiguous()
-    _sort_rows_kernel[len(order), ceil_div(x.shape[1], _COPIED.value)](
-        x, order, out, len(x), SIZE=x.shape[1], EXPERTS_PER_TOKEN=experts_per_token, num_warps=4
+    _sort_rows_kernel[len(x), ceil_div(x.shape[1], _COPIED.value)](
+        x, places, out, SIZE=x.shape[1], EXPERTS_PER_TOKEN=len(places) // len(x), num_warps=4
     )
     return out
 
