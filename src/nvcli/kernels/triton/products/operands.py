@@ -50,6 +50,11 @@ class TileKind:
         return self.weight in ("integer", "mxfp4", "mxfp4 for fp8", "nvfp4")
 
     @property
+    def has_row_factors(self) -> bool:
+        """Whether the sums of a row of the weight are multiplied by a number of its own."""
+        return self.weight in ("channel", "nvfp4", "mxfp4 for fp8")
+
+    @property
     def rows_together(self) -> int:
         """How many rows' words of a tile follow one another (`kernels/w4.py`)."""
         return ROWS_TOGETHER if self.weight == "mxfp4 for fp8" else 1

@@ -8,8 +8,9 @@ What a weight of each kind is made of:
     block    e4m3, with a scale for 128 × 128 numbers, and of activations for 128 of a row, by which the sum of each 128
              products is multiplied
     integer  words of four codes (`kernels/w4.py`) with scales for groups of a row's codes
-    mxfp4    the same, with numbers of FP4 and scales that are powers of two; for activations in FP8 in another order
-    nvfp4    the same, with scales in e4m3, and each row with a factor, which the whole sum is multiplied by
+    mxfp4    the same, with numbers of FP4 and scales that are powers of two; for activations in FP8 in another order,
+             and each row with a factor, which the whole sum is multiplied by
+    nvfp4    the same, with scales in e4m3, and with such factors
 
 FP8 units keep about 14 bits of a sum. They add up the products of 128 input features, and these sums are added up in
 float32: left to the units, 4,096 products of one sign lose 8 %, and of random signs 0.3 %. Activations without scales
@@ -30,7 +31,7 @@ from nvcli.kernels.triton.products.operands import (
     scaled_dot,
     zeros,
 )
-from nvcli.kernels.triton.products.w4_codes import add_tile, row_factors
+from nvcli.kernels.triton.products.w4_codes import NVFP4_UNIT, add_tile
 from nvcli.kernels.weight_formats import FP8_BLOCK
 
 _FP8_BLOCK = tl.constexpr(FP8_BLOCK)
@@ -114,22 +115,14 @@ def multiply_tile(
                 total = dot(x_tile, numbers, total, KIND.rows_first, MAX_IMPRECISE)
                 if KIND.is_gated:
                     up = dot(x_tile, of_up, up, KIND.rows_first, MAX_IMPRECISE)
-    if KIND.weight == "channel":
+    if KIND.has_row_factors:
         row_scales = per_row(load_row_scales(x_scales_ptr + rows, is_row, KIND.is_quantised), KIND.rows_first)
-        scale_ptrs = scales_ptr + features
-        total *= row_scales * load_features(scale_ptrs, is_feature, KIND.rows_first)
+        if KIND.weight == "nvfp4":
+            row_scales *= NVFP4_UNIT
+        factor_ptrs = scales_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + features
+        total *= row_scales * load_features(factor_ptrs, is_feature, KIND.rows_first)
         if KIND.is_gated:
-            up *= row_scales * load_features(scale_ptrs + out_features, is_feature, KIND.rows_first)
-    if KIND.weight == "nvfp4" or KIND.weight == "mxfp4 for fp8":
-        IS_NVFP4: tl.constexpr = KIND.weight == "nvfp4"
-        total *= row_factors(scales_ptr, features, is_feature, IS_NVFP4)[:, None]
-        if KIND.is_gated:
-            up *= row_factors(scales_ptr, out_features + features, is_feature, IS_NVFP4)[:, None]
-    if KIND.weight == "mxfp4 for fp8":
-        row_scales = per_row(load_row_scales(x_scales_ptr + rows, is_row, KIND.is_quantised), KIND.rows_first)
-        total *= row_scales
-        if KIND.is_gated:
-            up *= row_scales
+            up *= row_scales * load_features(factor_ptrs + out_features, is_feature, KIND.rows_first)
     return total, up
 
 

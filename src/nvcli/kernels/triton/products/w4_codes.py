@@ -44,7 +44,7 @@ to 7."""
 _DOUBLED = tl.constexpr((0x08080800, 0x08080808))
 """The increments that double them."""
 _ZERO_MASK = tl.constexpr(0xFF)
-_NVFP4_UNIT = tl.constexpr(2.0**8)
+NVFP4_UNIT = tl.constexpr(2.0**8)
 
 
 @triton.jit
@@ -95,14 +95,14 @@ def fp4_numbers(words, exponents, PART: tl.constexpr, DTYPE: tl.constexpr, PACKE
 
 @triton.jit
 def nvfp4_numbers(words, scales, PART: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """Return the numbers of one part of NVFP4, exactly, but _NVFP4_UNIT times too small. words: [N, 16] int16; scales:
+    """Return the numbers of one part of NVFP4, exactly, but NVFP4_UNIT times too small. words: [N, 16] int16; scales:
     [N] int32, those of the tile's four parts in e4m3 → [N, 16] of DTYPE.
 
     A number of FP4 times a scale has at most 6 bits and is a number of each type. A scale's bits, put where float32 has
     such ones, are 2^120 times too small, and 2^126 times its value would be too large.
     """
     bits = ((scales >> (8 * PART)) & 127) << 20
-    factors = bits.to(tl.float32, bitcast=True) * 2.0**120 * (2.0**126 / _NVFP4_UNIT)
+    factors = bits.to(tl.float32, bitcast=True) * 2.0**120 * (2.0**126 / NVFP4_UNIT)
     numbers = _fp4_codes(words, PART, PACKED)
     return (numbers * factors.to(numbers.dtype)[:, None]).to(DTYPE)
 
@@ -147,13 +147,6 @@ def _fp4_codes(words, PART: tl.constexpr, PACKED: tl.constexpr):
         codes = (words.to(tl.int32) >> (4 * PART)) & 15
         numbers = (((codes & 8) << 28) | ((codes & 7) << 22)).to(tl.float32, bitcast=True)
     return numbers
-
-
-@triton.jit
-def row_factors(scales_ptr, features, is_feature, IS_NVFP4: tl.constexpr):
-    """Load the factors by which the sums of rows are multiplied: [N] float32, from the scales of a weight."""
-    factors = tl.load(scales_ptr + features, mask=is_feature, other=0).to(tl.float32, bitcast=True)
-    return factors * _NVFP4_UNIT if IS_NVFP4 else factors
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
 from nvcli.kernels.triton.products.product_launch import HopperW4Launch, Kind, ProductLaunch, fit, for_format
 from nvcli.kernels.triton.products.products import multiply
-from nvcli.kernels.triton.products.w4_codes import fp4_numbers, integers, nvfp4_numbers, row_factors, scales_and_zeros
+from nvcli.kernels.triton.products.w4_codes import NVFP4_UNIT, fp4_numbers, integers, nvfp4_numbers, scales_and_zeros
 from nvcli.kernels.weight_formats import W4Format
 from nvcli.kernels.whole_numbers import ceil_div
 
@@ -174,7 +174,7 @@ def _dequantise_kernel(
     )
     out_ptrs = out_ptr + rows[:, None].to(tl.int64) * IN_FEATURES + tile * TILE + inner[None, :]
     if KIND == "nvfp4":
-        factors = row_factors(scales_ptr, rows, is_row, True)
+        factors = tl.load(scales_ptr + rows, mask=is_row, other=0).to(tl.float32, bitcast=True) * NVFP4_UNIT
         scales_ptr += OUT_FEATURES
     for part in tl.static_range(4):
         first = tile * TILE + part * PART
