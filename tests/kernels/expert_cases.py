@@ -62,15 +62,16 @@ def make(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
+    formats = [format.for_rows(rows) if isinstance(format, W4Format) else format for rows in (size, hidden)]
     made = []
-    for rows, columns in ((num_rows, hidden), (hidden, size)):
-        experts = [_make_weight(random(rows, columns) * columns**-0.5, format, dtype) for _ in range(num_experts)]
+    for kept, rows, columns in zip(formats, (num_rows, hidden), (hidden, size), strict=True):
+        experts = [_make_weight(random(rows, columns) * columns**-0.5, kept, dtype) for _ in range(num_experts)]
         made.append([torch.stack(tensors) for tensors in zip(*experts, strict=True)])
     pair = [random(num_experts, rows).to(dtype) if biases else None for rows in (num_rows, hidden)]
     weights, scales, values = zip(*made, strict=True)
     joined: ExpertScales | W4Scales | None = None
     if isinstance(format, W4Format):
-        joined = W4Scales(*scales, format, format)
+        joined = W4Scales(*scales, *formats)
     elif format is not None:
         joined = ExpertScales(*scales)
     plain = ExpertWeights(*values, *(None if bias is None else bias.float() for bias in pair))

@@ -61,22 +61,24 @@ def simulated() -> Any:
 @pytest.mark.parametrize(
     ("rows", "columns", "num_rows", "launch"),
     [
-        (96, 256, 5, HopperW4Launch(64, 1)),
-        (400, 512, 130, HopperW4Launch(64, 3)),
+        (192, 256, 5, HopperW4Launch(64, 1)),
+        (384, 512, 130, HopperW4Launch(64, 3)),
         (256, 640, 130, HopperW4Launch(128, 2, num_parts=3)),
-        (144, 256, 70, HopperW4Launch(64, 1, num_parts=2)),
+        (160, 256, 70, HopperW4Launch(64, 1, num_parts=2)),
     ],
 )
 def test_products(rows: int, columns: int, num_rows: int, launch: HopperW4Launch) -> None:
-    words, scales, values = make(rows, columns, 128)
+    """In blocks of 32 rows and of 64, also where those of a program are not whole."""
+    format = W4Format("integer", 128).for_rows(rows if launch.num_parts > 1 else rows // 2)
+    words, scales, values = make(rows, columns, format)
     x = torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(1))
     expected = F.linear(x, values)
-    found = hopper_w4.linear(x, words, scales, W4Format("integer", 128), launch)
+    found = hopper_w4.linear(x, words, scales, format, launch)
     found = found.sum(0) if launch.num_parts > 1 else found
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     if launch.num_parts == 1:
         for gate, activate_and_mul in ACTIVATE_AND_MUL.items():
-            gated = hopper_w4.linear(x, words, scales, W4Format("integer", 128), launch, gate=gate)
+            gated = hopper_w4.linear(x, words, scales, format, launch, gate=gate)
             torch.testing.assert_close(gated, activate_and_mul(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -86,9 +88,10 @@ def test_products(rows: int, columns: int, num_rows: int, launch: HopperW4Launch
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("num_others", [0, 2])
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_experts(blocks: int, num_others: int, bias: bool) -> None:
+@pytest.mark.parametrize("sizes", [(160, 96), (192, 64)])
+def test_experts(sizes: tuple[int, int], blocks: int, num_others: int, bias: bool) -> None:
     """With inputs that end within a tile, and experts of other ranks, whose pairs are left out."""
-    case = make_experts(W4Format("mxfp4", 32), (4, 2, 160, 96), 90, biases=bias)
+    case = make_experts(W4Format("mxfp4", 32), (4, 2, *sizes), 90, biases=bias)
     if num_others:
         case = share_of(case, 1, 3)
     x, routes, words, scales, plain = case
@@ -180,18 +183,19 @@ def test_products_run_beside_other_work() -> None:
     [
         (6144, 4096, 200, HopperW4Launch(128, 3)),
         (6144, 4096, 64, HopperW4Launch(64, 2, num_parts=3)),
-        (928, 1152, 333, HopperW4Launch(128, 2)),
-        (928, 1152, 333, HopperW4Launch(128, 1, num_parts=4)),
-        (928, 1152, 1, HopperW4Launch(64, 3)),
+        (960, 1152, 333, HopperW4Launch(128, 2)),
+        (960, 1152, 333, HopperW4Launch(128, 1, num_parts=4)),
+        (960, 1152, 1, HopperW4Launch(64, 3)),
     ],
 )
 def test_products_on_a_gpu(rows: int, columns: int, num_rows: int, launch: HopperW4Launch, dtype: torch.dtype) -> None:
     """The reference has weights rounded once to the type, as the kernel rounds them. Exact ones give others: where a
     gate is near 0, the error of its 4,096 rounded weights, times `up`, is more than a product's tolerance."""
-    words, scales, values = make(rows, columns, 128)
+    format = W4Format("integer", 128).for_rows(rows // 2)
+    words, scales, values = make(rows, columns, format)
     x = torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = F.linear(x.float(), values.to(dtype).float())
-    on_device = (x.to(DEVICE), words.to(DEVICE), scales.to(DEVICE), W4Format("integer", 128))
+    on_device = (x.to(DEVICE), words.to(DEVICE), scales.to(DEVICE), format)
     found = hopper_w4.linear(*on_device, launch)
     found = found.sum(0) if launch.num_parts > 1 else found
     tolerance = TOLERANCE[dtype]
@@ -217,7 +221,7 @@ def test_experts_on_a_gpu(launch: HopperW4Launch, format: W4Format) -> None:
         x.to(DEVICE),
         Routes(*(one.to(DEVICE) for one in routes)),
         ExpertWeights(*(one.to(DEVICE) for one in words[:4])),
-        W4Scales(scales.gate_up.to(DEVICE), scales.down.to(DEVICE), format, format),
+        scales._replace(gate_up=scales.gate_up.to(DEVICE), down=scales.down.to(DEVICE)),
         GPT_OSS,
         out,
         launch,

@@ -46,7 +46,7 @@ SHAPES: dict[Kind, list[tuple[int, int]]] = (
         "plain": [(96, 64), (70, 40)],
         "channel": [(112, 400)],
         "block": [(176, 272)],
-        "128": [(96, 256)],
+        "128": [(128, 256)],
         "64": [(64, 320)],
         "32": [(80, 160)],
         "nvfp4": [(96, 256), (80, 176)],
@@ -83,7 +83,7 @@ def make_weight(kind: Kind, rows: int, columns: int, dtype: torch.dtype) -> Weig
         codes, scales = quantise_weight(values, kind)
         weight = Weight(codes, dequantise_weight(codes, scales), scales)
     elif kind == "nvfp4":
-        format = W4Format("nvfp4", NVFP4_BLOCK)
+        format = W4Format("nvfp4", NVFP4_BLOCK).for_rows(rows // 2)
         codes = torch.randint(0, 16, (rows, columns), generator=generator, device=DEVICE, dtype=torch.uint8)
         scales = torch.randint(0, 127, (rows, columns // NVFP4_BLOCK), generator=generator, device=DEVICE)
         factors = (torch.rand(rows, generator=generator, device=DEVICE) + 0.5) * columns**-0.5 / 256
@@ -91,7 +91,7 @@ def make_weight(kind: Kind, rows: int, columns: int, dtype: torch.dtype) -> Weig
         words = w4.pack(codes, format)
         weight = Weight(words, w4.dequantise(words, joined, columns, format), joined, format)
     else:
-        format = W4Format("integer", int(kind))
+        format = W4Format("integer", int(kind)).for_rows(rows // 2)
         codes = torch.randint(0, 16, (rows, columns), generator=generator, device=DEVICE, dtype=torch.uint8)
         scales = torch.rand(rows, columns // format.group, generator=generator, device=DEVICE) + 0.5
         zeros = torch.randint(0, 17, scales.shape, generator=generator, device=DEVICE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -12,35 +14,48 @@ from nvcli.kernels.triton.products import w4_linear as kernels
 from nvcli.kernels.triton.products.product_launch import Kind, ProductLaunch, for_format
 from nvcli.kernels.triton.products.products import multiply
 from nvcli.kernels.triton.products.w4_linear import LINEAR
-from nvcli.kernels.weight_formats import NVFP4_BLOCK, W4Format
+from nvcli.kernels.weight_formats import NVFP4_BLOCK, StoredGroups, W4Format
 
 pytestmark = MARKS
 SHARED_MEMORY = 227 * 1024
 # out, in, group
 SHAPES = (
-    [(6144, 4096, 128), (896, 864, 32), (1000, 4160, 64)] if HAS_GPU else [(96, 256, 128), (80, 160, 32), (64, 320, 64)]
+    [(6144, 4096, 128), (896, 864, 32), (1000, 4160, 64)]
+    if HAS_GPU
+    else [(192, 256, 128), (80, 160, 32), (64, 320, 64)]
 )
 
 
-def make(rows: int, columns: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make(rows: int, columns: int, format: W4Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Words, scales, and the values that they stand for, computed without either."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
-    groups = -(-columns // group)
+    group, groups = format.group, -(-columns // format.group)
     scales = (torch.rand(rows, groups, generator=generator) + 0.5).half().float() * columns**-0.5 / 4
     scales = scales.half().float()
     zeros = torch.randint(0, 17, (rows, groups), generator=generator).float()
     spread = [one.repeat_interleave(group, 1)[:, :columns] for one in (scales, zeros)]
-    words = w4.pack(codes, W4Format("integer", group))
-    return words, w4.join_scales(scales, zeros), (codes.float() - spread[1]) * spread[0]
+    return w4.pack(codes, format), w4.join_scales(scales, zeros), (codes.float() - spread[1]) * spread[0]
 
 
 @pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)
 def test_nothing_is_lost(rows: int, columns: int, group: int) -> None:
-    words, scales, values = make(rows, columns, group)
-    assert torch.equal(w4.dequantise(words, scales, columns, W4Format("integer", group)), values)
-    found = kernels.dequantise(words.to(DEVICE), scales.to(DEVICE), columns, W4Format("integer", group), torch.float32)
+    format = W4Format("integer", group).for_rows(rows)
+    words, scales, values = make(rows, columns, format)
+    assert torch.equal(w4.dequantise(words, scales, columns, format), values)
+    found = kernels.dequantise(words.to(DEVICE), scales.to(DEVICE), columns, format, torch.float32)
     assert torch.equal(found.cpu(), values)
+
+
+@pytest.mark.parametrize("kind", ["integer", "mxfp4 for fp8"])
+def test_rows_of_a_tile_follow_one_another(kind: Literal["integer", "mxfp4 for fp8"]) -> None:
+    """In the largest blocks that divide the rows of all parts of a weight."""
+    codes = torch.randint(0, 16, (192, 256), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    format = StoredGroups(kind=kind, size=None).kept(256, 160, 32)
+    assert format is not None
+    assert format.row_block == 32
+    by_rows = w4.pack(codes, format.for_rows(1)).view(6, 32, 2, 32)
+    assert torch.equal(w4.pack(codes, format).view(6, 2, 32, 32), by_rows.transpose(1, 2))
 
 
 def test_mxfp4_for_fp8_is_exact_but_for_blocks_far_below_a_row() -> None:
@@ -61,7 +76,7 @@ def test_mxfp4_for_fp8_is_exact_but_for_blocks_far_below_a_row() -> None:
 def test_every_number_of_nvfp4_is_exact(multiplied: int) -> None:
     """All codes with all scales, the first and the last ones in whatever type they are multiplied. Rows have factors of
     their own."""
-    format = W4Format("nvfp4", NVFP4_BLOCK)
+    format = W4Format("nvfp4", NVFP4_BLOCK).for_rows(3)
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     every = torch.tensor([*numbers, *(-one for one in numbers)])
     codes = torch.arange(16, dtype=torch.uint8).repeat(3, 127)

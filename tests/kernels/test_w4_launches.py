@@ -33,15 +33,8 @@ def of_table(kind: Kind, rows: int) -> object:
     return next((launch for most, launch in LINEAR[kind] if rows <= most), None)
 
 
-def choose(
-    kind: Kind,
-    rows: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    format: W4Format = GROUP_128,
-    out_features: int = 6144,
-) -> object:
-    x, words = torch.empty(rows, 1024, dtype=dtype), torch.empty(out_features, 256, dtype=torch.int16)
+def choose(kind: Kind, rows: int, *, dtype: torch.dtype = torch.bfloat16, format: W4Format = GROUP_128) -> object:
+    x, words = torch.empty(rows, 1024, dtype=dtype), torch.empty(6144, 256, dtype=torch.int16)
     return w4_linear.choose_w4_launch(kind, x, words, format)
 
 
@@ -54,11 +47,7 @@ def test_ranges(kind: Kind) -> None:
     for rows in (1, least):
         assert choose(kind, rows) == of_table(kind, rows)
     assert choose(kind, 4096) is None, "the library multiplies many rows"
-    for other in (
-        {"dtype": torch.float32},
-        {"format": W4Format("integer", 64)},
-        {"out_features": 6152},
-    ):
+    for other in ({"dtype": torch.float32}, {"format": W4Format("integer", 64)}, {"format": GROUP_128.for_rows(6160)}):
         assert choose(kind, most, **other) == of_table(kind, most)
 
 

@@ -3,9 +3,10 @@ by activations in FP8 (W4A8). Plain torch is the reference; CUDA tensors take th
 
 Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
 
-    words   [out, in / 4] int16. 4 P columns are a tile and have P words: word j has the codes of the columns j, j + P,
-            j + 2 P and j + 3 P of its tile, from its lowest bits on. P is 32, or 16 for NVFP4. A last tile that is not
-            full ends in codes of 0.
+    words   [out / R, tiles, R, P] int16, in memory; tensors are [out, in / 4]. 4 P columns are a tile and have P words:
+            word j has the codes of the columns j, j + P, j + 2 P and j + 3 P of its tile, from its lowest bits on. P is
+            32, or 16 for NVFP4. A last tile that is not full ends in codes of 0. R rows of a tile follow one another:
+            64, or what divides the rows of all parts of a weight.
     scales  integers: [groups, out] int32, where a group is 32, 64 or 128 neighbours of a row. A value is
             (code - zero) × scale; the lowest 8 bits hold the zero, the others those of the scale in float32.
             MXFP4: [tiles, out] int32, the scales of a tile's four blocks, 8 bits each, from the lowest bits on.
@@ -13,12 +14,12 @@ Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
             each tile's four blocks in e4m3, as for MXFP4.
 
 For activations in FP8 a number of MXFP4 becomes one of e4m3: its bits are looked up in a table of eight bytes that
-holds the numbers of its block. The words are in an order for this, and 32 rows of a tile follow one another:
+holds the numbers of its block. A row's words of a tile are in an order for this:
 
-    words   [out / 32, tiles, 32, 32] int16. Of columns 4 j to 4 j + 3 of a tile's first two parts, words 4 j and
-            4 j + 1 hold the codes, and the next two words those of the other parts. In these 32 bits are the codes of
-            the four columns for the first part, from the lowest bits on, then those for the second part; where codes
-            have their signs, bit 8 k + 7 has the sign of column k for the first part, bit 8 k + 3 for the second.
+    words   Of columns 4 j to 4 j + 3 of a tile's first two parts, words 4 j and 4 j + 1 hold the codes, and the next
+            two words those of the other parts. In these 32 bits are the codes of the four columns for the first part,
+            from the lowest bits on, then those for the second part; where codes have their signs, bit 8 k + 7 has the
+            sign of column k for the first part, bit 8 k + 3 for the second.
     scales  [1 + tiles, out] int32: first a power of 2 in float32, by which a row's sums are multiplied, then how many
             times each of a tile's four blocks is doubled relative to 2^-5, 0 to 11. Blocks of a row that are smaller
             by 2^12 than its largest are 0.
@@ -40,7 +41,7 @@ from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.kernels.mxfp4 import SCALE_BIAS, numbers_of_codes, powers_of_scales
-from nvcli.kernels.weight_formats import ROWS_TOGETHER, W4_PARTS, W4Format
+from nvcli.kernels.weight_formats import W4_PARTS, W4Format
 
 LARGEST_FP4_SCALE = 128
 """The largest scale of MXFP4 that can be kept: 2, with a bias of 127. Kernels have it 2^126 times as large."""
@@ -52,46 +53,48 @@ def pack(codes: Tensor, format: W4Format) -> Tensor:
     """Pack codes [out, in] uint8, each below 16, into words [out, in / 4] int16."""
     rows, columns = codes.shape
     padded = F.pad(codes, (0, -columns % format.tile))
+    num_tiles = padded.shape[1] // format.tile
+    parts = padded.view(-1, format.row_block, num_tiles, W4_PARTS, format.part).transpose(1, 2)
     if format.kind == "mxfp4 for fp8":
-        return _pack_for_fp8(padded)
-    first, second, third, fourth = padded.view(rows, -1, W4_PARTS, format.part).unbind(2)
+        return _pack_for_fp8(parts).view(rows, -1)
+    first, second, third, fourth = parts.unbind(-2)
     halves = torch.stack((first | (second << 4), third | (fourth << 4)), dim=-1)  # the lower byte comes first
-    return halves.view(torch.int16).flatten(1)
+    return halves.view(torch.int16).view(rows, -1)
 
 
-def _pack_for_fp8(codes: Tensor) -> Tensor:
-    """Pack codes [out, tiles × 128] into words in the order for activations in FP8."""
-    rows = len(codes)
-    parts = codes.view(rows // ROWS_TOGETHER, ROWS_TOGETHER, -1, 2, 2, 8, 4).permute(0, 2, 1, 5, 3, 4, 6).int()
-    words = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=codes.device)
+def _pack_for_fp8(parts: Tensor) -> Tensor:
+    """Pack codes [..., 4, 32] into words in the order for activations in FP8."""
+    pairs = parts.reshape(-1, 2, 2, 8, 4).permute(0, 3, 1, 2, 4).int()
+    words = torch.zeros(pairs.shape[:-2], dtype=torch.int32, device=pairs.device)
     for half in range(2):
         for column in range(4):
-            code = parts[..., half, column]
+            code = pairs[..., half, column]
             words |= (code & 7) << (16 * half + 4 * column)
             words |= (code >> 3) << (8 * column + 7 - 4 * half)
-    return words.view(rows, -1).view(torch.int16)
+    return words.view(torch.int16)
 
 
 def _unpack_for_fp8(words: Tensor) -> Tensor:
-    """Undo `_pack_for_fp8`."""
-    rows = len(words)
-    pairs = words.contiguous().view(torch.int32).view(rows // ROWS_TOGETHER, -1, ROWS_TOGETHER, 8, 2)
+    """Undo `_pack_for_fp8`: words [..., 32] → codes [..., 4, 32]."""
+    pairs = words.view(torch.int32).view(-1, 8, 2)
     found = [
         ((pairs >> (16 * half + 4 * column)) & 7) | (((pairs >> (8 * column + 7 - 4 * half)) & 1) << 3)
         for half in range(2)
         for column in range(4)
     ]
-    halves = torch.stack(found, dim=-1).view(*pairs.shape, 2, 4)
-    return halves.permute(0, 2, 1, 4, 5, 3, 6).reshape(rows, -1).to(torch.uint8)
+    codes = torch.stack(found, dim=-1).view(-1, 8, 2, 2, 4).permute(0, 2, 3, 1, 4)
+    return codes.reshape(*words.shape[:-1], W4_PARTS, words.shape[-1])
 
 
 def unpack(words: Tensor, columns: int, format: W4Format) -> Tensor:
     """Return the codes of words: [out, columns] uint8."""
+    tiles = words.contiguous().view(-1, words.shape[1] // format.part, format.row_block, format.part)
     if format.kind == "mxfp4 for fp8":
-        return _unpack_for_fp8(words)[:, :columns]
-    shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device).view(1, 1, -1, 1)
-    codes = (words.view(len(words), -1, 1, format.part) >> shifts) & 15
-    return codes.flatten(1)[:, :columns].to(torch.uint8)
+        parts = _unpack_for_fp8(tiles)
+    else:
+        shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device).view(-1, 1)
+        parts = (tiles.unsqueeze(-2) >> shifts) & 15
+    return parts.to(torch.uint8).transpose(1, 2).reshape(len(words), -1)[:, :columns]
 
 
 def join_scales(scales: Tensor, zeros: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ share a zero and a scale.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nvcli.kernels.expert_settings import MXFP4_BLOCK
@@ -22,9 +23,9 @@ W4_PARTS = 4
 """Codes of a word, where ranks keep a weight in 4 bits (`kernels/w4.py`)."""
 _PART = 32
 """The words of a tile: the smallest group, so that groups have whole parts."""
-ROWS_TOGETHER = 32
-"""How many rows of a tile follow one another, where words are for activations in FP8. Weights have whole ones: the rows
-of one expert's matrix are the blocked columns of the other."""
+_ROW_BLOCK = 64
+"""How many rows' words of a tile follow one another: a program that reads 64-byte pieces of many rows gets less of the
+memory's bandwidth."""
 NVFP4_BLOCK = 16
 """How many neighbours of a row share a scale in NVFP4."""
 W4_GROUPS = (128, 64, 32)
@@ -52,6 +53,8 @@ class W4Format:
     kind: W4Kind
     group: int
     """How many neighbours of a row share a scale: one of W4_GROUPS, MXFP4_BLOCK or NVFP4_BLOCK."""
+    row_block: int = _ROW_BLOCK
+    """How many rows' words of a tile follow one another. Weights have whole blocks, and so have their parts."""
 
     @property
     def part(self) -> int:
@@ -68,6 +71,11 @@ class W4Format:
     def has_row_factors(self) -> bool:
         """Whether the sums of a row are multiplied by a factor of its own."""
         return self.kind in ("nvfp4", "mxfp4 for fp8")
+
+    def for_rows(self, *rows: int) -> W4Format:
+        """Return the format of a weight whose parts have so many rows each, with the largest blocks that divide
+        them."""
+        return replace(self, row_block=math.gcd(self.row_block, *rows))
 
     def words_of_row(self, columns: int) -> int:
         """Count the 16-bit words of a row of `columns`."""
@@ -93,13 +101,12 @@ class StoredGroups:
     has_order: bool = False
     """Whether the columns of a group do not follow each other. Ranks then keep them in another order."""
 
-    def kept(self, columns: int) -> W4Format | None:
+    def kept(self, columns: int, *rows: int) -> W4Format | None:
         """Return how a rank keeps `columns` of a weight, from a multiple of so many on: with the largest groups that
-        neither a group nor the cut ends in. None: there are none."""
-        if self.kind in MXFP4_KINDS:
-            return None if columns % MXFP4_BLOCK else W4Format(self.kind, MXFP4_BLOCK)
-        if self.kind == "nvfp4":
-            return None if columns % NVFP4_BLOCK else W4Format("nvfp4", NVFP4_BLOCK)
-        fitting = (size for size in W4_GROUPS if columns % size == 0 and (self.size is None or self.size % size == 0))
+        neither a group nor the cut ends in. `rows`: those of the weight's parts. None: there are none."""
+        sizes: tuple[int, ...] = W4_GROUPS
+        if self.kind != "integer":
+            sizes = (NVFP4_BLOCK if self.kind == "nvfp4" else MXFP4_BLOCK,)
+        fitting = (size for size in sizes if columns % size == 0 and (self.size is None or self.size % size == 0))
         group = next(fitting, None)
-        return None if group is None else W4Format("integer", group)
+        return None if group is None else W4Format(self.kind, group).for_rows(*rows)

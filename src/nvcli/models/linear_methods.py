@@ -49,7 +49,7 @@ def linear_method(
         assert scaling is None is groups, "ModelConfig.check_batch_invariant comes first"
         return InvariantLinearMethod()
     if groups is not None:
-        kept = groups.kept(length(pieces[0].columns))
+        kept = groups.kept(length(pieces[0].columns), *(length(piece.rows) for piece in pieces))
         assert kept is not None, "ModelConfig.check_tensor_parallel comes first"
         return W4LinearMethod(kept, has_order=groups.has_order)
     if scaling is None:

@@ -150,7 +150,8 @@ class TensorSpec:
         """Return how each of `size` ranks keeps it in 4 bits; None: they keep it in another type."""
         if self.w4 is None:
             return None
-        kept = self.w4.kept(self.kept_shape(size)[-1])
+        *_, rows, columns = self.kept_shape(size)
+        kept = self.w4.kept(columns, rows)
         assert kept is not None, "ModelConfig.check_tensor_parallel comes first"
         return kept
 

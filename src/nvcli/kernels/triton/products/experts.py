@@ -219,10 +219,12 @@ def _multiply(
         assert tensor is None or tensor.is_contiguous()
     out_features, in_features = out.shape[-1], numbers.shape[1]
     assert matrix.kind != "block" or activation is None or out_features % matrix.group == 0
+    assert matrix.format is None or out_features % matrix.format.row_block == 0
     weight_by_tma, has_whole_tiles = matrix.format is None, in_features % launch.in_tile == 0
     kind = TileKind(
         weight=matrix.kind,
         group=matrix.group,
+        row_block=1 if matrix.format is None else matrix.format.row_block,
         is_quantised=isinstance(x, QuantisedRows),
         is_gated=activation is not None and activation.is_gated,
         row_tile=work.row_tile,

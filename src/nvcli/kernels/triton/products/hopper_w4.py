@@ -173,20 +173,39 @@ def _launch(
     in_features, out_features = x.shape[1], out.shape[-1]
     features = _GROUPS * launch.blocks * (_BLOCK // 2 if is_gated else _BLOCK)
     strips = ceil_div(out_features, features)
-    rows, size = words.shape[1:]
-    half = out_features * size if is_gated else 8 * size
-    words_view = (
-        (len(words), rows // 16, 2, 8, size),
-        (rows * size, 8 * size if is_gated else 16 * size, half, size, 1),
-    )
+    rows, row_block = words.shape[1], format.row_block
+    row_blocks, in_tiles = rows // row_block, ceil_div(in_features, _TILE)
+    block_words, eight_rows = row_block * _PART, 8 * _PART
+    if is_gated:  # the last gate is as far from the end as every other one from its up projection
+        half = row_blocks // 2 * in_tiles
+        words_view = (
+            (len(words) * row_blocks * in_tiles - half, row_block // 8, 2, 8, _PART),
+            (block_words, eight_rows, half * block_words, _PART, 1),
+        )
+    else:
+        words_view = (
+            (len(words) * row_blocks, in_tiles, row_block // 8, 8, _PART),
+            (in_tiles * block_words, block_words, eight_rows, _PART, 1),
+        )
     # A group's words of scales follow the rows of the weight, and are brought in the same order.
     scales_view = (
         (scales.numel() // rows, rows // 16, 2, 8),
         (rows, 8 if is_gated else 16, out_features if is_gated else 8, 1),
     )
+    kind = HopperW4Kind(
+        format=format.kind,
+        row_block=row_block,
+        row_tile=launch.row_tile,
+        blocks=launch.blocks,
+        num_stages=num_stages(launch, out.element_size(), is_gated=is_gated),
+        out_bytes=out.element_size(),
+        is_gated=is_gated,
+        activation=activation or ExpertActivation(),
+        experts_per_token=0 if routes is None else routes.experts.shape[1],
+    )
     hopper_w4_kernel[(min(row_tiles * strips, num_multiprocessors(x.device)),)](
         describe(x, (launch.row_tile, _PART), swizzle_bytes=64),
-        describe_kept(words, (1, _BLOCK // 16, 2, 8, _PART), view=words_view, swizzle_bytes=64),
+        describe_kept(words, kind.words_tile, view=words_view, swizzle_bytes=64),
         describe_kept(scales, (1, _BLOCK // 16, 2, 8), view=scales_view, swizzle_bytes=32),
         bias,
         None if work is None else work.items,
@@ -197,17 +216,9 @@ def _launch(
         row_tiles * strips,
         _tiles_of_part(in_features, launch),
         strips,
-        ceil_div(in_features, _TILE),
+        in_tiles,
+        row_blocks,
         out_features,
-        KIND=HopperW4Kind(
-            format=format.kind,
-            row_tile=launch.row_tile,
-            blocks=launch.blocks,
-            num_stages=num_stages(launch, out.element_size(), is_gated=is_gated),
-            out_bytes=out.element_size(),
-            is_gated=is_gated,
-            activation=activation or ExpertActivation(),
-            experts_per_token=0 if routes is None else routes.experts.shape[1],
-        ),
+        KIND=kind,
         num_warps=4,
     )

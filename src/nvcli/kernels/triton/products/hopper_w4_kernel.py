@@ -11,8 +11,8 @@ a weight is turned into 16 bits in memory.
 
 Gate and up projection are multiplied together: in a block of 64 rows of a weight lie 8 of the gate, the 8 of the up
 projection with the same features, the next 8 of the gate, and so on. This is how the matrix units give both results of
-a feature to the same thread. The rows of a weight are described to TMA as (expert, 16 rows, half of them, row), from
-which it brings them in this order, or in their own.
+a feature to the same thread. TMA brings them in this order, or in their own: R rows of a tile follow one another in
+memory (`kernels/w4.py`), 32 or a multiple, and 8 of them are a dimension of what is described to it.
 
 With it the reference workload of Qwen3-8B makes 10,147 output tokens/s, and 9,164 without (H200, Triton 3.8.0, torch
 2.11.0). `hopper_w4.py` launches it and says what it serves. Gluon has no interpreter: tests simulate it.
@@ -47,6 +47,8 @@ class HopperW4Kind:
 
     format: str
     """The weight's: "integer" or "mxfp4"."""
+    row_block: int
+    """R, as `W4Format` has it."""
     row_tile: int
     blocks: int
     """Blocks of a weight's rows that each group multiplies."""
@@ -62,6 +64,21 @@ class HopperW4Kind:
     def all_blocks(self) -> int:
         """Blocks of a strip."""
         return self.blocks * int(GROUPS.value)
+
+    @property
+    def words_tile(self) -> tuple[int, int, int, int, int]:
+        """The words of a block of rows: of a gated product [blocks of R rows and tiles, 8 rows, gate or up, row, word];
+        else [blocks of R rows, tiles, 8 rows, row, word]."""
+        block, part = int(BLOCK.value), int(PART.value)
+        if self.is_gated:
+            return 1, block // 16, 2, 8, part
+        blocks = max(1, block // self.row_block)
+        return blocks, 1, block // 8 // blocks, 8, part
+
+    @property
+    def words_shape(self) -> list[int]:
+        """The words of all stages."""
+        return [self.num_stages * self.all_blocks, *self.words_tile]
 
 
 _BF16_INTEGERS = gl.constexpr(
@@ -91,7 +108,7 @@ _FP4_NUMBERS = gl.constexpr(
 def _tile(tile, work, KIND: gl.constexpr):
     """Return the expert, the first row, the number of rows from there on, the strip of features, the first 128 input
     features and the end of these that a tile has, and its part."""
-    num_rows, _, part_tiles, strips, in_tiles, items_ptr = work
+    num_rows, _, part_tiles, strips, in_tiles, _, items_ptr = work
     if KIND.experts_per_token > 0:
         item_ptr = items_ptr + tile // strips * ITEM_FIELDS
         expert = gl.load(item_ptr)
@@ -115,13 +132,13 @@ def _load(descriptors, work, stages, KIND: gl.constexpr):
     """Load tiles: the work of the loading warp."""
     x_desc, words_desc, scales_desc = descriptors
     x_smem, words_smem, scales_smem, full, free = stages
-    num_tiles, in_tiles = work[1], work[4]
+    num_tiles, in_tiles, row_blocks = work[1], work[4], work[5]
     ALL_BLOCKS: gl.constexpr = KIND.all_blocks
     NUM_STAGES: gl.constexpr = KIND.num_stages
     NUM_BYTES: gl.constexpr = _PARTS * PART * KIND.row_tile * 2 + ALL_BLOCKS * BLOCK * (PART * 2 + 4)
-    words_parts = reinterpret(
-        words_smem, words_smem.dtype, [NUM_STAGES * ALL_BLOCKS, 1, BLOCK // 16, 2, 8, PART], words_desc.layout
-    )
+    R: gl.constexpr = KIND.row_block
+    OF_GATE: gl.constexpr = BLOCK // 2
+    words_parts = reinterpret(words_smem, words_smem.dtype, KIND.words_shape, words_desc.layout)
     scales_parts = reinterpret(
         scales_smem, scales_smem.dtype, [NUM_STAGES * ALL_BLOCKS, 1, BLOCK // 16, 2, 8], scales_desc.layout
     )
@@ -141,12 +158,17 @@ def _load(descriptors, work, stages, KIND: gl.constexpr):
                 at = stage * _PARTS + panel
                 tma_load(x_desc, [row, (inner * _PARTS + panel) * PART], bar, x_smem.index(at))
             for block in gl.static_range(ALL_BLOCKS):
-                sixteen = (strip * ALL_BLOCKS + block) * (BLOCK // 16)
+                number = strip * ALL_BLOCKS + block
                 at = stage * ALL_BLOCKS + block
                 words = words_parts.index(at)
-                tma_load(words_desc, [expert, sixteen, 0, 0, inner * PART], bar, words)
+                if KIND.is_gated:
+                    place = (expert * row_blocks + number * OF_GATE // R) * in_tiles + inner
+                    tma_load(words_desc, [place, number * OF_GATE % R // 8, 0, 0, 0], bar, words)
+                else:
+                    place = expert * row_blocks + number * BLOCK // R
+                    tma_load(words_desc, [place, inner, number * BLOCK % R // 8, 0, 0], bar, words)
                 scales = scales_parts.index(at)
-                tma_load(scales_desc, [expert * in_tiles + inner, sixteen, 0, 0], bar, scales)
+                tma_load(scales_desc, [expert * in_tiles + inner, number * (BLOCK // 16), 0, 0], bar, scales)
 
 
 @gluon.jit
@@ -329,10 +351,10 @@ def _multiply(result, work, stages, all_out_smem, SELF: gl.constexpr, KIND: gl.c
                 _finish(totals[n], result, out_smem, (expert, row, rows, part), block + n, KIND, of_sums)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "part_tiles", "strips", "in_tiles"])
+@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "part_tiles", "strips", "in_tiles", "row_blocks"])
 def hopper_w4_kernel(
     x_desc,  # of [T, in]; tiles [ROW_TILE, PART]
-    words_desc,  # of [E, rows / 16, 2, 8, words] int16; tiles [1, BLOCK / 16, 2, 8, PART]
+    words_desc,  # of int16; tiles `HopperW4Kind.words_tile`
     scales_desc,  # of [E × tiles, rows / 16, 2, 8] int32; tiles [1, BLOCK / 16, 2, 8]
     bias_ptr,  # None, or [E, out or 2 out]
     items_ptr,  # of experts: [N, ITEM_FIELDS] int32
@@ -344,6 +366,7 @@ def hopper_w4_kernel(
     part_tiles,  # of 128 input features, of every part but the last
     strips,  # of features
     in_tiles,
+    row_blocks,  # of R rows, of an expert
     out_features,
     KIND: gl.constexpr,
 ):
@@ -360,7 +383,7 @@ def hopper_w4_kernel(
     out_smem = gl.allocate_shared_memory(out_dtype, [NUM_GROUPS, KIND.row_tile, FEATURES], of_result)
     full, free = make_barriers(NUM_STAGES, NUM_GROUPS)
     stages = (x_smem, words_smem, scales_smem, full, free)
-    work = (num_rows, num_tiles, part_tiles, strips, in_tiles, items_ptr)
+    work = (num_rows, num_tiles, part_tiles, strips, in_tiles, row_blocks, items_ptr)
     result = (bias_ptr, order_ptr, weights_ptr, out_ptr, num_rows, out_features)
     gl.warp_specialize(
         [

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from nvcli.kernels.expert_types import WeightKind
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
-from nvcli.kernels.weight_formats import ROWS_TOGETHER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +27,8 @@ class TileKind:
     weight: WeightKind
     group: int
     """Neighbours of a row of the weight that share a scale, where they do."""
+    row_block: int = 1
+    """In 4 bits, how many rows' words of a tile follow one another (`kernels/w4.py`)."""
     is_quantised: bool
     """Whether the activations are in FP8, with scales."""
     is_gated: bool
@@ -53,11 +54,6 @@ class TileKind:
     def has_row_factors(self) -> bool:
         """Whether the sums of a row of the weight are multiplied by a number of its own."""
         return self.weight in ("channel", "nvfp4", "mxfp4 for fp8")
-
-    @property
-    def rows_together(self) -> int:
-        """How many rows' words of a tile follow one another (`kernels/w4.py`)."""
-        return ROWS_TOGETHER if self.weight == "mxfp4 for fp8" else 1
 
 
 @triton.jit

@@ -134,6 +134,7 @@ def multiply(
     elif out is None:
         out = torch.empty(num_rows, out_features, dtype=x.dtype, device=weight.device)
     assert in_parts or launch.num_parts == 1
+    assert format is None or out_features % format.row_block == 0
     for tensor in (numbers, row_scales, weight, scales, out):
         assert tensor is None or tensor.is_contiguous()
     if num_rows == 0:
@@ -180,6 +181,7 @@ def _tile_kind(
     return TileKind(
         weight=weight,
         group=FP8_BLOCK if format is None else format.group,
+        row_block=1 if format is None else format.row_block,
         is_quantised=isinstance(x, QuantisedRows),
         is_gated=gate is not None,
         row_tile=launch.row_tile,

@@ -31,7 +31,7 @@ from nvcli.kernels.triton.products.operands import (
     scaled_dot,
     zeros,
 )
-from nvcli.kernels.triton.products.w4_codes import NVFP4_UNIT, add_tile
+from nvcli.kernels.triton.products.w4_codes import NVFP4_UNIT, add_tile, first_words
 from nvcli.kernels.weight_formats import FP8_BLOCK
 
 _FP8_BLOCK = tl.constexpr(FP8_BLOCK)
@@ -72,11 +72,8 @@ def multiply_tile(
             x_at = x + rows[:, None] * in_features + inner[None, :]
     if not KIND.weight_by_tma:
         first_rows = first_row + tl.arange(0, KIND.out_tile)
-        if KIND.rows_together > 1:  # `out_features` is a multiple of it
-            TOGETHER: tl.constexpr = KIND.rows_together
-            offsets = first_rows % TOGETHER * PART
-            weight_at = weight + (first_rows // TOGETHER * TOGETHER).to(tl.int64)[:, None] * row_size
-            weight_at += offsets[:, None] + inner[None, :]
+        if IN_4_BITS:  # `out_features` is a multiple of `row_block`
+            weight_at = weight + first_words(first_rows, row_size, KIND.row_block, PART)
         else:
             weight_at = weight + first_rows[:, None].to(tl.int64) * row_size + inner[None, :]
         up_at = weight_at + tl.cast(out_features, tl.int64) * row_size

@@ -150,6 +150,14 @@ def _fp4_codes(words, PART: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def first_words(rows, row_size, ROW_BLOCK: tl.constexpr, PART: tl.constexpr):
+    """Return where rows [N] have the words of their first tile: [N, PART] int64. Those of the next tile are
+    ROW_BLOCK × PART behind. `row_size`: the words of a row."""
+    blocks = (rows // ROW_BLOCK * ROW_BLOCK).to(tl.int64) * row_size
+    return blocks[:, None] + (rows % ROW_BLOCK * PART)[:, None] + tl.arange(0, PART)[None, :]
+
+
+@triton.jit
 def add_tile(
     total,  # [OUT_TILE, ROW_TILE] float32
     words_ptrs,  # [OUT_TILE, PART], to the words of the first tile
@@ -170,7 +178,7 @@ def add_tile(
     PARTS: tl.constexpr = 4
     TILE: tl.constexpr = KIND.in_tile
     PART: tl.constexpr = TILE // PARTS
-    codes = tl.load(words_ptrs + tile * (PART * KIND.rows_together), mask=is_feature[:, None], other=0)
+    codes = tl.load(words_ptrs + tile * (KIND.row_block * PART), mask=is_feature[:, None], other=0)
     if KIND.weight == "mxfp4 for fp8":
         powers = tl.load(scales_ptrs + (tile + 1) * scales_stride, mask=is_feature, other=0)
         sums = tl.zeros_like(total)  # of at most 128 products by the units

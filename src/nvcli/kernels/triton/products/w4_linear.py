@@ -22,7 +22,14 @@ from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
 from nvcli.kernels.triton.products.product_launch import HopperW4Launch, Kind, ProductLaunch, fit, for_format
 from nvcli.kernels.triton.products.products import multiply
-from nvcli.kernels.triton.products.w4_codes import NVFP4_UNIT, fp4_numbers, integers, nvfp4_numbers, scales_and_zeros
+from nvcli.kernels.triton.products.w4_codes import (
+    NVFP4_UNIT,
+    first_words,
+    fp4_numbers,
+    integers,
+    nvfp4_numbers,
+    scales_and_zeros,
+)
 from nvcli.kernels.weight_formats import W4Format
 from nvcli.kernels.whole_numbers import ceil_div
 
@@ -48,7 +55,7 @@ HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 256), "sum": (64, 1
 HOPPER_EXPERT_ROWS = 256
 """Mean rows of an expert above which the kernel for Hopper GPUs multiplies it. A layer of gpt-oss-20b takes
 an H200 2,955 µs with it and 3,490 without at 8,192 tokens, 1,024 for each expert; 1,127 and 1,110 at 320 for each."""
-_HOPPER_GROUP, _HOPPER_ALIGNMENT = 128, 16
+_HOPPER_GROUP, _HOPPER_ROWS = 128, 32
 
 _DEQUANTISED_ROWS = tl.constexpr(32)
 """Rows of a weight that a program converts."""
@@ -89,7 +96,7 @@ def linear(
 def choose_w4_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> ProductLaunch | HopperW4Launch | None:
     """Choose the launch of a product; see `Ranges` for None."""
     least, most = HOPPER_ROWS[kind]
-    if least < len(x) <= most and _serves_on_hopper(x, format, len(words)):
+    if least < len(x) <= most and _serves_on_hopper(x, format):
         from nvcli.kernels.triton.products import hopper_w4
 
         out_features = len(words) // 2 if kind == "gated" else len(words)
@@ -100,16 +107,15 @@ def choose_w4_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> 
 def takes_experts(num_rows: float, x: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix) -> bool:
     """Whether the kernel for Hopper GPUs multiplies experts with so many rows on average."""
     return num_rows > HOPPER_EXPERT_ROWS and all(
-        matrix.format is not None and _serves_on_hopper(x, matrix.format, matrix.weight.shape[1])
-        for matrix in (gate_up, down)
+        matrix.format is not None and _serves_on_hopper(x, matrix.format) for matrix in (gate_up, down)
     )
 
 
-def _serves_on_hopper(x: Tensor, format: W4Format, out_features: int) -> bool:
+def _serves_on_hopper(x: Tensor, format: W4Format) -> bool:
     """Whether the kernel for Hopper takes activations like `x` and a weight of that format."""
     is_taken = x.dtype == torch.bfloat16 if format.kind == "mxfp4" else x.dtype.itemsize == 2
     has_groups = format.kind == "mxfp4" or format.group == _HOPPER_GROUP
-    return is_taken and has_groups and out_features % _HOPPER_ALIGNMENT == 0 and has_hopper_kernel(x.device)
+    return is_taken and has_groups and format.row_block % _HOPPER_ROWS == 0 and has_hopper_kernel(x.device)
 
 
 @lru_cache(maxsize=64)
@@ -153,7 +159,7 @@ def add_parts(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> T
 
 @triton.jit
 def _dequantise_kernel(
-    words_ptr,  # [OUT_FEATURES, WORDS] int16
+    words_ptr,  # [OUT_FEATURES / ROW_BLOCK, tiles, ROW_BLOCK, PART] int16
     scales_ptr,  # [groups or tiles, OUT_FEATURES] int32
     out_ptr,  # [OUT_FEATURES, IN_FEATURES], written
     OUT_FEATURES: tl.constexpr,
@@ -161,6 +167,7 @@ def _dequantise_kernel(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     PART: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
 ):
     """Program (tile of columns, tile of rows)."""
     TILE: tl.constexpr = 4 * PART
@@ -169,9 +176,8 @@ def _dequantise_kernel(
     rows = tl.program_id(1) * _DEQUANTISED_ROWS + tl.arange(0, _DEQUANTISED_ROWS)
     inner = tl.arange(0, PART)
     is_row = rows < OUT_FEATURES
-    words = tl.load(
-        words_ptr + rows[:, None].to(tl.int64) * WORDS + tile * PART + inner[None, :], mask=is_row[:, None], other=0
-    )
+    word_ptrs = words_ptr + first_words(rows, WORDS, ROW_BLOCK, PART) + tile * (ROW_BLOCK * PART)
+    words = tl.load(word_ptrs, mask=is_row[:, None], other=0)
     out_ptrs = out_ptr + rows[:, None].to(tl.int64) * IN_FEATURES + tile * TILE + inner[None, :]
     if KIND == "nvfp4":
         factors = tl.load(scales_ptr + rows, mask=is_row, other=0).to(tl.float32, bitcast=True) * NVFP4_UNIT
@@ -198,6 +204,6 @@ def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format, dt
     out = torch.empty(len(words), columns, dtype=dtype, device=words.device)
     sizes = {"OUT_FEATURES": len(words), "IN_FEATURES": columns, "GROUP": format.group, "PART": format.part}
     _dequantise_kernel[ceil_div(columns, format.tile), ceil_div(len(words), _DEQUANTISED_ROWS.value)](
-        words, scales, out, KIND=format.kind, **sizes
+        words, scales, out, KIND=format.kind, ROW_BLOCK=format.row_block, **sizes
     )
     return out
