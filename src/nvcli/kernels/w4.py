@@ -6,7 +6,7 @@ Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
     words   [out / R, tiles, R, P] int16, in memory; tensors are [out, in / 4]. 4 P columns are a tile and have P words:
             word j has the codes of the columns j, j + P, j + 2 P and j + 3 P of its tile, from its lowest bits on. P is
             32, or 16 for NVFP4. A last tile that is not full ends in codes of 0. R rows of a tile follow one another:
-            64, or what divides the rows of all parts of a weight.
+            32, or what divides the rows of all parts of a weight.
     scales  integers: [groups, out] int32, where a group is 32, 64 or 128 neighbours of a row. A value is
             (code - zero) × scale; the lowest 8 bits hold the zero, the others those of the scale in float32.
             MXFP4: [tiles, out] int32, the scales of a tile's four blocks, 8 bits each, from the lowest bits on.

@@ -22,7 +22,7 @@ from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.products.expert_groups import WorkList
 from nvcli.kernels.triton.products.hopper_w4_kernel import BLOCK, GROUPS, PART, HopperW4Kind, hopper_w4_kernel
 from nvcli.kernels.triton.products.product_launch import HopperW4Launch, Kind
-from nvcli.kernels.weight_formats import W4Format
+from nvcli.kernels.weight_formats import ROW_BLOCK, W4Format
 from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK: int = BLOCK.value
@@ -167,24 +167,25 @@ def _launch(
     words, bias, scales, format = matrix
     assert scales is not None
     assert format is not None
+    assert format.row_block == ROW_BLOCK
     for tensor in (x, words, scales, out):
         assert tensor.is_contiguous()
     is_gated = activation is not None
     in_features, out_features = x.shape[1], out.shape[-1]
     features = _GROUPS * launch.blocks * (_BLOCK // 2 if is_gated else _BLOCK)
     strips = ceil_div(out_features, features)
-    rows, row_block = words.shape[1], format.row_block
-    row_blocks, in_tiles = rows // row_block, ceil_div(in_features, _TILE)
-    block_words, eight_rows = row_block * _PART, 8 * _PART
+    rows = words.shape[1]
+    row_blocks, in_tiles = rows // ROW_BLOCK, ceil_div(in_features, _TILE)
+    block_words, eight_rows = ROW_BLOCK * _PART, 8 * _PART
     if is_gated:  # the last gate is as far from the end as every other one from its up projection
         half = row_blocks // 2 * in_tiles
         words_view = (
-            (len(words) * row_blocks * in_tiles - half, row_block // 8, 2, 8, _PART),
+            (len(words) * row_blocks * in_tiles - half, ROW_BLOCK // 8, 2, 8, _PART),
             (block_words, eight_rows, half * block_words, _PART, 1),
         )
     else:
         words_view = (
-            (len(words) * row_blocks, in_tiles, row_block // 8, 8, _PART),
+            (len(words) * row_blocks, in_tiles, ROW_BLOCK // 8, 8, _PART),
             (in_tiles * block_words, block_words, eight_rows, _PART, 1),
         )
     # A group's words of scales follow the rows of the weight, and are brought in the same order.
@@ -194,7 +195,6 @@ def _launch(
     )
     kind = HopperW4Kind(
         format=format.kind,
-        row_block=row_block,
         row_tile=launch.row_tile,
         blocks=launch.blocks,
         num_stages=num_stages(launch, out.element_size(), is_gated=is_gated),

@@ -30,7 +30,7 @@ from nvcli.kernels.triton.products.w4_codes import (
     nvfp4_numbers,
     scales_and_zeros,
 )
-from nvcli.kernels.weight_formats import W4Format
+from nvcli.kernels.weight_formats import ROW_BLOCK, W4Format
 from nvcli.kernels.whole_numbers import ceil_div
 
 Ranges = tuple[tuple[int, ProductLaunch | None], ...]
@@ -55,7 +55,7 @@ HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 256), "sum": (64, 1
 HOPPER_EXPERT_ROWS = 256
 """Mean rows of an expert above which the kernel for Hopper GPUs multiplies it. A layer of gpt-oss-20b takes
 an H200 2,955 µs with it and 3,490 without at 8,192 tokens, 1,024 for each expert; 1,127 and 1,110 at 320 for each."""
-_HOPPER_GROUP, _HOPPER_ROWS = 128, 32
+_HOPPER_GROUP = 128
 
 _DEQUANTISED_ROWS = tl.constexpr(32)
 """Rows of a weight that a program converts."""
@@ -115,7 +115,7 @@ def _serves_on_hopper(x: Tensor, format: W4Format) -> bool:
     """Whether the kernel for Hopper takes activations like `x` and a weight of that format."""
     is_taken = x.dtype == torch.bfloat16 if format.kind == "mxfp4" else x.dtype.itemsize == 2
     has_groups = format.kind == "mxfp4" or format.group == _HOPPER_GROUP
-    return is_taken and has_groups and format.row_block % _HOPPER_ROWS == 0 and has_hopper_kernel(x.device)
+    return is_taken and has_groups and format.row_block == ROW_BLOCK and has_hopper_kernel(x.device)
 
 
 @lru_cache(maxsize=64)
