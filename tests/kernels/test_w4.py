@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -107,6 +108,20 @@ def test_launches_of_the_tables(kind: Kind) -> None:
         word_tiles = launch.out_tile * (2 if kind == "gated" else 1)
         assert launch.num_stages * 2 * part * (word_tiles + launch.row_tile * 4) <= SHARED_MEMORY
     assert [most for most, _ in LINEAR[kind]] == sorted(most for most, _ in LINEAR[kind])
+
+
+@pytest.mark.parametrize("has_out", [False, True])
+def test_plain_products_of_few_rows_are_cut_into_parts(has_out: bool) -> None:
+    format = W4Format("integer", 128)
+    words, scales, values = (one.to(DEVICE) for one in make(160, 1024, format))
+    x = torch.randn(5, 1024, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    out = torch.full((5, 160), torch.nan, device=DEVICE) if has_out else None
+    with patch.object(kernels, "add_parts", wraps=kernels.add_parts) as add_parts:
+        found = kernels.linear("plain", x, words, scales, format, out)
+    assert len(add_parts.call_args.args[0]) == 4, "two tiles of input features for each"
+    assert found is not None
+    assert out is None or found is out
+    torch.testing.assert_close(found, x @ values.t(), rtol=1e-4, atol=1e-4)
 
 
 def test_parts_give_each_multiprocessor_eight_warps() -> None:

@@ -39,7 +39,7 @@ the library multiplies; for `gated`: a plain product, then the activation."""
 
 LINEAR: Mapping[Kind, Ranges] = {
     "plain": (
-        (16, ProductLaunch(16, 64, 128, 6, 4)),
+        (16, ProductLaunch(16, 128, 128, 4, 4)),
         (256, ProductLaunch(64, 128, 128, 3, 4)),
     ),
     "sum": (
@@ -77,20 +77,23 @@ def linear(
     """Compute the products of `nvcli.kernels.w4`, without a bias; a plain one in `out` if that is given, a sum as parts
     [P, T, out] float32. None: the library is faster, or for a gated product a plain one followed by the activation."""
     launch = choose_w4_launch(kind, x, words, format)
+    if launch is None:
+        return None
     if isinstance(launch, HopperW4Launch):
         from nvcli.kernels.triton.products import hopper_w4
 
-        has_parts = launch.num_parts > 1
-        result = hopper_w4.linear(x, words, scales, format, launch, None if has_parts else out, gate)
-        return add_parts(result, x.dtype, out) if has_parts and kind == "plain" else result
-    if launch is None:
-        return None
-    launch = for_format(launch, format)
-    launch = fit(launch, launch.row_tile, x.device, x.element_size(), 0.5, 1 if gate is None else 2)
-    if kind == "sum":
-        num_parts = choose_parts(len(x), len(words), x.shape[1], launch, num_multiprocessors(x.device))
-        launch = launch._replace(num_parts=num_parts)
-    return multiply(x, words, launch, out, scales=scales, format=format, gate=gate, in_parts=kind == "sum")
+        in_parts = launch.num_parts > 1
+        result = hopper_w4.linear(x, words, scales, format, launch, None if in_parts else out, gate)
+    else:
+        launch = for_format(launch, format)
+        launch = fit(launch, launch.row_tile, x.device, x.element_size(), 0.5, 1 if gate is None else 2)
+        if kind != "gated":
+            num_parts = choose_parts(len(x), len(words), x.shape[1], launch, num_multiprocessors(x.device))
+            launch = launch._replace(num_parts=num_parts)
+        in_parts = kind == "sum" or launch.num_parts > 1
+        out_alone = None if in_parts else out
+        result = multiply(x, words, launch, out_alone, scales=scales, format=format, gate=gate, in_parts=in_parts)
+    return add_parts(result, x.dtype, out) if in_parts and kind == "plain" else result
 
 
 def choose_w4_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> ProductLaunch | HopperW4Launch | None:
