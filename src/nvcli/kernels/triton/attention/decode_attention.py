@@ -48,14 +48,16 @@ _DIRECT_TILE, _DIRECT_TILE_OF_MANY_ROWS = 32, 16
 each of them is slower, and so is the end of a step in which all are resident at once: an H200 takes 121 µs with 32 and
 139 with 16 for 256 rows of 100 to 1,620 keys, 425 and 419 for 1,024 such rows, 552 and 532 for 1,024 of about 1,100."""
 _MANY_ROWS = 512
-"""From this many rows on, tiles of `fp8_decode_attention.py` have the smaller size."""
+"""From this many rows on, tiles of `fp8_decode_attention.py` have the smaller size, if a KV head has at most 8 queries.
+With 16, of one KV head, it takes an H200 83 µs with 32 and 100 with 16 for 512 rows of 1,000 to 2,000 keys."""
 _FEWEST_ROWS = ((8, 3), (16, 32))
 """From this many rows on, `fp8_decode_attention.py` is used, by the most queries of a row for a KV head. With 4 it
 takes an H200 11.6 µs for 4 rows of 860 keys, where the kernel of `decode_kernel.py` takes 12.1; 16 and 23 for 16 of
 860, 74 and 103 for 16 of 8,192, and 73 and 130 for 32 of 4,000. With 8, those of several tokens, it takes 145 for 256
 rows of 500 to 1,500 keys, 19 for 16 and 319 for 40 of 16,000, where the other kernel takes 179, 26 and 527; with 16 it
-takes 152, 29 and 449, and the other 180, 27 and 527. A warm-up runs 64 rows and 2, so that both kernels are compiled
-before they are needed."""
+takes 152, 29 and 449, and the other 180, 27 and 527; with 12 for each of 8 KV heads 134 and 169 for 256 rows of 100 to
+1,620, with 16 for a lone one 29 and 38. A warm-up runs 64 rows and 2, so that both kernels are compiled before they are
+needed."""
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
@@ -218,7 +220,7 @@ class DecodeAttention:
             self._launch(invariant_attention_kernel, grid, layer, memory, tile, True, maxnreg=registers)
         elif work_list.has_lone_warps(num_rows, tokens):
             assert not self._is_beside
-            is_many = tokens is None and num_rows >= _MANY_ROWS
+            is_many = tokens is None and num_rows >= _MANY_ROWS and shape.group <= 8
             keys = _DIRECT_TILE_OF_MANY_ROWS if is_many else _DIRECT_TILE
             tile = Tile(rows=8 if width * shape.group <= 8 else 16, keys=keys, num_warps=1, num_stages=1)
             grid = shape.num_kv_heads, grid[1]

@@ -40,6 +40,7 @@ the library multiplies; for `gated`: a plain product, then the activation."""
 LINEAR: Mapping[Kind, Ranges] = {
     "plain": (
         (16, ProductLaunch(16, 128, 128, 4, 4)),
+        (32, ProductLaunch(32, 128, 128, 4, 4)),
         (256, ProductLaunch(64, 128, 128, 3, 4)),
     ),
     "sum": (
@@ -48,7 +49,10 @@ LINEAR: Mapping[Kind, Ranges] = {
         (128, ProductLaunch(128, 128, 128, 3, 8)),
         (256, ProductLaunch(64, 128, 128, 3, 4)),
     ),
-    "gated": ((16, ProductLaunch(16, 64, 128, 4, 4)),),
+    "gated": (
+        (16, ProductLaunch(16, 32, 128, 4, 2)),
+        (32, ProductLaunch(32, 64, 128, 3, 4)),
+    ),
 }
 HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 256), "sum": (64, 1024), "gated": (64, 1024)}
 """The kernel for Hopper GPUs serves more rows than the first number, up to the second one."""
