@@ -45,7 +45,7 @@ from nvcli.core.messages import SlotSampling
 from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.errors import NvcliError, first_line
 from nvcli.job.run.engine_settings import load_checkpoint, resolve_engines
-from nvcli.kernels import candidates, embedding, fp4_rows, fp8, late_masks, lora, low_rank_merge, token_mask
+from nvcli.kernels import candidates, embedding, experts, fp4_rows, fp8, late_masks, lora, low_rank_merge, token_mask
 from nvcli.kernels.fp8_types import LowRankSum
 from nvcli.kernels.lora_types import BLOCK_FIELDS, AdaptedLayer, AdapterBank, feature_blocks, page_columns
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
@@ -254,6 +254,9 @@ def launch_rare(runner: ModelRunner) -> None:
         for scaling in (None, "channel", "block"):
             memory.add_rms_norm(memory.part(num_rows), residual, residual[0], 1e-6, scaling)
     memory.max(packed)
+    results = torch.empty(3, rows, model.hidden_size, dtype=runner.dtype, device=device)
+    experts.sum_results(results)
+    experts.sum_results(results, ints.view(-1, 1), (1, 2))
     launch_adapters(model.hidden_size, runner.dtype, device)
     if fp4_rows.has_kernel(device):
         launch_fp8_weights(model.hidden_size, runner.dtype, device)

@@ -142,5 +142,12 @@ def share_of(case: Case, first: int, end: int) -> Case:
     return case._replace(weights=weights, scales=scales, values=values)
 
 
+def of_held(case: Case, results: Tensor) -> Tensor:
+    """Return results [k, T, H] with zeros for those of other ranks' experts, which are undefined."""
+    experts, weights = case.routes.experts - case.weights.first_expert, case.weights
+    is_held = (experts >= 0) & (experts < len(weights.gate_up))
+    return results.where(is_held.T.unsqueeze(2), 0)
+
+
 def error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())

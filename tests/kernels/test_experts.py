@@ -7,18 +7,18 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from expert_cases import FORMATS, GPT_OSS, SILU, Case, Shape, error, first_of, make, routes_of, share_of
+from expert_cases import FORMATS, GPT_OSS, SILU, Case, Shape, error, first_of, make, of_held, routes_of, share_of
 from torch import Tensor
 
 from combinations import full
 from fp8_interpreter import exact_conversions
-from kernel_device import DEVICE, HAS_GPU, MARKS
+from kernel_device import DEVICE, HAS_GPU, MARKS, TOLERANCE
 from nvcli.kernels import experts as reference
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertScales, W4Scales
 from nvcli.kernels.fp8 import quantise
 from nvcli.kernels.norm import add_rms_norm
-from nvcli.kernels.triton.elementwise import norm
+from nvcli.kernels.triton.elementwise import norm, results
 from nvcli.kernels.triton.products.expert_groups import group_by_expert
 from nvcli.kernels.triton.products.expert_launches import ExpertLaunch
 from nvcli.kernels.triton.products.experts import apply_experts
@@ -68,7 +68,7 @@ def apply_on_device(
     """Return the Triton kernels' result, in memory that holds NaN before."""
     out = case.x.new_full((case.routes.experts.shape[1], *case.x.shape), torch.nan)
     apply_experts(*case[:2], case.weights, case.scales, activation, out, launch, quantises=quantises)
-    return out
+    return of_held(case, out)
 
 
 class TestReference:
@@ -91,17 +91,13 @@ class TestReference:
 
     @KINDS
     def test_each_pair_is_computed_where_its_expert_is(self, kind: str) -> None:
-        """The results of ranks that hold some experts each are those of one that holds all, and zeros elsewhere."""
+        """The results of ranks that hold some experts each are those of one that holds all."""
         case = make(FORMATS[kind], (6, 3, 256, 128), 9, biases=True)
         whole = reference.apply_experts(*case[:3], SILU, scales=case.scales)
         total = torch.zeros(3, *case.x.shape)
         for first, end in ((0, 2), (2, 3), (3, 6)):
             share = share_of(case, first, end)
-            part = reference.apply_experts(*share[:3], SILU, scales=share.scales)
-            is_mine = ((case.routes.experts >= first) & (case.routes.experts < end)).t()
-            assert torch.equal(part[is_mine], whole[is_mine])
-            assert (part[~is_mine] == 0).all()
-            total += part
+            total += of_held(share, reference.apply_experts(*share[:3], SILU, scales=share.scales))
         assert torch.equal(total, whole)
 
 
@@ -233,12 +229,31 @@ def test_launches(kind: str, rows_first: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of rows that belong to no pair, in any state
 @KINDS
-def test_experts_of_other_ranks_give_zeros(kind: str) -> None:
+def test_experts_of_other_ranks_are_left_out(kind: str) -> None:
     case = make(FORMATS[kind], (8, 3, 256, 128), 40, DTYPE, DEVICE, biases=True)
     for first, end in ((0, 4), (4, 8)):
         share = share_of(case, first, end)
         check(share, GPT_OSS)
         check_quantised(share, GPT_OSS)
+
+
+@pytest.mark.parametrize("held", [None, (2, 3)])
+def test_sums_of_results(held: tuple[int, int] | None) -> None:
+    """Two choices and another part of 1,500 columns; what other ranks hold is NaN."""
+    parts = torch.randn(3, 9, 1500, dtype=DTYPE, device=DEVICE)
+    experts = torch.randint(0, 7, (9, 2), dtype=torch.int32, device=DEVICE)
+    expected = parts.float()
+    if held is not None:
+        is_held = ((experts - held[0]) // held[1] == 0).T.unsqueeze(2)
+        parts[:2] = parts[:2].where(is_held, torch.nan)
+        expected[:2] = expected[:2].where(is_held, 0)
+    given = (None,) if held is None else (experts, held)
+    out = torch.full_like(parts[0], torch.nan)
+    for sum_results in (results.sum_results, reference.sum_results):
+        found = sum_results(parts, *given, out=out)
+        assert found is out
+        torch.testing.assert_close(found.float(), expected.sum(0), atol=TOLERANCE[DTYPE], rtol=TOLERANCE[DTYPE])
+        assert torch.equal(sum_results(parts, *given), out)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.kind)

@@ -15,7 +15,7 @@ from gluon_simulator import SimulatedKernel, Simulator
 
 pytest.importorskip("triton")
 
-from expert_cases import GPT_OSS, SILU, Case, Shape, error, routes_of, share_of
+from expert_cases import GPT_OSS, SILU, Case, Shape, error, of_held, routes_of, share_of
 from expert_cases import make as make_experts
 from hopper_products_compile import reports
 
@@ -141,11 +141,11 @@ def multiply_experts(case: Case, launch: HopperFP8Launch, activation: ExpertActi
     """Return the results of the kernel, in memory that holds NaN before."""
     out = case.x.new_full((case.routes.experts.shape[1], *case.x.shape), torch.nan)
     experts.apply_experts(*case[:2], case.weights, case.scales, activation, out, launch, quantises=True)
-    return out
+    return of_held(case, out)
 
 
 def expected_of_experts(case: Case, activation: ExpertActivation = SILU) -> Tensor:
-    return reference.apply_experts(case.x, case.routes, case.weights, activation, scales=case.scales)
+    return of_held(case, reference.apply_experts(case.x, case.routes, case.weights, activation, scales=case.scales))
 
 
 @pytest.mark.usefixtures("simulated", "exact_conversions")

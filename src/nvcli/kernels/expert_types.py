@@ -35,7 +35,7 @@ class ExpertWeights(NamedTuple):
     first_expert: int = 0
     """The number of the first of these experts among all that tokens are routed to."""
     num_others: int = 0
-    """How many experts other ranks hold. What tokens choose of them gives zeros here."""
+    """How many experts other ranks hold. What would be results of them here are undefined numbers, or none at all."""
 
 
 class ExpertScales(NamedTuple):

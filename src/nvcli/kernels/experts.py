@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels import w4
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix, ExpertScales, ExpertWeights, Routes, W4Scales, matrices
 from nvcli.kernels.fp8 import fp8_linear, fp8_weight_linear, quantise, values_of_rows
 from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
+from nvcli.kernels.norm import sum_in_order
 
 
 class ExpertGroups(NamedTuple):
@@ -53,9 +55,10 @@ def apply_experts(
 ) -> Tensor:
     """Compute each pair's result times its weight: [T, H] → [k, T, H], in `out` (contiguous) if that is given.
 
-    Pairs of experts that other ranks hold give zeros. A token's sum over k is still to be taken of it; `add_rms_norm`
-    takes it as it is. `quantises`: activations are quantised for weights in FP8, which GPUs without FP8 units cannot
-    multiply. `batch_invariant`: a pair's result has the same bits whatever other pairs there are; weights are plain.
+    What would be results of experts that other ranks hold is undefined. A token's sum over k is still to be taken of it
+    (`sum_results`); `add_rms_norm` takes it as it is. `quantises`: activations are quantised for weights in FP8, which
+    GPUs without FP8 units cannot multiply. `batch_invariant`: a pair's result has the same bits whatever other pairs
+    there are; weights are plain.
     """
     num_tokens, experts_per_token = routes.experts.shape
     if out is None:
@@ -72,8 +75,6 @@ def apply_experts(
         return out
     product = partial(_multiply, quantises=quantises, batch_invariant=batch_invariant)
     gate_up_matrix, down_matrix = matrices(weights, scales)
-    if weights.num_others:
-        out.zero_()
     for expert, token, choice in pairs_of_experts(routes, weights):
         gate_up = product(x[token], gate_up_matrix.of_expert(expert))
         activated = partial(activate, activation=activation)
@@ -81,6 +82,24 @@ def apply_experts(
         down = product(hidden, down_matrix.of_expert(expert))
         out[choice, token] = (down * routes.weights[token, choice, None]).to(x.dtype)
     return out
+
+
+@with_kernel("elementwise.results")
+def sum_results(
+    parts: Tensor, experts: Tensor | None = None, held: tuple[int, int] = (0, 0), out: Tensor | None = None
+) -> Tensor:
+    """Add up parts [P, T, H], the first one first, in float32: [T, H] of their type, in `out` if that is given.
+
+    With `experts` [T, k] int32 the first k parts are results of these, of which only those of the experts that are
+    `held`, the first one and how many, count.
+    """
+    if experts is not None:
+        first, count = held
+        is_held = (experts >= first) & (experts < first + count)
+        results, others = parts.tensor_split([experts.shape[1]])
+        parts = torch.cat([results.where(is_held.T.unsqueeze(2), 0), others])
+    total = sum_in_order(parts)
+    return total if out is None else out.copy_(total)
 
 
 def _multiply(x: Tensor, matrix: ExpertMatrix, *, quantises: bool, batch_invariant: bool) -> Tensor:

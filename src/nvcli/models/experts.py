@@ -2,9 +2,9 @@
 
 Every rank routes all tokens identically. It holds all experts, each sharded by its intermediate size, so that the ranks
 have equal work whatever the routes; or, with expert parallelism, some experts whole: it computes the tokens routed to
-them, and zeros for all other choices. Either way, an expert's output for a token is a part of the residual sum, like
-the parts of a product (`layers.py`): the parts are not added up before the next norm, and the shared expert, which is
-always sharded, is one more part.
+them, and leaves all other choices out of its sums. Either way, an expert's output for a token is a part of the residual
+sum, like the parts of a product (`layers.py`): on a single rank the parts are not added up before the next norm, and
+the shared expert, which is always sharded, is one more part.
 
 Shapes: T tokens, H hidden, E experts of this rank, k experts per token, I this rank's part of the intermediate size.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Scales
-from nvcli.kernels.experts import apply_experts
+from nvcli.kernels.experts import apply_experts, sum_results
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_rows
 from nvcli.kernels.lora_types import AdapterRows
@@ -30,7 +30,6 @@ from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShar
 from nvcli.models.plain_mlp import PlainMLP
 from nvcli.models.tensor_spec import EXPERTS
 from nvcli.models.weights import WeightModule, WeightSource, empty_fp8_scales, empty_parameter, empty_w4, length
-from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 class MixtureOfExperts(FeedForward):
@@ -75,14 +74,13 @@ class MixtureOfExperts(FeedForward):
             results = latents.new_empty(self.experts_per_token, *latents.shape)
             self.experts(latents, routes, results)
             # The projection of this rank's part is its part of the projected sum.
-            result = sum_in_order(results) if self.batch_invariant else results.sum(dim=0)
-            parts[0] = self.from_latents(result, adapters)
+            parts[0] = self.from_latents(self.experts.sum(results, routes), adapters)
         if self.adds_input:
             part = parts[-2 if self.shared_expert is not None else -1]
             _weigh_input(x, routes, self.first_identity, part, batch_invariant=self.batch_invariant)
         if self.shared_expert is not None:
             self.shared_expert(x, parts[-1], adapters)
-        return part_of_sum(self.group, parts, batch_invariant=self.batch_invariant)
+        return self.experts.part_of_sum(parts, routes if self.to_latents is None else None)
 
 
 def _weigh_input(x: Tensor, routes: Routes, first: int, out: Tensor, *, batch_invariant: bool) -> None:
@@ -91,17 +89,6 @@ def _weigh_input(x: Tensor, routes: Routes, first: int, out: Tensor, *, batch_in
     weights = routes.weights.masked_fill(routes.experts < first, 0.0).unsqueeze(2)
     total = sum_in_order(weights.transpose(0, 1)) if batch_invariant else weights.sum(dim=1)
     torch.mul(x, total, out=out)
-
-
-def part_of_sum(group: TensorParallelGroup, parts: Tensor, *, batch_invariant: bool) -> Tensor:
-    """Add up `parts` to this rank's part of a sum over the ranks: [P, T, H] → [T, H]. On a single rank they are
-    returned as they are; the next norm sums them."""
-    if group.size == 1:
-        return parts
-    if batch_invariant:
-        return sum_in_order(parts)
-    buffer = group.partial_sum_buffer(parts.shape[1:], parts.dtype)
-    return parts.sum(dim=0) if buffer is None else torch.sum(parts, dim=0, out=buffer)
 
 
 class Router(TensorShards):
@@ -160,7 +147,7 @@ class Experts(WeightModule):
         super().__init__()
         self.activation = config.activation
         self.batch_invariant = build.batch_invariant
-        self.rank, self.size = build.group.rank, build.group.size
+        self.group, self.rank, self.size = build.group, build.group.rank, build.group.size
         self.tensors = {
             name: build.tensors[f"{path}.{name}"]
             for kind in (("weight", "bias") if config.bias else ("weight",))
@@ -211,7 +198,21 @@ class Experts(WeightModule):
                 else:
                     yield source if self.scaling is None else source.in_fp8(scale, self.scaling)
 
+    def part_of_sum(self, parts: Tensor, routes: Routes | None) -> Tensor:
+        """Add up `parts` to this rank's part of a sum over the ranks: [P, T, H] → [T, H]. On a single rank with all
+        experts they are returned as they are; the next norm sums them. `routes`: those of the first parts, as `forward`
+        wrote them; None: all are complete."""
+        if self.group.size == 1 and (routes is None or self.num_others == 0):
+            return parts
+        return self.sum(parts, routes, self.group.partial_sum_buffer(parts.shape[1:], parts.dtype))
+
+    def sum(self, parts: Tensor, routes: Routes | None, out: Tensor | None = None) -> Tensor:
+        """Add up `parts`, of which `forward` wrote those of `routes`: [P, T, H] → [T, H], maybe in `out`."""
+        experts = None if routes is None or self.num_others == 0 else routes.experts
+        return sum_results(parts, experts, (self.held.start, length(self.held)), out)
+
     def forward(self, x: Tensor, routes: Routes, out: Tensor) -> None:
+        """Write each choice's result to `out` [k, T, H]; those of experts that are not here are undefined."""
         bias = self.down_bias if self.adds_bias else None
         weights = ExpertWeights(
             self.gate_up_proj, self.down_proj, self.gate_up_bias, bias, self.held.start, self.num_others

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.lora_types import AdapterRows
-from nvcli.models.experts import Experts, Router, part_of_sum
+from nvcli.models.experts import Experts, Router
 from nvcli.models.layers import FeedForward, GatedMLP, InputNorm, ResultNorm
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
@@ -32,7 +32,6 @@ class ExpertsBesideMLP(FeedForward):
         assert isinstance(config.shared, MLPConfig)
         assert not config.gates_shared
         self.group = build.group
-        self.batch_invariant = build.batch_invariant
         self.experts_per_token = config.routing.experts_per_token
         self.shared_expert = GatedMLP(build, f"{path}.shared_expert", config.shared, norm)
         self.shared_expert_norm = ResultNorm(build, f"{path}.shared_expert_norm", norm)
@@ -58,5 +57,4 @@ class ExpertsBesideMLP(FeedForward):
         assert isinstance(x, Tensor), "experts quantise what they read by themselves"
         parts = torch.empty(self.experts_per_token, *x.shape, dtype=x.dtype, device=x.device)
         self.experts(x, routes, parts)
-        part = part_of_sum(self.group, parts, batch_invariant=self.batch_invariant)
-        return result.add_(self.experts_norm(part, residual))
+        return result.add_(self.experts_norm(self.experts.part_of_sum(parts, routes), residual))

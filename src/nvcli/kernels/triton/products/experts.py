@@ -189,12 +189,8 @@ def apply_experts(
         assert work.places is not None
         sorted_rows = hopper_w4.sort_rows(x, work.places, out.view(-1, x.shape[1]))
         hopper_w4.multiply_experts(sorted_rows, gate_up, routes, work, launch, activation, hidden)
-        if weights.num_others:
-            out.zero_()
         hopper_w4.multiply_experts(hidden, down, routes, work, launch, None, out)
         return
-    if weights.num_others:
-        out.zero_()
     scaling: FP8Scaling = "block" if gate_up.kind == "block" else "channel"
     rows: Activations = quantise(x, scaling) if quantises else x
     _multiply(rows, gate_up, routes, work, launch.gate_up, activation, hidden)

@@ -118,8 +118,6 @@ def apply_experts(
     codes = out.view(-1).view(FP8)[: len(places) * hidden_size].view(-1, hidden_size)
     pairs = quantise_pairs(x, places, codes)
     hidden = gated_linear(pairs, gate_up.weight, gate_up.scales, launch, grouped, gate_up.bias, activation=activation)
-    if weights.num_others:
-        out.zero_()
     linear(hidden, down.weight, down.scales, launch, out, grouped, down.bias)
 
 
