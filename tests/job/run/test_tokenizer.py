@@ -95,6 +95,30 @@ class SlowTokenizer:
         return "".join(map(chr, ids))
 
 
+_LISTS = (
+    "{% for m in messages %}[{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}]{% endfor %}"
+)
+_INDEXED = "{% for m in messages %}[{{ m.content[0].text + '' }}]{% endfor %}"
+_TEXTS = "{% for m in messages %}[{{ m.content + '' }}]{% endfor %}"
+_BOTH = "{% for m in messages %}[{{ m.content if m.content is string else 'parts' }}]{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [_LISTS, _INDEXED, _TEXTS, _BOTH])
+def test_contents_are_given_as_the_template_reads_them(template: str) -> None:
+    """Templates such as LLaVA's leave texts out that are not in a list: the prompt was empty."""
+    demo = Tokenizer.load(demo_path(), chat_template=template)
+    assert demo.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) == "[a][b]"
+
+
+def test_a_developer_is_the_system_unless_the_template_knows_developers() -> None:
+    """The template of Qwen3 leaves out messages of roles that it does not know."""
+    messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    known = "{% for m in messages if m.role in 'system user' %}{{ m.role }} {{ m.content }}.{% endfor %}"
+    assert Tokenizer.load(demo_path(), chat_template=known).render(messages) == "system a.user b."
+    known = known.replace("system", "developer")
+    assert Tokenizer.load(demo_path(), chat_template=known).render(messages) == "developer a.user b."
+
+
 def test_a_tokenizer_in_plain_python_works_too() -> None:
     slow: Any = SlowTokenizer()
     tokenizer = Tokenizer(slow)

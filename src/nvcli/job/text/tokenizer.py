@@ -7,9 +7,11 @@ clean-up that some tokenizer configurations ask transformers for.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
@@ -141,7 +143,9 @@ class Tokenizer:
         """Return the prompt text of a conversation, up to where the answer begins. Raises RowError and MemoryError.
 
         `variables` are given to the chat template. `continue_final_message` is one of them: the answer then goes on
-        with the last message.
+        with the last message. Contents are given as texts or as lists of parts, whichever the template reads. The role
+        `developer`, OpenAI's newer name of `system`, is called that unless the template knows it: many leave messages
+        of roles that they do not know out, without a word.
         """
         if not self._tokenizer.chat_template:
             raise RowError(
@@ -149,7 +153,25 @@ class Tokenizer:
                 "this model has no chat template for `messages`; give `prompt` instead, or name a --chat-template",
             )
         variables = variables or {}
-        options = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
+        if "developer" not in self.chat_template:
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        if self._reads_parts_alone:
+            messages = [_in_parts(message) for message in messages]
+        return self._render(
+            messages, {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
+        )
+
+    @functools.cached_property
+    def _reads_parts_alone(self) -> bool:
+        """Whether the chat template leaves out or refuses a content that is a text, as those of LLaVA and SmolVLM."""
+        message = {"role": "user", "content": "nvcli"}
+        for each in (message, _in_parts(message)):
+            with suppress(RowError):
+                if "nvcli" in self._render([each], {}):
+                    return each is not message
+        return False
+
+    def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except MemoryError:
@@ -180,6 +202,12 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self.decode_one([token_id], skip_special_tokens=False)
         return text
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list of parts, if it is a text."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 _VOCABULARIES = (
