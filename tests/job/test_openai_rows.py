@@ -85,8 +85,23 @@ def test_a_completion_row_takes_the_additions_of_vllm(read_rows: ReadRows) -> No
     assert job.sampling == SamplingParams(**given)
 
 
+@pytest.mark.parametrize("url", [CHAT, COMPLETION])
+def test_what_clients_and_other_servers_send_without_an_effect_is_accepted(read_rows: ReadRows, url: str) -> None:
+    own: dict[str, Any] = {
+        "verbosity": "medium", "prediction": {"type": "content", "content": "a"}, "prompt_cache_retention": "24h",
+        "use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True, "priority": 3,
+        "cache_salt": "s", "request_id": "r", "include_reasoning": True, "return_token_ids": False,
+    }  # fmt: skip
+    job = parse(read_rows, line(url, **own))
+    assert isinstance(job, Job)
+    assert job.sampling == SamplingParams()
+
+
 BAD = [
     (line(stream=True), "unsupported_parameter", "`body.stream` is true"),
+    (line(use_beam_search=True), "unsupported_parameter", "which is not supported; nvcli samples and has no beam"),
+    (line(functions=[{"name": "f"}]), "unsupported_parameter", "give `tools` and `tool_choice`"),
+    (line(extra_body={"top_k": 3}), "unsupported_parameter", "`body.extra_body` is not supported; put its keys beside"),
     (line(response_format={"type": "xml"}), "invalid_structured", "`body.response_format` is"),
     (line(tools=[{}]), "invalid_value", "`body.tools[0]`"),
     (line(temprature=1), "unsupported_parameter", "`body.temprature` is not supported; did you mean `temperature`?"),

@@ -18,7 +18,15 @@ from nvcli.job.rows.openai_structured import unsupported_key, unsupported_value
 
 _SAME = (
     *("model", "temperature", "top_p", "user", "metadata", "store", "service_tier", "prompt_cache_key"),
-    *("safety_identifier", "parallel_tool_calls", "stream", "stream_options", "tools", "tool_choice"),
+    *(
+        "prompt_cache_retention",
+        "safety_identifier",
+        "parallel_tool_calls",
+        "stream",
+        "stream_options",
+        "tools",
+        "tool_choice",
+    ),
     # vLLM's additions:
     *("top_k", "min_p", "seed", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "logit_bias", "skip_special_tokens", "chat_template_kwargs"),
@@ -93,9 +101,9 @@ def _text_part(part: Any) -> Any:
 
 
 def _text_options(text: Any) -> dict[str, Any]:
-    form = text.get("format") if isinstance(text, dict) else None
-    others = [key for key in text if key != "format"] if isinstance(text, dict) else []
-    if not isinstance(text, dict) or others or not isinstance(form, dict | None):
+    is_known = isinstance(text, dict) and text.keys() <= {"format", "verbosity"}
+    form = text.get("format") if is_known and text.get("verbosity") in (None, "medium") else False
+    if not isinstance(form, dict | None):
         raise _unsupported(f"`body.text` is {show(text)}; allowed: an object with `format`")
     if form is None or form.get("type") == "text":
         return {}

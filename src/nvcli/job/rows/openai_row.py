@@ -43,8 +43,10 @@ _SAME = (
 )
 """Parameters of the body that `sampling` knows by the same name."""
 _IGNORED = (
-    *("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"),
-    "guided_decoding_backend",
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+    # vLLM's:
+    *("guided_decoding_backend", "priority", "request_id", "cache_salt"),
 )
 """Parameters that do not affect the answer; `model` is copied to it."""
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
@@ -56,6 +58,11 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "suffix": ("",),
+    "verbosity": ("medium",),
+    # vLLM's and SGLang's:
+    **dict.fromkeys(("use_beam_search", "early_stopping", "return_token_ids", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("spaces_between_special_tokens", "include_reasoning", "separate_reasoning"), (True,)),
+    "length_penalty": (1,),
 }
 """Parameters that are allowed only with values that change nothing."""
 _CHAT_KEYS = (

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from nvcli.core.other_names import remarks
 from nvcli.core.validation import shorten, show, suggest
 from nvcli.errors import RowError
 from nvcli.job.rows.raw_values import decode_inner
@@ -43,7 +44,8 @@ def unsupported_key(key: str, known: Iterable[str], where: str = "body") -> RowE
 
 def unsupported_value(key: str, value: Any) -> RowError:
     """Return the error of a parameter whose value is not supported."""
-    return RowError("unsupported_parameter", f"`body.{key}` is {show(value)}, which is not supported; leave it out")
+    way_out = remarks().get(key, "leave it out")
+    return RowError("unsupported_parameter", f"`body.{key}` is {show(value)}, which is not supported; {way_out}")
 
 
 def structured_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
