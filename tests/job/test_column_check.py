@@ -111,6 +111,24 @@ def test_what_is_no_text(tmp_path: Path, data: bytes, told: str) -> None:
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (
+            b'[{"prompt": "a"},\n {"prompt": "b"}]\n',
+            r"it is a JSON array\n  name it so: mv \S*in.jsonl \S*in.json\n  or make",
+        ),
+        (b'{\n  "prompt": "a"\n}\n', r"its objects go over several lines\n  .*: jq -c \.\n"),
+        (b"What is 3 + 4?\nAnd 5 + 6?\n", r"it is text\n  name it so, if each line is a prompt .*: mv \S* \S*in.txt\n"),
+    ],
+)
+def test_other_forms_of_text_are_named(tmp_path: Path, data: bytes, told: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(ColumnsError, match=told):
+        read(path)
+
+
 @pytest.mark.parametrize("data", [b"{\n" * 150, b'{"prompt": "caf\xe9"}\n', b'{"prompt": "\0"}\n{"prompt": 1}\n'])
 def test_bad_lines_of_text_are_error_rows(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "in.jsonl"

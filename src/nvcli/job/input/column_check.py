@@ -49,6 +49,8 @@ _FAULTS: dict[str, Fault] = {
 }
 _OPTIONS = re.compile(r"--((?:prompt|messages)-field|(?:prompt|chat)-template)((?: (?!or ))?)")
 """The options that messages name, and the blank before a value."""
+_OF_JSON = (b"", b"{", b"[", b'"')
+"""How lines begin that are meant as JSON, or are too long to tell."""
 _CONTROLS = bytes({*range(32)} - {*b"\t\n\r\f"})
 
 
@@ -112,18 +114,42 @@ def _two_prompts(name: str, rows: Sequence[Job | JobResult], parser: RowParser) 
 
 
 def _not_text(name: str, held: Sequence[ReadRow]) -> ColumnsError | None:
-    """Return the error of an input whose first lines are not JSON; None if it may be text."""
+    """Return the error of an input whose first lines are not JSON; None if they may be rows that are damaged."""
     way_out = _convert_utf16(name, held[0].start)
     if way_out is not None:
         what = "it is UTF-16 text"
     elif 2 * sum(each.is_binary for each in held) > len(held):
         what = "it is binary data"
         way_out = "name a file of rows" if Path(name).exists() else "name the file of rows: a pipe is read as JSONL"
+    elif (form := _form_of([each.start.strip() for each in held])) is not None:
+        what, command, suffix = form
+        way_out = command if suffix is None or not Path(name).exists() else _renamed(name, suffix)
+        way_out += "\n  or make an error row of each line: --set job.check_columns=false"
     else:
         return None
     which = "its only line is" if len(held) == 1 else f"none of its first {len(held)} lines is"
     none = " no" if len(held) == 1 else ""
     return ColumnsError(f"{name}: {which}{none} JSON: {what}\n  {way_out}")
+
+
+def _form_of(starts: Sequence[bytes]) -> tuple[str, str, str | None] | None:
+    """Return what lines that begin so are, how to make rows of them, and the suffix of such files if they are read."""
+    first, second = starts[0], starts[1] if len(starts) > 1 else b""
+    if first.startswith(b"[") and not second.startswith(b"["):
+        return "it is a JSON array", "write its items on lines of their own: jq -c '.[]'", ".json"
+    if first == b"{" != second:
+        return "its objects go over several lines", "write each on a line of its own: jq -c .", None
+    if len(starts) > 1 and not any(start[:1] in _OF_JSON for start in starts):
+        return "it is text", "write each prompt as a row: jq -cR '{prompt: .}'", ".txt"
+    return None
+
+
+def _renamed(name: str, suffix: str) -> str:
+    """Say how to name a file that is read by another suffix, or if it is text, as a table."""
+    plain = plain_name(name)
+    new = f"{plain.removesuffix(Path(plain).suffix)}{suffix}{name.removeprefix(plain)}"
+    why = "name it so" if suffix != ".txt" else "name it so, if each line is a prompt (.csv or .tsv: a table)"
+    return f"{why}: mv {shlex.quote(name)} {shlex.quote(new)}"
 
 
 def _convert_utf16(name: str, line: bytes) -> str | None:

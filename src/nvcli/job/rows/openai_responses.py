@@ -17,16 +17,9 @@ from nvcli.job.job import Choice, JobResult
 from nvcli.job.rows.openai_structured import unsupported_key, unsupported_value
 
 _SAME = (
-    *("model", "temperature", "top_p", "user", "metadata", "store", "service_tier", "prompt_cache_key"),
-    *(
-        "prompt_cache_retention",
-        "safety_identifier",
-        "parallel_tool_calls",
-        "stream",
-        "stream_options",
-        "tools",
-        "tool_choice",
-    ),
+    *("model", "temperature", "top_p", "user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+    *("parallel_tool_calls", "stream", "stream_options", "tools", "tool_choice"),
     # vLLM's additions:
     *("top_k", "min_p", "seed", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "logit_bias", "skip_special_tokens", "chat_template_kwargs"),
