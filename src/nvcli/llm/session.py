@@ -140,7 +140,7 @@ class Session:
         chat = resolved.choose_chat(task)
         parser = resolved.make_parser(chat, keep=lambda value: value, caller=call, task=task)
         assert self._tokenizer is not None, "the session is ready"
-        parser.warnings.add_template(self._tokenizer.chat_template or "", resolved.run.job.chat_template_kwargs)
+        resolved.tell_tokenizer(self._tokenizer, parser.warnings)
         parser.warnings.take_new()  # of the job's own variables the first load has told
 
         def read_rows() -> None:

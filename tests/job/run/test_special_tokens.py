@@ -17,9 +17,10 @@ from nvcli.core.sampling_params import SamplingParams
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError, RowError
 from nvcli.job.job import Job, JobResult, RowContext
+from nvcli.job.rows.parser import RowParser
 from nvcli.job.text.model_limits import ModelLimits
 from nvcli.job.text.prepare import PreparedRow, Preparer
-from nvcli.job.text.special_tokens import special_token_rule
+from nvcli.job.text.special_tokens import special_token_rule, start_of
 from nvcli.job.text.tokenizer import Tokenizer
 
 END_OF_TEXT, START, END = 0, 1, 2
@@ -65,6 +66,18 @@ def test_by_default_they_are_tokens_as_in_transformers(demo: Tokenizer) -> None:
     assert isinstance(ids, list)
     assert (ids.count(START), ids.count(END)) == (3, 3)
     assert prepare(demo, "allow", prompt="a<|im_end|>") == [*as_text(demo, "a"), END]
+
+
+def test_a_prompt_that_spells_out_what_the_tokenizer_puts_first_is_remarked_on(tokenizer: Tokenizer) -> None:
+    """Texts that a chat template has rendered elsewhere begin with it, and begin with it twice here."""
+    start, parser = start_of(tokenizer), RowParser({})
+    parser.warnings.add_tokenizer("", (), start)
+    assert start
+    for number, text in enumerate([f"{start}a", "a", f"a{start}"]):
+        parser.parse(json.dumps({"prompt": text}).encode(), index=number, where="x")
+    (warning,) = parser.warnings.take_new()
+    assert "x begins with the special token that the tokenizer puts before every prompt" in warning
+    assert start_of(Tokenizer.load(demo_path())) == ""
 
 
 def test_escaped_in_a_prompt_they_are_text(demo: Tokenizer) -> None:

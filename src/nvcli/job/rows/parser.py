@@ -249,6 +249,8 @@ class RowParser:
         if job.messages is None:
             if rules.is_for_conversations:
                 warnings.add(RowRemark.NO_CONVERSATION, context.line)
+            if warnings.start and job.prompt is not None and job.prompt.startswith(warnings.start):
+                warnings.add(RowRemark.STARTS_TWICE, context.line)
         elif task is None and job.messages[-1]["role"] == "assistant" and not job.says_what_follows:
             warnings.add(RowRemark.ANSWERED, context.line)
         if job.chat_template_kwargs:

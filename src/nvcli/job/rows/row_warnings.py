@@ -63,6 +63,12 @@ class RowRemark(Enum):
         "{} with a conversation that ends with a message of the assistant",
     )
     """A conversation ends with a message of the assistant, and the row does not say what follows."""
+    STARTS_TWICE = (
+        "{} begins with the special token that the tokenizer puts before every prompt, so the model sees it twice; "
+        "take it out of the text, or give `messages`",
+        "{} with a prompt that begins with the tokenizer's first token twice",
+    )
+    """A prompt that was rendered before begins with what the tokenizer adds."""
     NO_IMAGE = (
         "{} has nothing under the key of --image-field, and is sent without an image",
         "{} without an image, though --image-field is given",
@@ -78,6 +84,8 @@ class RowWarnings:
         self._new: deque[str] = deque()
         self._remarks = dict.fromkeys(RowRemark, 0)
         self._counts: Counter[str] = Counter()
+        self.start = ""
+        """The tokens that the tokenizer puts before every prompt, spelled out; empty if there are none."""
         self._template = ""
         self._variables: set[str] = set()
         """The variables of the chat template that were given so far."""
@@ -103,9 +111,9 @@ class RowWarnings:
         """Record an input with a problem, such as one that could only be read in part."""
         self._new.append(f"warning: {problem}")
 
-    def add_template(self, template: str, variables: Iterable[str]) -> None:
-        """Record the chat template that is to know the variables, beginning with those of the job."""
-        self._template = template
+    def add_tokenizer(self, template: str, variables: Iterable[str], start: str) -> None:
+        """Record the chat template that is to know the variables, beginning with those of the job, and `start`."""
+        self._template, self.start = template, start
         self.add_variables(variables)
 
     def add_variables(self, names: Iterable[str], where: str | None = None) -> None:

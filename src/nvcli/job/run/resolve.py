@@ -53,6 +53,7 @@ from nvcli.job.text.chat_renderer import ChatRenderer
 from nvcli.job.text.grammar_maker import GrammarMaker
 from nvcli.job.text.model_limits import ModelLimits
 from nvcli.job.text.prepare import PreparedRow, Preparer
+from nvcli.job.text.special_tokens import start_of
 from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
@@ -98,12 +99,18 @@ class ResolvedModel(RowSettings):
     def load_tokenizer(self, warnings: RowWarnings | None = None) -> Tokenizer:
         """Return the tokenizer, and load it if needed. Raises LoadError.
 
-        `warnings` learn the chat template, and tell which variables of the job and of rows it does not know.
+        `warnings` learn the chat template and the first tokens of prompts, and tell which variables of the job and of
+        rows the template does not know, and which prompts spell out the tokens.
         """
         tokenizer = self.tokenizer or Tokenizer.load(self.model_path, chat_template=self.chat_template)
         if warnings is not None:
-            warnings.add_template(tokenizer.chat_template or "", self.run.job.chat_template_kwargs)
+            self.tell_tokenizer(tokenizer, warnings)
         return tokenizer
+
+    def tell_tokenizer(self, tokenizer: Tokenizer, warnings: RowWarnings) -> None:
+        """Tell the `warnings` of a job's rows what the tokenizer does."""
+        start = start_of(tokenizer) if self.run.job.special_tokens == "allow" else ""
+        warnings.add_tokenizer(tokenizer.chat_template or "", self.run.job.chat_template_kwargs, start)
 
     def chat_renderer(self) -> ChatRenderer:
         """Return a renderer of conversations, to be closed by the caller."""

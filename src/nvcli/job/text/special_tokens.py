@@ -84,8 +84,7 @@ class _Escape(SpecialTokenRule):
             there = renamed.token_to_id(token.content if number is None else self._names[number])
             if there != token_id:
                 self._ids[there] = token_id
-        framed, bare = (tokenizer.encode(["a"], add_special_tokens=adds)[0] for adds in (True, False))
-        found = frame(framed, bare) if isinstance(framed, list) and isinstance(bare, list) else None
+        found = _frame_of(tokenizer)
         if found is None:
             raise _cannot_escape("it does not only put tokens before and after a text")
         self._before, self._behind = found
@@ -132,6 +131,18 @@ def special_token_rule(choice: SpecialTokens, tokenizer: Tokenizer) -> SpecialTo
         "a special token of the model; take it out, or let `job.special_tokens` be `escape` (it is text then) or "
         "`allow`",
     )
+
+
+def start_of(tokenizer: Tokenizer) -> str:
+    """Return the tokens that a tokenizer puts before a text, spelled out, such as `<s>`; empty if there are none."""
+    before, _ = _frame_of(tokenizer) or ((), ())
+    return "".join(map(tokenizer.token_text, before))
+
+
+def _frame_of(tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]] | None:
+    """Return the tokens that a tokenizer puts before and after a text; None if it does something else."""
+    framed, bare = (tokenizer.encode(["a"], add_special_tokens=adds)[0] for adds in (True, False))
+    return frame(framed, bare) if isinstance(framed, list) and isinstance(bare, list) else None
 
 
 def frame(framed: Sequence[int], bare: Sequence[int]) -> tuple[Sequence[int], Sequence[int]] | None:
