@@ -110,11 +110,13 @@ def test_contents_are_given_as_the_template_reads_them(template: str) -> None:
     assert demo.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) == "[a][b]"
 
 
-def test_a_developer_is_the_system_unless_the_template_knows_developers() -> None:
+def test_no_message_is_lost_for_a_role_that_the_template_does_not_know() -> None:
     """The template of Qwen3 leaves out messages of roles that it does not know."""
     messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
     known = "{% for m in messages if m.role in 'system user' %}{{ m.role }} {{ m.content }}.{% endfor %}"
     assert Tokenizer.load(demo_path(), chat_template=known).render(messages) == "system a.user b."
+    with pytest.raises(RowError, match=r'leaves out `messages\[1\]`, whose role is "human"; give it one'):
+        Tokenizer.load(demo_path(), chat_template=known).render([*messages[:1], {"role": "human", "content": "b"}])
     known = known.replace("system", "developer")
     assert Tokenizer.load(demo_path(), chat_template=known).render(messages) == "developer a.user b."
 

@@ -38,6 +38,8 @@ class Tokenizer:
         self.backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
         """The `tokenizers.Tokenizer`; None for a tokenizer in plain Python."""
         self._token_texts: dict[int, str] = {}
+        self._left_out: dict[str, bool] = {}
+        """Roles → whether the chat template leaves their messages out."""
         self.vocab_size: int | None = None
         """Upper bound of all ids; None: unknown."""
         if self.backend is not None:
@@ -144,8 +146,8 @@ class Tokenizer:
 
         `variables` are given to the chat template. `continue_final_message` is one of them: the answer then goes on
         with the last message. Contents are given as texts or as lists of parts, whichever the template reads. The role
-        `developer`, OpenAI's newer name of `system`, is called that unless the template knows it: many leave messages
-        of roles that they do not know out, without a word.
+        `developer`, OpenAI's newer name of `system`, is called that unless the template knows it. Another role that it
+        does not know is an error: many templates leave such messages out, without a word.
         """
         if not self._tokenizer.chat_template:
             raise RowError(
@@ -155,11 +157,21 @@ class Tokenizer:
         variables = variables or {}
         if "developer" not in self.chat_template:
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-        if self._reads_parts_alone:
-            messages = [_in_parts(message) for message in messages]
+        messages = self._as_read(messages)
+        for number, message in enumerate(messages):
+            if (role := message["role"]) not in _ROLES and self._leaves_out(role):
+                raise RowError(
+                    "chat_template_error",
+                    f"the chat template leaves out `messages[{number}]`, whose role is {show(role)}; give it one that "
+                    "the template knows, such as user",
+                )
         return self._render(
             messages, {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
         )
+
+    def _as_read(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages with contents that are lists of parts, if the chat template reads no others."""
+        return [_in_parts(message) for message in messages] if self._reads_parts_alone else messages
 
     @functools.cached_property
     def _reads_parts_alone(self) -> bool:
@@ -170,6 +182,19 @@ class Tokenizer:
                 if "nvcli" in self._render([each], {}):
                     return each is not message
         return False
+
+    def _leaves_out(self, role: str) -> bool:
+        """Tell whether messages of a role are missing in what the chat template writes, wherever they stand."""
+        if role not in self._left_out:
+            if len(self._left_out) == _MAX_ROLES:
+                self._left_out.clear()
+            message, user = {"role": role, "content": "nvcli"}, {"role": "user", "content": "a"}
+            texts = []
+            for messages in ([message, user], [user, message]):
+                with suppress(RowError):
+                    texts.append(self._render(self._as_read(messages), {}))
+            self._left_out[role] = bool(texts) and "nvcli" not in "".join(texts)
+        return self._left_out[role]
 
     def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         try:
@@ -202,6 +227,11 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self.decode_one([token_id], skip_special_tokens=False)
         return text
+
+
+_ROLES = frozenset(("system", "user", "assistant", "tool"))
+"""Roles of which no template loses messages, or, as some do, only those of `tool` that follow no call."""
+_MAX_ROLES = 100
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
