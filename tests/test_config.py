@@ -182,6 +182,10 @@ ERRORS_IN_FILES += [
         "model: m\njob:\n  id_field: chat_template_kwargs\n  keep_input: true",
         r"run.yaml:3: the key `chat_template_kwargs` of a row cannot be two things",
     ),
+    (
+        "model: m\njob:\n  messages_field: prompt\n  prompt_field: prompt",
+        r"run.yaml:4: the key `prompt` of a row cannot be two things",
+    ),
 ]
 
 

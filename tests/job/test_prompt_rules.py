@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from nvcli.core.config import load_run_config
 from nvcli.core.text_template import TextTemplate
 from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.native_row import RowKeys
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.prompt_rules import PromptRules
+from nvcli.job.run.row_settings import row_keys
 
 Parse = Callable[..., Job | JobResult]
 
@@ -148,6 +150,17 @@ def test_template_variables_of_both_forms() -> None:
     assert error_of(parse(completion, parser))[0] == "unsupported_parameter"
 
 
+def test_prompts_that_are_conversations() -> None:
+    """As in TRL's data sets."""
+    row = {"prompt": [USER], "completion": [{"role": "assistant", "content": "ho"}]}
+    _, message = error_of(parse(row, parser_of()))
+    assert message.endswith("allowed: text; --messages-field prompt reads conversations there")
+    run = load_run_config(None, settings={"model": "m", "job": {"messages_field": "prompt"}})
+    job = parse(row, parser_of(row_keys(run.job)))
+    assert isinstance(job, Job)
+    assert (job.messages, job.context.extra.keys()) == ([USER], {"completion"})
+
+
 def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
     parser = parser_of()
     for index in range(3):
@@ -165,6 +178,7 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
     parse({"prompt": "p", "multi_modal_data": {"image": "a.png"}}, parser, 6)
     parse({**chat_row(), "temperature": 0}, parser, 7)
     parse({**chat_row(), "sampling": {}}, parser, 8)
+    parse({"prompt": "p", "sampling_params": {}}, parser, 9)
     ends = [warning.partition("setting, ")[2] for warning in parser.warnings.take_new()]
     assert ends == [
         "put what it asks for into `sampling.structured`",
@@ -173,6 +187,7 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
         "put images into `messages`, or under the key that `job.image_field` names",
         "put it into `body`",
         "put its keys into `body`",
+        "call it `sampling`",
     ]
     named = parser_of(prompt_template=TextTemplate("{system}"))
     assert isinstance(parse({"system": "a column"}, named), Job)

@@ -330,6 +330,8 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
     job = run.job
     fields = {("job", name): getattr(job, name) for name in ("prompt_field", "messages_field", "id_field")}
     fields["job", "messages_field"] = job.messages_field or MESSAGES_KEY
+    if job.messages_field == job.prompt_field and source.setter(("job", "prompt_field")) is None:
+        del fields["job", "prompt_field"]  # prompts are conversations
     if run.task == "score":
         names = ("continuation_field", "choices_field", "answer_field")
         fields |= {("score", name): getattr(run.score, name) for name in names}

@@ -169,6 +169,10 @@ def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: 
         raise RowError("conflicting_prompts", f"{names} are given; give one of them")
     (key,) = given
     if key == keys.prompt:
+        if isinstance(row[key], list):
+            raise InvalidValue(
+                (key,), f"`{key}` is {show(row[key])}; allowed: text; --messages-field {key} reads conversations there"
+            )
         return {"prompt": convert(row[key], str, under=(key,))}
     if key == keys.prompt_token_ids:
         return {"prompt_token_ids": convert(row[key], list[int], under=(key,))}

@@ -21,6 +21,7 @@ from nvcli.job.rows.openai_structured import STRUCTURED_KEYS
 _IN_SAMPLING = (*SamplingParams.__struct_fields__, "max_new_tokens", "max_completion_tokens")
 _ELSEWHERE = {
     **dict.fromkeys(_IN_SAMPLING, "put it into `sampling`"),
+    "sampling_params": "call it `sampling`",
     "system": 'give a message of the role "system" in `messages`, or --system for all rows',
     "system_prompt": 'give a message of the role "system" in `messages`, or --system for all rows',
     "chat_template": "a row cannot have its own; give --chat-template for all rows",
@@ -36,7 +37,7 @@ _BESIDE_BODY = {
     **dict.fromkeys((*_IN_SAMPLING, *CONVERSATION_KEYS, *STRUCTURED_KEYS, REASONING_EFFORT), "put it into `body`"),
     "chat_template_kwargs": "put it into `body`",
     "enable_thinking": "put it into `body.chat_template_kwargs`",
-    "sampling": "put its keys into `body`",
+    **dict.fromkeys(("sampling", "sampling_params"), "put its keys into `body`"),
     ADAPTER_KEY: "name the adapter as `body.model`",
 }
 """Keys that people wrongly put beside the body of a row of a batch file → what to do with them."""

@@ -195,7 +195,7 @@ def row_keys(job: JobConfig) -> RowKeys:
     named = [prompt] if prompt != PROMPT_KEY else []
     named += [messages] if job.messages_field is not None else []
     return RowKeys(
-        prompt=prompt,
+        prompt=prompt if prompt != messages else "none",
         messages=messages,
         id=job.id_field,
         image=job.image_field,
