@@ -85,6 +85,14 @@ def test_an_end_of_sequence_id_outside_the_vocabulary_does_not_reach_the_engine(
     assert row.stop_ids == [1, 5]
 
 
+def test_the_tokenizers_own_end_of_sequence_ends_answers_too(tokenizer: Tokenizer) -> None:
+    """The config.json of a model that was trained further on conversations may be that of its base: answers ran on."""
+    assert tokenizer.eos_token_id == 1
+    (row,) = preparer_of(tokenizer, msgspec.structs.replace(LIMITS, eos_token_ids=(7,))).prepare([job()])
+    assert isinstance(row, PreparedRow)
+    assert row.stop_ids == [1, 7]
+
+
 def test_what_is_passed_through_counts_as_memory(tokenizer: Tokenizer) -> None:
     small, large = prepare(tokenizer, job(), job(extra={"document": ["x" * 100_000, {"y": "ü" * 50_000}]}))
     assert 150_000 < large.num_bytes - small.num_bytes < 300_000
@@ -259,6 +267,7 @@ def test_rows_that_ask_for_the_same_share_its_grammar_and_its_objects() -> None:
     assert refused.error is not None
     assert "`sampling.structured.json_schema` is not supported here" in refused.error.message
     limits = msgspec.structs.replace(limits, eos_token_ids=(900,))
+    tokenizer._tokenizer.eos_token = None
     (refused,) = Preparer(tokenizer, limits, lambda conversations: [], grammars).prepare(rows[:1])
     assert isinstance(refused, JobResult)
     assert refused.error is not None

@@ -12,6 +12,7 @@ import msgspec
 
 from nvcli.core.config_types import OnTooLong, ReasoningParserName, SpecialTokens, ToolParserName
 from nvcli.core.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
+from nvcli.core.structured import MAX_END_IDS
 from nvcli.core.validation import show
 from nvcli.errors import RowError
 from nvcli.job.text.tokenizer import Tokenizer
@@ -34,11 +35,14 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def end_ids(tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
-    """Return the model's end-of-sequence ids, without those that have no logit: they can be neither sampled nor
-    forbidden (`min_tokens`)."""
+    """Return the end-of-sequence ids of the model's files and of its tokenizer, as in vLLM and SGLang: files of models
+    that were trained further may name only those of the model before.
+
+    Ids without a logit are left out: they can be neither sampled nor forbidden (`min_tokens`).
+    """
     own = tokenizer.eos_token_id
-    ids = limits.eos_token_ids or (() if own is None else (own,))
-    return [token for token in ids if token < limits.vocab_size]
+    ids = dict.fromkeys([*limits.eos_token_ids, *(() if own is None else (own,))])
+    return [token for token in ids if token < limits.vocab_size][:MAX_END_IDS]
 
 
 def check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> None:
