@@ -63,6 +63,10 @@ def test_answers_are_what_was_asked_for_and_nothing_else(
         ({"json_schema": {"properties": {"a": {"$ref": "#/$defs/b"}}}}, "does not exist (at #/properties/a)"),
         ({"json_schema": {"$ref": "https://example.org/x"}}, "https://example.org/x"),
         ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
+        (
+            {"json_schema": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+            "fit several alternatives, write anyOf",
+        ),
         ({"json_schema": False}, "allows nothing"),
         ({"regex": "(a"}, "unclosed group"),
         ({"grammar": "root ::= other"}, "Rule 'other' not found"),

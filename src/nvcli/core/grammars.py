@@ -37,6 +37,8 @@ model may write blanks until `max_tokens`."""
 
 _TOKENIZER_FILE = "tokenizer.json"
 _MAX_REASON = 300
+_ONE_OF = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+"""An option of llguidance that it offers where the alternatives of a `oneOf` may overlap."""
 _SHOWN_SOURCE = re.compile(r"\n\s*\d+ \||<state>")
 _SEARCH_SECONDS = 0.5
 """Time limit for locating an error in a schema more closely."""
@@ -219,4 +221,5 @@ def _pointer(path: SchemaPath) -> str:
 
 def _reason(text: str) -> str:
     """Return llguidance's message on one line, without the lines of the grammar that it shows."""
+    text = text.replace(_ONE_OF, "Where an answer may fit several alternatives, write anyOf")
     return shorten(" ".join(_SHOWN_SOURCE.split(text, maxsplit=1)[0].split()), _MAX_REASON)
