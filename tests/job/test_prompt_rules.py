@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from nvcli.core.config import load_run_config
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.text_template import TextTemplate
 from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.native_row import RowKeys
@@ -159,6 +160,14 @@ def test_prompts_that_are_conversations() -> None:
     job = parse(row, parser_of(row_keys(run.job)))
     assert isinstance(job, Job)
     assert (job.messages, job.context.extra.keys()) == ([USER], {"completion"})
+
+
+def test_null_in_sampling_is_as_good_as_absent() -> None:
+    """As in tables, whose rows all have the same keys; null as a value of its own goes over the job's."""
+    parser = RowParser({"temperature": 0.5, "stop": ["x"], "max_tokens": 9})
+    job = parse({"prompt": "p", "sampling": {"temperature": None, "stop": None, "max_tokens": None, "n": 2}}, parser)
+    assert isinstance(job, Job)
+    assert job.sampling == SamplingParams(temperature=0.5, stop=["x"], max_tokens=None, n=2)
 
 
 def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:

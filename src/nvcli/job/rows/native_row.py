@@ -39,6 +39,10 @@ KEYS_OF_KIND = {
 KNOWN_KEYS = frozenset().union(*KEYS_OF_KIND.values())
 
 
+_NEVER_NULL = {key for key, value in msgspec.structs.asdict(SamplingParams()).items() if value is not None}
+"""Keys of `sampling` that have no value null."""
+
+
 class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of a row that mean something to nvcli; all others are passed through."""
 
@@ -86,9 +90,12 @@ class RowDefaults:
         self._sampling = convert(self._values, SamplingParams)
 
     def sampling(self, own: Any, *, under: str) -> SamplingParams:
-        """Return the sampling of a row, whose keys are `under` this key. Raises RowError."""
+        """Return the sampling of a row, whose keys are `under` this key. Null is as good as absent where it is no value
+        of its own: writers of JSONL fill the keys that other rows have with it. Raises RowError."""
         if not isinstance(own, dict):
             raise RowError("invalid_sampling", f"`{under}` is {show(own)}; expected an object with keys")
+        if any(value is None for value in own.values()):  # `in` would compare arrays
+            own = {key: value for key, value in own.items() if value is not None or key not in _NEVER_NULL}
         if not own:
             return self._sampling
         try:
