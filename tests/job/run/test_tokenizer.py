@@ -115,8 +115,14 @@ def test_no_message_is_lost_for_a_role_that_the_template_does_not_know() -> None
     messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
     known = "{% for m in messages if m.role in 'system user' %}{{ m.role }} {{ m.content }}.{% endfor %}"
     assert Tokenizer.load(demo_path(), chat_template=known).render(messages) == "system a.user b."
-    with pytest.raises(RowError, match=r'leaves out `messages\[1\]`, whose role is "human"; give it one'):
-        Tokenizer.load(demo_path(), chat_template=known).render([*messages[:1], {"role": "human", "content": "b"}])
+    calling = {"role": "assistant", "content": "", "tool_calls": [{}]}
+    for lost, said in (
+        ({"role": "human", "content": "b"}, r'`messages\[1\]`, whose role is "human"; give it one'),
+        ({"role": "tool", "content": "b"}, r'`messages\[1\]`, whose role is "tool"'),
+        (calling, r"`messages\[1\].tool_calls`; leave them out"),
+    ):
+        with pytest.raises(RowError, match=f"the chat template leaves out {said}"):
+            Tokenizer.load(demo_path(), chat_template=known).render([*messages[:1], lost])
     known = known.replace("system", "developer")
     assert Tokenizer.load(demo_path(), chat_template=known).render(messages) == "developer a.user b."
 

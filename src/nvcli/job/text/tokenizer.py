@@ -146,8 +146,8 @@ class Tokenizer:
 
         `variables` are given to the chat template. `continue_final_message` is one of them: the answer then goes on
         with the last message. Contents are given as texts or as lists of parts, whichever the template reads. The role
-        `developer`, OpenAI's newer name of `system`, is called that unless the template knows it. Another role that it
-        does not know is an error: many templates leave such messages out, without a word.
+        `developer`, OpenAI's newer name of `system`, is called that unless the template knows it. What the template
+        would leave out without a word is an error: messages of a role that it does not know, and calls of tools.
         """
         if not self._tokenizer.chat_template:
             raise RowError(
@@ -155,7 +155,8 @@ class Tokenizer:
                 "this model has no chat template for `messages`; give `prompt` instead, or name a --chat-template",
             )
         variables = variables or {}
-        if "developer" not in self.chat_template:
+        template = self.chat_template
+        if "developer" not in template:
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         messages = self._as_read(messages)
         for number, message in enumerate(messages):
@@ -164,6 +165,12 @@ class Tokenizer:
                     "chat_template_error",
                     f"the chat template leaves out `messages[{number}]`, whose role is {show(role)}; give it one that "
                     "the template knows, such as user",
+                )
+            if message.get("tool_calls") and "tool_calls" not in template:
+                raise RowError(
+                    "chat_template_error",
+                    f"the chat template leaves out `messages[{number}].tool_calls`; leave them out, or name a "
+                    "--chat-template that knows them",
                 )
         return self._render(
             messages, {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
@@ -185,6 +192,8 @@ class Tokenizer:
 
     def _leaves_out(self, role: str) -> bool:
         """Tell whether messages of a role are missing in what the chat template writes, wherever they stand."""
+        if role == "tool" and role in self.chat_template:
+            return False  # some leave only those out that follow no call
         if role not in self._left_out:
             if len(self._left_out) == _MAX_ROLES:
                 self._left_out.clear()
@@ -229,8 +238,8 @@ class Tokenizer:
         return text
 
 
-_ROLES = frozenset(("system", "user", "assistant", "tool"))
-"""Roles of which no template loses messages, or, as some do, only those of `tool` that follow no call."""
+_ROLES = frozenset(("user", "assistant"))
+"""Roles that every template knows."""
 _MAX_ROLES = 100
 
 
