@@ -165,6 +165,33 @@ def test_a_key_of_images_that_rows_lack_is_told() -> None:
     assert parser.warnings.totals() == ["2 rows without an image, though --image-field is given"]
 
 
+def test_parts_without_a_name_take_the_images_of_the_row_in_turn() -> None:
+    """As in data sets for TRL."""
+    parser = RowParser({}, RowKeys(image="images"))
+    content = [{"type": "image"}, {"type": "text", "text": "x"}, {"type": "image", "text": None, "max_pixels": 9}]
+
+    def parse(*images: str) -> Job | JobResult:
+        row = {"messages": [{"role": "user", "content": content}], "images": images}
+        return parser.parse(msgspec.json.encode(row), index=0, where="line 1")
+
+    job = parse("a.png", "b.png")
+    assert isinstance(job, Job)
+    assert job.messages is not None
+    assert job.messages[0]["content"] == [
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "x"},
+        {"type": "image", "image": "b.png", "max_pixels": 9},
+    ]
+    for images, told in (
+        (("a", "b", "c"), "`images` holds 3 images, and the messages have 2 parts"),
+        (("a",), "[2]` is"),
+    ):
+        result = parse(*images)
+        assert isinstance(result, JobResult)
+        assert result.error is not None
+        assert told in result.error.message
+
+
 @pytest.mark.parametrize(("image", "told"), [(["a.png", None], "`photo[1]` is null; allowed"), (7, "`photo` is 7")])
 def test_what_names_no_image(image: Any, told: str) -> None:
     row = msgspec.json.encode({"prompt": "x", "photo": image})

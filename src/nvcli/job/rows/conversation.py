@@ -6,7 +6,7 @@ beside `messages`, in rows of batch files in the body. All of them become argume
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -47,13 +47,16 @@ _DETAILS = ("auto", "low", "high", "original")
 _NAMED_CHOICES = ("none", "auto", "required")
 
 
-def check_messages(value: Any, *, under: tuple[str, ...]) -> list[dict[str, Any]]:
+def check_messages(
+    value: Any, *, under: tuple[str, ...], images: Iterator[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
     """Return messages that each have a role, with the text parts of a content joined to one text.
 
     The arguments of earlier tool calls, which OpenAI's form has as JSON texts, become objects: that is what chat
     templates take. `value` may be the JSON text of the messages, and they may be in ShareGPT's form. `under`
-    is where it stands in the row. A content with images stays a list of parts. Raises InvalidValue that names the
-    message and its key, and RowError for a part that is neither text nor an image.
+    is where it stands in the row. A content with images stays a list of parts, of which those that name no image take
+    the next of `images`. Raises InvalidValue that names the message and its key, and RowError for a part that is
+    neither text nor an image.
     """
     name = ".".join(under)
     try:
@@ -63,7 +66,8 @@ def check_messages(value: Any, *, under: tuple[str, ...]) -> list[dict[str, Any]
     messages = convert(value, list[dict[str, Any]], under=under)
     if not messages:
         raise InvalidValue(under, f"`{name}` is empty; give at least one message")
-    return [_check_message(message, f"{name}[{number}]") for number, message in enumerate(messages)]
+    images = images or iter(())
+    return [_check_message(message, f"{name}[{number}]", images) for number, message in enumerate(messages)]
 
 
 _SHAREGPT_ROLES = {
@@ -75,7 +79,7 @@ _SHAREGPT_ROLES = {
 """Roles by their names in ShareGPT's form."""
 
 
-def _check_message(message: dict[str, Any], name: str) -> dict[str, Any]:
+def _check_message(message: dict[str, Any], name: str, images: Iterator[dict[str, Any]]) -> dict[str, Any]:
     if "role" not in message and "from" in message:
         message = _from_sharegpt(message, name)
     if not isinstance(message.get("role"), str):
@@ -84,7 +88,7 @@ def _check_message(message: dict[str, Any], name: str) -> dict[str, Any]:
         message = {**message, "tool_calls": [_decode_arguments(call, name) for call in message["tool_calls"]]}
     content = message.get("content")
     if isinstance(content, list):
-        return {**message, "content": _read_parts(content, f"{name}.content")}
+        return {**message, "content": _read_parts(content, f"{name}.content", images)}
     if not isinstance(content, str | None):
         raise InvalidValue((), f"`{name}.content` is {show(content)}; allowed: text or a list of text parts")
     if content is None and "tool_calls" not in message:
@@ -102,17 +106,17 @@ def _from_sharegpt(message: dict[str, Any], name: str) -> dict[str, Any]:
     return {"role": role, "content": rest.pop("value", None), **rest}
 
 
-def _read_parts(parts: list[Any], name: str) -> str | list[dict[str, Any]]:
+def _read_parts(parts: list[Any], name: str, images: Iterator[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Return the texts of parts joined to one, or if there are images, each part by itself."""
     found: list[dict[str, Any]] = []
     for number, part in enumerate(parts):
         place = f"{name}[{number}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in _IMAGE_TYPES:
-            found.append(_read_image(part, place))
+            found.append(_read_image(part, place, images))
         elif kind == PDF:
             file, pages = pdf_pages(part, place)
-            image = _read_image({**part, IMAGE: file}, place)
+            image = _read_image({**part, IMAGE: file}, place, images)
             found += [{**image, **page} for page in pages]
         elif kind == "text" and isinstance(part.get("text"), str):
             found.append({"type": "text", "text": part["text"]})
@@ -129,10 +133,12 @@ def _read_parts(parts: list[Any], name: str) -> str | list[dict[str, Any]]:
     return "\n".join(part["text"] for part in found)
 
 
-def _read_image(part: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a part that is an image in one form, whichever of its forms it has: what the row names under `image`, and
-    what it says of its size."""
+def _read_image(part: dict[str, Any], name: str, images: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """Return a part that is an image in one form, whichever of its forms it has: what the row names under `image`, or
+    the next of `images`, and what it says of its size."""
     value = next((part[key] for key in _NAMING_KEYS if part.get(key) is not None), None)
+    if value is None and part["type"] == IMAGE:
+        value = next(images, {}).get(IMAGE)
     detail = part.get(DETAIL)
     if isinstance(value, dict):
         detail = value.get(DETAIL, detail)

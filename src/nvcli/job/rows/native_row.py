@@ -5,7 +5,7 @@ Raises RowError, and InvalidValue for a value that is not allowed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -141,13 +141,25 @@ def native_job(
         and not becomes_message
     ):
         return Job(context=context, prompt=prompt, sampling=sampling, task=task)  # most rows
-    given = _fill_template(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
+    unplaced = iter(images)
+    if rules.has_template:
+        given = _fill_template(columns, keys, rules)
+    else:
+        given = _given_prompt(row, keys, rules, kind, unplaced)
     if (becomes_message or images) and "prompt" in given:
         given = {"messages": rules.conversation(given["prompt"])}
     if images:
         if "messages" not in given:
             raise RowError("conflicting_prompts", f"`{keys.image}` is given beside token ids; leave one of the two out")
-        given["messages"] = with_images(given["messages"], images)
+        rest = [*unplaced]
+        if 0 < len(rest) < len(images):
+            raise RowError(
+                "invalid_value",
+                f"`{keys.image}` holds {len(images)} images, and the messages have {len(images) - len(rest)} parts "
+                "for them; give as many, or none",
+            )
+        if rest:
+            given["messages"] = with_images(given["messages"], rest)
     if "messages" in given:
         given["chat_template_kwargs"] = rules.variables(variables, under=(keys.chat_template_kwargs,))
         given |= conversation_options(row)
@@ -160,8 +172,15 @@ def native_job(
     return Job(context=context, sampling=sampling, task=task, **given)
 
 
-def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: PromptKind | None) -> dict[str, Any]:
-    """Return the prompt in a row. Raises RowError and InvalidValue."""
+def _given_prompt(
+    row: dict[str, Any],
+    keys: RowKeys,
+    rules: PromptRules,
+    kind: PromptKind | None,
+    images: Iterator[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the prompt in a row. Parts of its messages that name no image take the next of `images`. Raises RowError
+    and InvalidValue."""
     given = [key for key in keys.prompts if key in row]
     if kind is PromptKind.INSTRUCTION:
         about = row.get(_INPUT)
@@ -183,7 +202,7 @@ def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: 
         return {"prompt": convert(row[key], str, under=(key,))}
     if key == keys.prompt_token_ids:
         return {"prompt_token_ids": convert(row[key], list[int], under=(key,))}
-    return {"messages": rules.with_system(check_messages(row[key], under=(key,)))}
+    return {"messages": rules.with_system(check_messages(row[key], under=(key,), images=images))}
 
 
 def _fill_template(columns: Mapping[str, Any], keys: RowKeys, rules: PromptRules) -> dict[str, Any]:
