@@ -183,6 +183,10 @@ ERRORS_IN_FILES += [
         r"run.yaml:3: the key `chat_template_kwargs` of a row cannot be two things",
     ),
     (
+        "model: m\nsampling:\n  stop: [no]",
+        r"run.yaml:3: `sampling.stop\[0\]` is false; allowed: text; .* quotes around",
+    ),
+    (
         "model: m\njob:\n  messages_field: prompt\n  prompt_field: prompt",
         r"run.yaml:4: the key `prompt` of a row cannot be two things",
     ),
