@@ -119,6 +119,7 @@ BAD_ROWS = [
     (b'{"messages": "hi"}', "invalid_value", '`messages` is "hi"'),
     (b'{"messages": [{"content": "x"}]}', "invalid_value", "`messages[0].role` is null"),
     (b'{"messages": [{"role": "user"}]}', "invalid_value", "`messages[0]` has no `content`"),
+    (b'{"messages": [{"role": "a", "content": null, "tool_calls": null}]}', "invalid_value", "has no `content`"),
     (b'{"messages": [{"role": "user", "content": 3}]}', "invalid_value", "`messages[0].content` is 3"),
     (
         b'{"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}',

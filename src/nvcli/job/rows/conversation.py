@@ -91,7 +91,7 @@ def _check_message(message: dict[str, Any], name: str, images: Iterator[dict[str
         return {**message, "content": _read_parts(content, f"{name}.content", images)}
     if not isinstance(content, str | None):
         raise InvalidValue((), f"`{name}.content` is {show(content)}; allowed: text or a list of text parts")
-    if content is None and "tool_calls" not in message:
+    if content is None and not message.get("tool_calls"):
         raise InvalidValue((), f"`{name}` has no `content`; give it a text")
     return message
 
