@@ -19,7 +19,7 @@ from nvcli.job.job import Job, JobResult, RowContext, RowForm
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.raw_values import MAX_LEVELS
 from nvcli.job.text.grammar_maker import GrammarMaker
-from nvcli.job.text.model_limits import ModelLimits, encode_long
+from nvcli.job.text.model_limits import ModelLimits, cut, encode_long
 from nvcli.job.text.prepare import PreparedRow, Preparer
 from nvcli.job.text.tokenizer import Tokenizer
 
@@ -189,7 +189,16 @@ def test_of_a_long_text_only_what_matters_is_tokenized(tokenizer: Tokenizer, on_
         assert isinstance(row, PreparedRow)
         (ids,) = tokenizer.encode([text], add_special_tokens=True)
         assert isinstance(ids, list)
-        assert row.prompt_ids == pack(ids[-54:] if on_too_long == "truncate-left" else ids[:54])
+        assert row.prompt_ids == pack([ids[0], *ids[-53:]] if on_too_long == "truncate-left" else ids[:54])
+
+
+def test_the_special_tokens_around_a_text_are_not_cut_off() -> None:
+    """An embedding is mostly that of the last one: vectors of long texts were those of a word."""
+    ids, around = [0, 5, 6, 7, 8, 1], (1, 1)
+    assert cut(ids, 4, "truncate-right", around) == [0, 5, 6, 1]
+    assert cut(ids, 4, "truncate-left", around) == [0, 7, 8, 1]
+    assert cut(ids, 4, "truncate-left", (0, 0)) == [6, 7, 8, 1]
+    assert cut(ids, 2, "truncate-right", around) == [0, 5]
 
 
 def test_a_long_text_of_few_tokens_is_kept_whole(tokenizer: Tokenizer) -> None:

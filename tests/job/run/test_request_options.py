@@ -93,10 +93,10 @@ def test_prompts_are_cut_at_their_left_end(tokenizer: Tokenizer) -> None:
     def kept(prompt: str, **sampling: Any) -> str:
         return tokenizer.decode_one(unpack(sound(tokenizer, prompt, **sampling).prompt_ids))
 
-    assert kept("abcdef", truncate_prompt_tokens=3) == "def"
+    assert kept("abcdef", truncate_prompt_tokens=3) == "ef"  # behind the token that begins every text, as in vLLM
     assert kept("abc", truncate_prompt_tokens=30) == "abc"
-    assert kept("x" * 5000 + "end", truncate_prompt_tokens=3) == "end"
-    assert kept("x" * 5000 + "end", truncate_prompt_tokens=-1, max_tokens=61) == "end"
+    assert kept("x" * 5000 + "end", truncate_prompt_tokens=4) == "end"
+    assert kept("x" * 5000 + "end", truncate_prompt_tokens=-1, max_tokens=60) == "end"
     assert error(tokenizer, truncate_prompt_tokens=63, prompt="x" * 5000, max_tokens=10).type == "max_tokens_too_large"
 
 
@@ -142,7 +142,7 @@ def test_an_echo_is_the_prompt_as_it_was_given(tokenizer: Tokenizer) -> None:
 
     assert text("a  b<|end|>") == "a  b<|end|>!"
     assert text([0, *ids(tokenizer, "ab")]) == "ab!"
-    assert text("abcdef", truncate_prompt_tokens=2) == "ef!"
+    assert text("abcdef", truncate_prompt_tokens=3) == "ef!"
     context = RowContext(id=0, index=0, line="line 1")
     for arguments, expected in (({"continue_final_message": True}, "to be"), ({}, None)):
         job = Job(

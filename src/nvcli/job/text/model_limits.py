@@ -53,17 +53,33 @@ def check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> None
         raise RowError("token_out_of_vocabulary", f"{name} holds {show(wrong)}; {allowed}")
 
 
-def fit_prompt(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: str) -> tuple[list[int], int]:
+def cut(ids: list[int], keep: int, on_too_long: OnTooLong, around: tuple[int, int]) -> list[int]:
+    """Return at most `keep` tokens of a prompt, whose beginning or end is cut off, but not the special tokens around
+    its text: a model needs the one that begins every text, and embeddings are those of the one that ends it.
+
+    `around`: how many there are before and after the text.
+    """
+    if len(ids) <= keep:
+        return ids
+    before, after = around if sum(around) < keep else (0, 0)
+    text, most = ids[before : len(ids) - after], keep - before - after
+    text = text[-most:] if on_too_long == "truncate-left" else text[:most]
+    return [*ids[:before], *text, *ids[len(ids) - after :]]
+
+
+def fit_prompt(
+    ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: str, around: tuple[int, int] = (0, 0)
+) -> tuple[list[int], int]:
     """Return the prompt, cut if needed and allowed, and the maximum length of its answer.
 
-    `under` is the key that holds the sampling's keys in the row. Raises RowError.
+    `under` is the key that holds the sampling's keys in the row, `around` as in `cut`. Raises RowError.
     """
     max_len = limits.max_model_len
     asked = sampling.max_tokens
     on_too_long = limits.on_too_long
     if sampling.truncate_prompt_tokens is not None:
         if sampling.truncate_prompt_tokens > 0:
-            ids = ids[-sampling.truncate_prompt_tokens :]
+            ids = cut(ids, sampling.truncate_prompt_tokens, "truncate-left", around)
         else:
             on_too_long = "truncate-left"
     room = max_len - len(ids)
@@ -74,7 +90,7 @@ def fit_prompt(ids: list[int], sampling: SamplingParams, limits: ModelLimits, un
         keep = max_len - answer_len
         if keep < 1:
             raise _too_long(1, asked, max_len, under)
-        ids = ids[-keep:] if on_too_long == "truncate-left" else ids[:keep]
+        ids = cut(ids, keep, on_too_long, around)
         room = answer_len
     max_tokens = asked or room
     if sampling.min_tokens > max_tokens:

@@ -224,7 +224,7 @@ class Preparer:
                 prompt,
                 wholes,
                 lead=self._wholes.lead,
-                num_after=self._wholes.num_after if job.prompt is not None else 0,
+                num_after=self._wholes.around[1] if job.prompt is not None else 0,
                 max_model_len=limits.max_model_len,
                 on_too_long=limits.on_too_long,
             )
@@ -237,7 +237,9 @@ class Preparer:
                 "unsupported_content", "the row has images, whose tokens have no probabilities; give a continuation"
             )
         if not texts:
-            fitting = fit_whole(prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long)
+            fitting = fit_whole(
+                prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long, around=self._around(job)
+            )
             text, prompt = job.prompt if fitting is prompt else None, fitting
             if isinstance(task, ScoreTask):
                 prompt, texts = scored_prompt(prompt, text)
@@ -255,6 +257,11 @@ class Preparer:
             images=images,
             task=prepared,
         )
+
+    def _around(self, job: Job) -> tuple[int, int]:
+        """Return how many special tokens the tokenizer puts before and after the text of a row that may be cut."""
+        may_be_cut = self._limits.on_too_long != "error" or job.sampling.truncate_prompt_tokens is not None
+        return self._wholes.around if may_be_cut and job.prompt is not None else (0, 0)
 
     def _check_conversation(self, job: Job, messages: list[dict[str, Any]]) -> RowError | None:
         """Return an error if the input of the chat template is not allowed."""
@@ -309,7 +316,7 @@ class Preparer:
                     f"`{under}.prompt_logprobs` is given beside images; leave one of the two out",
                 )
             prompt, images = self._images.expand(prompt, pixels)
-        ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under)
+        ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under, self._around(job))
         prompt_ids = _packed(ids, images, len(prompt))
         echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
         reading = None

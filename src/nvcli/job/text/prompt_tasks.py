@@ -17,6 +17,7 @@ from nvcli.core.config_types import OnTooLong
 from nvcli.core.messages import TOKEN_BYTES, pack, unpack
 from nvcli.errors import RowError
 from nvcli.job.job import EmbedTask, PromptTask, ScoreTask
+from nvcli.job.text.model_limits import cut
 from nvcli.job.text.row_prompt import RowPrompt
 from nvcli.job.text.special_tokens import SpecialTokenRule, frame
 from nvcli.job.text.tokenizer import Tokenizer
@@ -100,8 +101,11 @@ def scored_continuations(
     return prompt, tuple(texts)
 
 
-def fit_whole(ids: list[int], *, max_model_len: int, on_too_long: OnTooLong) -> list[int]:
-    """Return a prompt that may fill `max_model_len`, because nothing follows it, cut if needed. Raises RowError."""
+def fit_whole(
+    ids: list[int], *, max_model_len: int, on_too_long: OnTooLong, around: tuple[int, int] = (0, 0)
+) -> list[int]:
+    """Return a prompt that may fill `max_model_len`, because nothing follows it, cut if needed. `around` as in `cut`.
+    Raises RowError."""
     if len(ids) <= max_model_len:
         return ids
     if on_too_long == "error":
@@ -110,7 +114,7 @@ def fit_whole(ids: list[int], *, max_model_len: int, on_too_long: OnTooLong) -> 
             f"the prompt has {len(ids)} tokens, and `max_model_len` is {max_model_len}; shorten it, or set "
             "`job.on_too_long` to cut it",
         )
-    return ids[-max_model_len:] if on_too_long == "truncate-left" else ids[:max_model_len]
+    return cut(ids, max_model_len, on_too_long, around)
 
 
 def scored_prompt(ids: list[int], text: str | None) -> tuple[list[int], tuple[ScoredText, ...]]:
@@ -151,13 +155,13 @@ class Continuations:
         return [bos_id] if bos_id is not None else list(self._eos_ids[:1])
 
     @cached_property
-    def num_after(self) -> int:
-        """Number of special tokens that the tokenizer puts after a text."""
+    def around(self) -> tuple[int, int]:
+        """Number of special tokens that the tokenizer puts before a text and after it."""
         (framed,), (bare,) = (self._rule.encode(["a"], is_rendered=is_rendered) for is_rendered in (False, True))
         if isinstance(framed, RowError) or isinstance(bare, RowError):
-            return 0
+            return 0, 0
         found = frame(framed, bare)
-        return len(framed) - len(bare) if found is None else len(found[1])
+        return (0, len(framed) - len(bare)) if found is None else (len(found[0]), len(found[1]))
 
     def encode(self, prompts: Sequence[RowPrompt]) -> None:
         """Tokenize the prompts of rows with continuations together with each of these.
