@@ -121,7 +121,8 @@ def check_inputs(inputs: Sequence[str]) -> None:
         path = Path(name)
         if path.is_dir():
             raise ConfigError(
-                f"the input {name} is a folder and holds no data files; name the files, such as {path / '*.jsonl'}"
+                f"the input {name} is a folder and holds no data files; name the files, such as {path / '*.jsonl'}, or "
+                f"those of its subfolders, such as '{path / '**' / '*.parquet'}'"
             )
         if not os.path.exists(name):  # `Path` would drop a slash behind a file's name
             raise ConfigError(f"there is no input file {name}")
