@@ -198,6 +198,8 @@ class Oracle:
         facts = self._facts
         sampling = values.get("sampling", {})
         if isinstance(sampling, dict):
+            never_null = _native_sampling().difference(_MAY_BE_NULL, ("allowed_token_ids", "structured"))
+            sampling = {key: value for key, value in sampling.items() if value is not None or key not in never_null}
             sampling = self._with_defaults(sampling)
         if not isinstance(sampling, dict) or not _is_sound(sampling) or not sampling.keys() <= _native_sampling():
             expected.errors.add("invalid_sampling")
@@ -334,11 +336,12 @@ class Oracle:
             value = [{"role": "system", "content": system}, *value]
         for message in value:
             content = message.get("content")
-            if content is None:
-                expected.errors.add("chat_template_error")
+            if content is None or message.get("tool_calls"):
+                expected.errors.add("chat_template_error")  # of the built-in model, which knows no calls
                 return None
             joined = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-            text += f"<|im_start|>{message['role']}\n{joined}<|im_end|>\n"
+            role = "system" if message["role"] == "developer" else message["role"]
+            text += f"<|im_start|>{role}\n{joined}<|im_end|>\n"
         if not isinstance(variables, dict) or variables.get("add_generation_prompt", True):
             text += "<|im_start|>assistant\n"
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -612,7 +615,7 @@ def _is_message(message: Any) -> bool:
             isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
             for part in content
         )
-    return isinstance(content, str) or (content is None and "tool_calls" in message)
+    return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
 
 
 def _has_other_part(message: Any) -> bool:
