@@ -47,7 +47,7 @@ def with_named_images(messages: Any) -> Any:
 
 
 def _named_part(part: Any) -> Any:
-    if not isinstance(part, Mapping) or part.get("type") == "text":
+    if not isinstance(part, Mapping) or (isinstance(kind := part.get("type"), str) and kind == "text"):
         return part
     return {key: named_images(value, key) for key, value in part.items()}
 
