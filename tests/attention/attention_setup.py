@@ -57,6 +57,8 @@ class Bench:
         head_dims: tuple[int, ...] | None = None,
         value_dim: int | None = None,
         projected: HeadSizes | None = None,
+        top_k: int | None = None,
+        index_dim: int = 0,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
         device: str = "cpu",
@@ -81,6 +83,8 @@ class Bench:
                 kv_group=group,
                 value_dim=value_dim,
                 projected=projected,
+                top_k=top_k,
+                index_dim=index_dim,
             )
             for group, window in enumerate(windows)
         )

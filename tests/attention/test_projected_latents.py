@@ -18,6 +18,7 @@ from combinations import full
 from fp8_interpreter import exact_conversions
 from gluon_simulator import SimulatedKernel, Simulator
 from kernel_device import DEVICE, HAS_GPU, MARKS
+from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.spec import HeadSizes
 from nvcli.attention.triton_backend import TritonBackend
@@ -49,6 +50,11 @@ def hopper() -> Iterator[None]:
         yield
 
 
+def of_choice(case: AttentionCase) -> TritonBackend:
+    """Make the backend of layers whose tokens see a choice of keys."""
+    return TritonBackend(replace(case, specs=(), chosen=case.specs))
+
+
 def check(bench: Bench, weight: Tensor, *work: Work, shape: BatchShape) -> None:
     """Attend a step whose chunks are projected, and compare all rows with the formula."""
     (spec,), (layer,) = bench.specs, bench.layers
@@ -65,7 +71,7 @@ def check(bench: Bench, weight: Tensor, *work: Work, shape: BatchShape) -> None:
     assert out.isfinite().all()
     of_heads = weight.view(spec.num_heads, -1, LATENT)
     for (history, count), start in zip(step.work, step.starts, strict=True):
-        kept = torch.cat(history.keys[0])[:, 0]
+        kept = torch.cat(history.keys[0])[:, 0, : spec.key_dim]
         if start < first:
             found = decoded[start : start + count]
             expected = written_out(q[start : start + count], kept[:, None], kept[:, None, :LATENT], spec)
@@ -104,21 +110,42 @@ def test_steps(num_heads: int, key_dim: int, value_dim: int, block_size: int, kv
         check(bench, weight, (c, 64), shape=BatchShape(prefill_rows=1, prefill_tokens=64))
 
 
-def test_choice_of_steps() -> None:
-    """Prompts are projected; a few tokens behind many keys are not, nor more keys than there is room for."""
+@pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+def test_latents_before_index_keys() -> None:
+    """Chunks of layers whose cache has index keys behind the latents."""
+    sizes = HeadSizes(key_dim=192, value_dim=128, rope_dim=ROPE)
+    with hopper():
+        bench = Bench(
+            of_choice, ratio=2, head_dim=LATENT + ROPE + 32, value_dim=LATENT, projected=sizes, top_k=100,
+            index_dim=32, block_size=64, dtype=DTYPE, device=str(DEVICE),
+        )  # fmt: skip
+        bench.leave_garbage(float("nan"))
+        weight = bench.random(2 * 256, LATENT) / 4
+        a = History()
+        bench.fill(a, 40)
+        check(bench, weight, (a, 60), (History(), 30), shape=BatchShape(prefill_rows=3, prefill_tokens=100))
+
+
+@pytest.mark.parametrize("top_k", [None, 4096])
+def test_choice_of_steps(top_k: int | None) -> None:
+    """Prompts are projected; a few tokens behind many keys are not, nor more keys than there is room for, nor tokens
+    that see a choice of their keys."""
     if HAS_GPU and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     with hopper():
         bench = Bench(
-            TritonBackend, ratio=16, head_dim=512 + ROPE, value_dim=512, block_size=64, dtype=DTYPE, device=str(DEVICE),
-            projected=HeadSizes(key_dim=192, value_dim=128, rope_dim=ROPE), num_tokens=64,
+            of_choice if top_k else TritonBackend, ratio=16, head_dim=512 + ROPE, value_dim=512, block_size=64,
+            projected=HeadSizes(key_dim=192, value_dim=128, rope_dim=ROPE), num_tokens=64, top_k=top_k, dtype=DTYPE,
+            device=str(DEVICE),
         )  # fmt: skip
 
     def projects(*chunks: tuple[int, int]) -> bool:
         return bench.backend.projected.pays(*np.array(chunks).T)
 
     assert projects((400, 400), (200, 200))
-    assert projects((4096, 8192))
+    assert projects((4096, 4096), (100, 3000))
+    assert projects((4096, 8192)) == (top_k is None)
+    assert projects((400, 400), (4096, 4097)) == (top_k is None)
     assert not projects((20, 8192))
     assert not projects(*[(512, 8192)] * 16)
     shape = BatchShape(decode_rows=1, prefill_rows=1, prefill_tokens=400)

@@ -41,9 +41,13 @@ def token_keys(device: torch.device) -> TokenKeys:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("num_heads", "is_interleaved", "rotates"), [(20, True, True), (3, False, True), (3, True, False)]
+    ("num_heads", "is_interleaved", "rotates", "num_queries"),
+    [(20, True, True, 5), (3, False, True, 2), (3, True, False, 5), (3, True, True, 0)],
 )
-def test_stored_index_keys(num_heads: int, is_interleaved: bool, rotates: bool, dtype: torch.dtype) -> None:
+def test_stored_index_keys(
+    num_heads: int, is_interleaved: bool, rotates: bool, num_queries: int, dtype: torch.dtype
+) -> None:
+    """Of all tokens, the first of which have queries."""
     projected = random(5, 30 + 24 + 7, dtype=dtype)
     angles = random(5, 8, seed=1)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
@@ -53,7 +57,7 @@ def test_stored_index_keys(num_heads: int, is_interleaved: bool, rotates: bool, 
         cache = torch.zeros(6, 4, 40, dtype=dtype, device=device)
         queries = random(5, num_heads, 24, dtype=dtype, seed=2).to(device)
         module.store_index_keys(
-            queries,
+            queries[:num_queries],
             projected.to(device)[:, 30:54],
             cos_sin.to(device) if rotates else None,
             cache[..., 16:],

@@ -45,7 +45,10 @@ class AttentionCase:
     device: torch.device
     dtype: torch.dtype
     specs: tuple[AttentionSpec, ...]
-    """The distinct kinds of attention of this rank's layers."""
+    """The distinct kinds of attention of this rank's layers, but for `chosen`."""
+    chosen: tuple[AttentionSpec, ...] = ()
+    """The kinds whose tokens see a choice of keys, which `ChosenKeys` attends beside the backend, but for chunks to
+    projected latents."""
     block_size: int
     kv_dtype: torch.dtype | None = None
     """The type in which the cache keeps keys and values; None: the model's."""

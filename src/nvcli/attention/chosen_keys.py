@@ -2,7 +2,8 @@
 
 An indexer chooses the keys of a step's tokens in one layer; that layer attends to them, and so may those after it.
 Positions are chosen, not places in the cache, so that layers of other KV groups can read them. Everything is planned
-and computed on the device from the batch's tensors, for decode rows and chunks alike.
+and computed on the device from the batch's tensors, for decode rows and chunks alike. Chunks that see no more keys than
+would be chosen may be attended to projected latents instead (`projected_latents.py`): then decode rows alone choose.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nvcli.kernels.whole_numbers import next_power_of_2
 def check_sizes(case: AttentionCase) -> None:
     """Raise ConfigError if the GPU has no kernel for a layer's keys."""
     for spec in case.specs if case.device.type == "cuda" else ():
-        sizes = spec.result_dim, spec.head_dim - spec.index_dim - spec.result_dim
+        sizes = spec.result_dim, spec.key_dim - spec.result_dim
         if spec.top_k is not None and any(size < 16 or size != next_power_of_2(size) for size in sizes):
             raise ConfigError(
                 f"attention to chosen keys of {sizes[0]} numbers and {sizes[1]} rotated ones has no kernel: both must "
@@ -52,25 +53,23 @@ class ChosenKeys:
         self._slots[:num_tokens] = batch.slots[row]
 
     def choose(self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor, batch: ForwardBatch) -> None:
-        """Choose the keys of all tokens in a layer that has index keys, which are stored already. queries: [T, index
-        heads, spec.index_dim]; weights: [T, index heads] float32."""
+        """Choose the keys of the first tokens in a layer that has index keys, which are stored already. queries:
+        [first tokens, index heads, spec.index_dim]; weights: [first tokens, index heads] float32."""
         assert spec.top_k is not None
         keys = batch.kv_cache.layer(layer)[0][:, :, 0, -spec.index_dim :]
-        choose_keys(queries, weights, keys, self._tokens(spec, batch), self._of(spec, batch), self._scores)
+        choose_keys(queries, weights, keys, *self._of(spec, batch, len(queries)), self._scores)
 
     def attend(self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch) -> Tensor:
-        """Attend to the keys that this layer or the last one before it has chosen. queries: [T, num_heads, size of a
-        key] → [T, num_heads, spec.value_dim]."""
+        """Attend to the keys that this layer or the last one before it has chosen. queries: [first tokens, num_heads,
+        size of a key] → [first tokens, num_heads, spec.value_dim]."""
         keys = batch.kv_cache.layer(layer)[0][:, :, 0, : queries.shape[2]]
         out = torch.empty(*queries.shape[:2], spec.result_dim, dtype=queries.dtype, device=queries.device)
-        attend_chosen(queries, keys, self._tokens(spec, batch), self._of(spec, batch), out, scale=spec.scale)
+        attend_chosen(queries, keys, *self._of(spec, batch, len(queries)), out, scale=spec.scale)
         return out
 
-    def _tokens(self, spec: AttentionSpec, batch: ForwardBatch) -> TokenKeys:
-        num_tokens = batch.num_tokens
-        return TokenKeys(self._seen[:num_tokens], self._slots[:num_tokens], batch.block_tables[spec.kv_group])
-
-    def _of(self, spec: AttentionSpec, batch: ForwardBatch) -> Tensor:
-        """Return the chosen positions of a batch's tokens, [T, spec.top_k]."""
+    def _of(self, spec: AttentionSpec, batch: ForwardBatch, num_tokens: int) -> tuple[TokenKeys, Tensor]:
+        """Return the keys of a batch's first tokens, and their chosen positions, [num_tokens, spec.top_k]."""
         assert spec.top_k is not None
-        return self._chosen[: batch.num_tokens, : spec.top_k]
+        tables = batch.block_tables[spec.kv_group]
+        tokens = TokenKeys(self._seen[:num_tokens], self._slots[:num_tokens], tables)
+        return tokens, self._chosen[:num_tokens, : spec.top_k]

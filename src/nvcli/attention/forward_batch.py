@@ -124,7 +124,7 @@ class ChosenAttention(Protocol):
         """Find the keys of a step's tokens, on the device."""
 
     def choose(self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor, batch: ForwardBatch) -> None:
-        """Choose the keys of all tokens in a layer; see `ChosenKeys.choose`."""
+        """Choose the keys of the first tokens in a layer; see `ChosenKeys.choose`."""
 
     def attend(self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend to the keys that this layer or the last one before it has chosen; see `ChosenKeys.attend`."""

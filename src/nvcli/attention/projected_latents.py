@@ -3,7 +3,6 @@ and how they are computed. The kernels are in `kernels/triton/attention/projecte
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Self
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionCase, AttentionLayer
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_layout import SCRATCH_UNIT, projected_scratch_tokens
-from nvcli.attention.spec import AttentionSpec, HeadSizes
+from nvcli.attention.spec import AttentionSpec, HeadSizes, projected_kind
 from nvcli.attention.triton_inputs import attention_shape, layer_inputs
 from nvcli.kernels.triton.attention import prefill_choice
 from nvcli.kernels.triton.attention.prefill_scratch import ScratchTiles
@@ -32,23 +31,24 @@ class ProjectedLatents:
     @classmethod
     def make(cls, case: AttentionCase) -> Self | None:
         """Return what a run takes; None where it has no kernels for this."""
-        if case.batch_invariant or case.has_states or len({replace(one, kv_group=0) for one in case.specs}) != 1:
+        spec = projected_kind(case.specs + case.chosen)
+        if case.batch_invariant or case.has_states or spec is None:
             return None
-        spec, sizes = case.specs[0], case.specs[0].projected
-        if sizes is None or not sizes.has_kernels:
-            return None
+        sizes = spec.projected
+        assert sizes is not None
+        longest = min(case.max_model_len, spec.top_k or case.max_model_len)
         tokens = projected_scratch_tokens(
-            case.max_model_len, case.max_num_batched_tokens, spec.projected_size() * case.dtype.itemsize
+            longest, case.max_num_batched_tokens, spec.projected_size() * case.dtype.itemsize
         )
         kernels = prefill_choice.projected_prefill(
             attention_shape(case, spec.geometry),
             ProjectedHeads(spec.num_heads, sizes.key_dim, sizes.value_dim),
             scratch_tokens=tokens,
         )
-        return None if kernels is None else cls(case, sizes, kernels)
+        return None if kernels is None else cls(case, spec, sizes, kernels)
 
-    def __init__(self, case: AttentionCase, sizes: HeadSizes, kernels: ProjectedPrefill) -> None:
-        self._spec, self._sizes, self._kernels = case.specs[0], sizes, kernels
+    def __init__(self, case: AttentionCase, spec: AttentionSpec, sizes: HeadSizes, kernels: ProjectedPrefill) -> None:
+        self._spec, self._sizes, self._kernels = spec, sizes, kernels
         self._tiles = ScratchTiles(
             kernels.tile_key,
             max_tokens=case.max_num_batched_tokens,
@@ -58,10 +58,10 @@ class ProjectedLatents:
 
     def pays(self, num_tokens: np.ndarray, seq_lens: np.ndarray) -> bool:
         """Whether chunks with these numbers of tokens and keys, [chunks] each, take less time with projected
-        latents, and find room for them."""
+        latents, find room for them, and attend to all of their keys."""
         spec, sizes = self._spec, self._sizes
         num_units = int((-(-seq_lens // SCRATCH_UNIT)).sum())
-        if num_units > self._kernels.num_units:
+        if num_units > self._kernels.num_units or (spec.top_k is not None and seq_lens.max() > spec.top_k):
             return False
         of_latent = spec.result_dim * sizes.projected_dim
         pairs = float((num_tokens * (seq_lens - (num_tokens - 1) / 2)).sum())

@@ -43,9 +43,10 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     of_choice = [spec.top_k for spec in case.specs if spec.top_k is not None]
     if of_choice:
         check_sizes(case)
-        whole, case = case, replace(case, specs=tuple(spec for spec in case.specs if spec.top_k is None))
-        others = select_backend(choice, case)
-        others[0].chosen_keys = ChosenKeys(whole, max(of_choice))
+        chosen = tuple(spec for spec in case.specs if spec.top_k is not None)
+        plain = tuple(spec for spec in case.specs if spec.top_k is None)
+        others = select_backend(choice, replace(case, specs=plain, chosen=chosen))
+        others[0].chosen_keys = ChosenKeys(case, max(of_choice))
         others[0].reads_segments, others[0].prefix_tile_tokens = False, 0
         return others
     prefill, _, decode = choice.partition(":")

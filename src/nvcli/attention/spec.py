@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nvcli.attention.kv_layout import KV_DTYPE_BYTES, STATE_ALIGNMENT, KVDtype, part_bytes, token_bytes
@@ -70,6 +70,11 @@ class AttentionSpec:
     def geometry(self) -> Geometry:
         """The head counts and sizes, which determine the tiles of kernels."""
         return self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
+
+    @property
+    def key_dim(self) -> int:
+        """The size of a key."""
+        return self.head_dim - self.index_dim
 
     @property
     def result_dim(self) -> int:
@@ -148,6 +153,17 @@ CacheSpec = AttentionSpec | StateSpec
 def attention_kinds(specs: Iterable[CacheSpec]) -> tuple[AttentionSpec, ...]:
     """Return the distinct kinds of attention among layers' cache specs."""
     return tuple(dict.fromkeys(spec for spec in specs if isinstance(spec, AttentionSpec)))
+
+
+def projected_kind(specs: Iterable[CacheSpec]) -> AttentionSpec | None:
+    """Return the one kind of latents that layers with these specs may attend to as they are projected, without KV
+    group and index keys; None: there are none, or several."""
+    kinds = {
+        replace(spec, kv_group=0, head_dim=spec.key_dim, index_dim=0) if isinstance(spec, AttentionSpec) else None
+        for spec in specs
+    }
+    kind = kinds.pop() if len(kinds) == 1 else None
+    return None if kind is None or kind.projected is None or not kind.projected.has_kernels else kind
 
 
 def first_seen(position: int, window: int | None) -> int:

@@ -46,15 +46,17 @@ def store_index_keys(
     eps: float,
     is_interleaved: bool,
 ) -> None:
-    """Rotate the first numbers of index queries in place, norm keys (LayerNorm), rotate these, and store them.
+    """Rotate the first numbers of the first tokens' index queries in place, norm keys (LayerNorm), rotate these, and
+    store them.
 
-    queries: [T, I, E], contiguous; keys: [T, E], rows may be strided; cos_sin: [T, R] float32, cosines then sines, or
-    None: nothing is rotated; cache: [blocks, block_size, E]; slot_mapping: [T] int64, block id × block_size + offset;
-    weight, bias: [E]. Rotated numbers are left in the order of pairs (i, i + R/2), which scores do not depend on.
+    queries: [first tokens, I, E], contiguous; keys: [T, E], rows may be strided; cos_sin: [T, R] float32, cosines then
+    sines, or None: nothing is rotated; cache: [blocks, block_size, E]; slot_mapping: [T] int64, block id × block_size +
+    offset; weight, bias: [E]. Rotated numbers are left in the order of pairs (i, i + R/2), which scores do not depend
+    on.
     """
     normed = rms_norm(keys.float(), weight, eps, is_centered=True, bias=bias).to(keys.dtype)
     if cos_sin is not None:
-        queries.copy_(_rotate(queries, cos_sin, is_interleaved))
+        queries.copy_(_rotate(queries, cos_sin[: len(queries)], is_interleaved))
         normed = _rotate(normed.unsqueeze(1), cos_sin, is_interleaved).squeeze(1)
     cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = normed.to(cache.dtype)
 

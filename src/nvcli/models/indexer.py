@@ -39,12 +39,16 @@ class Indexer(nn.Module):
         self.k_norm = _KeyNorm(build, f"{path}.k_norm")
         self.weights_proj = TensorShard(build, f"{path}.weights_proj.weight")
 
-    def store(self, x: Tensor, latents: Tensor, keys: Tensor, cos_sin: Tensor | None, batch: ForwardBatch) -> Choice:
-        """Store the tokens' index keys, and return what `choose` needs. x: [T, H], the block's input; latents: [T, Q];
-        keys: [T, E], projected."""
+    def store(
+        self, x: Tensor, latents: Tensor, keys: Tensor, cos_sin: Tensor | None, batch: ForwardBatch, num_choosing: int
+    ) -> Choice | None:
+        """Store the tokens' index keys, and return what `choose` needs for the first `num_choosing` tokens; None
+        without any. x: [T, H], the block's input; latents: [T, Q]; keys: [T, E], projected."""
         config = self.config
-        queries: Tensor = self.wq_b(latents, batch.token_adapters)
-        queries = queries.unflatten(1, (config.num_heads, config.head_dim))  # type: ignore[no-untyped-call]
+        queries = keys.new_empty(0, config.num_heads, config.head_dim)
+        if num_choosing:  # adapters lie as the tokens of the whole step do
+            chosen = latents[:num_choosing] if batch.adapters is None else latents
+            queries = self.wq_b(chosen, batch.token_adapters)[:num_choosing].unflatten(1, queries.shape[1:])
         store_index_keys(
             queries,
             keys,
@@ -56,7 +60,9 @@ class Indexer(nn.Module):
             eps=config.norm_eps,
             is_interleaved=config.is_interleaved,
         )
-        return queries, router_logits(x, self.weights_proj.weight).sum(dim=0)
+        if num_choosing == 0:
+            return None
+        return queries, router_logits(x[:num_choosing], self.weights_proj.weight).sum(dim=0)
 
     def choose(self, choice: Choice, batch: ForwardBatch) -> None:
         """Choose the tokens' keys."""

@@ -78,18 +78,18 @@ class LatentAttention(TokenMixer):
         projected = self.in_proj(x, adapters)
         queries, latents = projected[:, : -config.key_dim], projected[:, -config.key_dim :]
         cos_sin, choice = angles.of(config.rotation), None
+        # Decode rows come first; the queries of the others stay as they are where keys are projected.
+        num_absorbed = batch.num_decoded_tokens if batch.shape.projects_latents else len(queries)
         if self.q_b_proj is not None:
             assert self.q_norm is not None
             query_latents = rms_norm(queries[:, : config.query_rank], self.q_norm.weight, config.norm_eps)
             if self.indexer is not None:
                 index_keys = queries[:, config.query_rank :]
-                choice = self.indexer.store(values_of(x), query_latents, index_keys, cos_sin, batch)
+                choice = self.indexer.store(values_of(x), query_latents, index_keys, cos_sin, batch, num_absorbed)
             queries = self.q_b_proj(query_latents, adapters)
         queries = queries.unflatten(1, (heads.num_heads, config.query_dim))
         from_latents: Tensor = self.from_latents.weight
         weight = from_latents.view(heads.num_heads, -1, config.latent_dim)
-        # Decode rows come first; the queries of the others stay as they are where keys are projected.
-        num_absorbed = batch.num_decoded_tokens if batch.shape.projects_latents else len(queries)
         absorbed = queries.new_empty(num_absorbed, heads.num_heads, config.key_dim)
         plain = queries[:num_absorbed, :, : config.plain_dim]
         self.by_head(plain, weight[:, : config.plain_dim], absorbed[..., : config.latent_dim])

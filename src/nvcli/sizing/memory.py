@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from nvcli.attention.kv_layout import SCRATCH_UNIT, choice_bytes, projected_scratch_tokens, scratch_tokens
-from nvcli.attention.spec import AttentionSpec, StateSpec, attention_kinds
+from nvcli.attention.spec import StateSpec, attention_kinds, projected_kind
 from nvcli.core.config_types import FP8_PRODUCTS
 from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
 from nvcli.core.messages import MemoryUse
@@ -241,12 +241,8 @@ def _projected_row_bytes(config: EngineConfig, model: ModelConfig) -> int:
     if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:
         return 0
     size, kinds_of_layers = model.attention_ranks(config.tensor_parallel_size), model.decoder.layer_kinds
-    specs = {mixer.kv_spec(size) for layer in kinds_of_layers for mixer in layer.mixers}
-    if len(specs) != 1 or not isinstance(spec := specs.pop(), AttentionSpec):
-        return 0
-    if spec.projected is None or not spec.projected.has_kernels:
-        return 0
-    return spec.projected_size() * DTYPE_BYTES[config.dtype]
+    spec = projected_kind(mixer.kv_spec(size) for layer in kinds_of_layers for mixer in layer.mixers)
+    return 0 if spec is None else spec.projected_size() * DTYPE_BYTES[config.dtype]
 
 
 def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
@@ -256,7 +252,8 @@ def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
     backend = config.attention_backend.partition(":")[0]
     if row_bytes := _projected_row_bytes(config, model):
         most_tokens = config.of_home.max_num_batched_tokens
-        return row_bytes * projected_scratch_tokens(config.max_model_len, most_tokens, row_bytes)
+        longest = min(config.max_model_len, model.most_chosen or config.max_model_len)
+        return row_bytes * projected_scratch_tokens(longest, most_tokens, row_bytes)
     takes = config.kv_dtype == "fp8" and config.dtype == "bfloat16" and backend in ("auto", "triton")
     if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:
         return 0

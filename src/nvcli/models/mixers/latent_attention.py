@@ -122,7 +122,7 @@ class LatentAttentionConfig(Mixer):
             scale=self.scale,
             kv_group=kv_group,
             value_dim=self.latent_dim,
-            projected=sizes if self.top_k is None else None,
+            projected=sizes,
             top_k=self.top_k,
             index_dim=index_dim,
         )

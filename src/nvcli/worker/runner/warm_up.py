@@ -49,6 +49,7 @@ def run_largest_batches(
         min(num_seqs, attention.max_shared_rows),
         shares_prefixes=attention.shares_prefixes and num_seqs > 1,
         projects_latents=attention.backend.projected is not None,
+        chooses_keys=attention.backend.chosen_keys is not None,
         drafts=[(min(num_seqs, config.max_draft_step_tokens // width), width) for width in attention.draft_widths],
         num_places=num_places,
         num_slots=num_slots,
@@ -71,6 +72,7 @@ def warm_up_steps(
     *,
     shares_prefixes: bool = False,
     projects_latents: bool = False,
+    chooses_keys: bool = False,
     drafts: Sequence[tuple[int, int]] = (),
     num_places: int = 0,
     num_slots: int | None = None,
@@ -81,10 +83,11 @@ def warm_up_steps(
 
     If `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with this
     many requests and with fewer. With `shares_prefixes` a step has two chunks that share a block, and with
-    `projects_latents` one has a chunk of one token. The last steps have
-    `drafts`: (most rows, tokens per row) of each step with drafts, which may share segments too; there are also steps
-    with fewer rows. Requests have adapters in `num_places` places (0: none). With several homes each of them has these
-    rows, as far as there are `num_slots` slots (None: always), and `config` has the limits of one.
+    `projects_latents` one has a chunk of one token; with `chooses_keys` besides, one with `num_tokens` is said to have
+    the longest requests, so that keys are chosen. The last steps have `drafts`: (most rows, tokens per row) of each
+    step with drafts, which may share segments too; there are also steps with fewer rows. Requests have adapters in
+    `num_places` places (0: none). With several homes each of them has these rows, as far as there are `num_slots` slots
+    (None: always), and `config` has the limits of one.
     """
     make = partial(
         _step,
@@ -100,6 +103,8 @@ def warm_up_steps(
         yield make(_prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
     if projects_latents:
         yield make([1], num_decodes=0)
+        if chooses_keys:
+            yield make(_prompt_lens(config, num_tokens), num_decodes=0, most_keys=config.max_model_len)
     # Slots filled again start at length 0: every request decodes its first token.
     for rows in (num_seqs, *(_fewer(num_seqs) if config.enforce_eager else ())):  # a graph's capture runs its own
         yield make([1] * rows, num_decodes=rows)
@@ -151,6 +156,7 @@ def _step(
     is_scored: bool = False,
     shares_segments: bool = False,
     num_shared: int = 0,
+    most_keys: int = 0,
     num_places: int = 0,
     extends_drafts: bool = False,
     draft_tokens: int = 0,
@@ -162,8 +168,8 @@ def _step(
     none of these changes anything. Decode rows of several tokens have drafts. With `num_places` the slots have LoRA
     adapters in these places, where none is loaded yet.
 
-    `num_shared`: keys that all requests begin with, already in the cache. With several homes each has these rows, in
-    the first `num_slots` slots.
+    `num_shared`: keys that all requests begin with, already in the cache. `most_keys`: a bound of each request's keys,
+    where it is more than these have. With several homes each has these rows, in the first `num_slots` slots.
     """
     if num_homes > 1:
         lens = [length for length in lens for _ in range(num_homes)][:num_slots]
@@ -194,7 +200,7 @@ def _step(
         slots=pack(slots),
         num_tokens=pack(lens),
         num_logits=pack([lens[0] if num_decodes else 1] * len(lens)),
-        seq_lens=pack(num_shared + length for length in lens),
+        seq_lens=pack(max(num_shared + length, most_keys) for length in lens),
         num_decodes=num_decodes,
         row_limits=pack([lens[0]] * num_decodes) if num_decodes and lens[0] > 1 else b"",
         queries=[

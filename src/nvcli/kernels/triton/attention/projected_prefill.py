@@ -42,7 +42,7 @@ _ROWS, _COLUMNS, _DEPTH = 128, 128, 64
 
 @triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
 def project_latents_kernel(
-    cache,  # [num_blocks, BLOCK_SIZE, 1, LATENT + SHARED], blocks BLOCK_STRIDE apart, or as `fp8_kv.py` says
+    cache,  # [num_blocks, BLOCK_SIZE, 1, CACHE_ROW], blocks BLOCK_STRIDE apart, or as `fp8_kv.py` says
     weight,  # [COLUMNS, LATENT], contiguous
     scratch,  # [units, UNIT, COLUMNS + SHARED], written
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
@@ -54,6 +54,7 @@ def project_latents_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
+    CACHE_ROW: tl.constexpr,  # LATENT + SHARED, or more
     ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -73,7 +74,7 @@ def project_latents_kernel(
         slot = tl.load(units + unit * 2, mask=inside, other=0).to(tl.int64)
         token = tl.load(units + unit * 2 + 1, mask=inside, other=0) * UNIT + row % UNIT
         block = tl.load(block_tables + slot * block_table_stride + token // BLOCK_SIZE, mask=inside, other=0)
-        source = cache + block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * (LATENT + SHARED)
+        source = cache + block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * CACHE_ROW
         target = scratch + row.to(tl.int64) * WIDTH
         column = item % COLUMN_TILES * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
         is_column = column < COLUMNS
@@ -192,6 +193,7 @@ class ProjectedPrefill:
             COLUMNS=heads.columns,
             BLOCK_SIZE=self._shape.block_size,
             BLOCK_STRIDE=cache.stride(0),
+            CACHE_ROW=cache.stride(1),
             ROWS=_ROWS,
             TILE_COLUMNS=_COLUMNS,
             DEPTH=_DEPTH,

@@ -23,9 +23,9 @@ def _turn(first, second, angles, pair, is_pair, HALF: tl.constexpr):
     return first, second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries"])
 def _store_index_keys_kernel(
-    queries_ptr,  # [T, NUM_HEADS, SIZE], contiguous, rotated in place
+    queries_ptr,  # [num_queries, NUM_HEADS, SIZE], contiguous, rotated in place
     keys_ptr,  # [T, SIZE], rows key_stride apart
     cos_sin_ptr,  # [T, ROPE] float32, or None: nothing is rotated
     cache_ptr,  # blocks cache_block_stride apart, tokens CACHE_ROW, written
@@ -35,6 +35,7 @@ def _store_index_keys_kernel(
     eps,
     key_stride,
     cache_block_stride,
+    num_queries,
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     ROPE: tl.constexpr,
@@ -81,7 +82,7 @@ def _store_index_keys_kernel(
         first, second = _turn(first.to(tl.float32), second.to(tl.float32), angles, pair, is_pair, HALF)
         tl.store(place + pair, first.to(cache_ptr.dtype.element_ty), mask=is_pair)
         tl.store(place + HALF + pair, second.to(cache_ptr.dtype.element_ty), mask=is_pair)
-    elif cos_sin_ptr is not None:
+    elif cos_sin_ptr is not None and token < num_queries:
         heads = ((part - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         row = queries_ptr + (token * NUM_HEADS + heads) * SIZE
         is_turned = (heads < NUM_HEADS) & (pair < HALF)[None, :]
@@ -106,14 +107,14 @@ def store_index_keys(
     is_interleaved: bool,
 ) -> None:
     """See `nvcli.kernels.chosen_keys.store_index_keys`."""
-    num_tokens, num_heads, size = queries.shape
+    num_queries, num_heads, size = queries.shape
     assert queries.is_contiguous()
     assert keys.stride(1) == 1
     assert cos_sin is None or cos_sin.is_contiguous()
     assert cache.stride(2) == 1
     rope = 0 if cos_sin is None else cos_sin.shape[1]
     of_program = min(_HEADS_PER_PROGRAM, next_power_of_2(num_heads))
-    _store_index_keys_kernel[(num_tokens, 1 + ceil_div(num_heads, of_program))](
+    _store_index_keys_kernel[(len(keys), 1 + ceil_div(num_heads, of_program))](
         queries,
         keys,
         cos_sin,
@@ -124,6 +125,7 @@ def store_index_keys(
         eps,
         keys.stride(0),
         cache.stride(0),
+        num_queries,
         NUM_HEADS=num_heads,
         SIZE=size,
         ROPE=rope,

@@ -1,5 +1,6 @@
-"""Models whose tokens attend to a choice of keys (DSA): answers are transformers' however steps are made, and runs in
-which no row has more keys than are chosen have no indexers."""
+"""Models whose tokens attend to a choice of keys (DSA): answers are transformers' however steps are made, also where
+chunks that see few keys are attended to projected latents; and runs in which no row has more keys than are chosen have
+no indexers."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ import pytest
 
 from checkpoints import greedy_answer, reference_logits_of, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
+from nvcli.attention import selection
 from nvcli.core.config import RunConfig
 from nvcli.errors import ConfigError
 from nvcli.job.run.engine_settings import load_checkpoint, resolve_engine_config
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import block_bytes, kv_groups
 from one_rank import make_runner, make_scheduler, run_requests
+from projecting_runner import WrittenOut
 from requests_factory import make_request
 
 PROMPTS = [[(7 * i * i + 3 * i + length) % 95 + 2 for i in range(length)] for length in (40, 39, 38, 9, 75)]
@@ -42,6 +45,33 @@ def test_answers_in_chunks_with_prefix_hits(checkpoint: Path) -> None:
     assert scheduler.stats.cached_tokens > 0
     for i, prompt in enumerate(PROMPTS):
         assert_greedy(checkpoint, prompt, answers[i], 12)
+
+
+@pytest.fixture(scope="module", params=["deepseek v3.2", "glm 5, shared choices"])
+def longer_choice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that chooses as many keys as some prompts have."""
+    family, overrides = EXPERT_SHAPES[request.param]
+    return write_tiny_model(tmp_path_factory.mktemp("dsa") / "model", family, **overrides | {"index_topk": 40})
+
+
+def test_chunks_with_few_keys_attend_to_projected_latents(longer_choice: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In some steps, beside decode rows with more keys; all answers are those without them."""
+    monkeypatch.setitem(selection.BACKENDS, "projecting", "projecting_runner:ProjectingBackend")
+    answers = []
+    for backend in ("torch", "projecting"):
+        runner = make_runner(
+            longer_choice, "cpu", max_model_len=96, max_num_batched_tokens=32, block_size=4, attention_backend=backend
+        )
+        scheduler = make_scheduler(runner, 30 * len(runner.ready.kv_groups))
+        requests = [make_request(i, prompt, 12, stop_ids=[]) for i, prompt in enumerate(PROMPTS)]
+        answers.append(run_requests(runner, requests, scheduler))
+        assert scheduler.stats.cached_tokens > 0
+    projected = runner.backend.projected
+    assert isinstance(projected, WrittenOut)
+    assert {True, False} == set(projected.took[-8:])
+    assert answers[0] == answers[1]
+    for i, prompt in enumerate(PROMPTS):
+        assert_greedy(longer_choice, prompt, answers[1][i], 12)
 
 
 def test_short_runs_have_no_indexers(checkpoint: Path) -> None:
