@@ -9,18 +9,22 @@ from typing import Any
 
 import msgspec
 import pytest
+from generation import assert_greedy as assert_all_greedy
+from generation import config_of, requests, tokens_of
 
 from checkpoints import greedy_answer, reference_logits_of, write_tiny_model
+from combinations import full
 from expert_shapes import EXPERT_SHAPES
 from nvcli.attention import selection
 from nvcli.core.config import RunConfig
+from nvcli.engine.client import EngineClient
 from nvcli.errors import ConfigError
 from nvcli.job.run.engine_settings import load_checkpoint, resolve_engine_config
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import block_bytes, kv_groups
 from one_rank import make_runner, make_scheduler, run_requests
 from projecting_runner import WrittenOut
-from requests_factory import make_request
+from requests_factory import answers_of, make_request
 
 PROMPTS = [[(7 * i * i + 3 * i + length) % 95 + 2 for i in range(length)] for length in (40, 39, 38, 9, 75)]
 PROMPTS += [[*PROMPTS[-1][:50], 5, 6], PROMPTS[0]]
@@ -72,6 +76,21 @@ def test_chunks_with_few_keys_attend_to_projected_latents(longer_choice: Path, m
     assert answers[0] == answers[1]
     for i, prompt in enumerate(PROMPTS):
         assert_greedy(longer_choice, prompt, answers[1][i], 12)
+
+
+@pytest.mark.parametrize("settings", [{"pipeline_parallel_size": 2}, full({"enable_attention_dp": True})])
+@pytest.mark.usefixtures("warm_engines")
+def test_ranks_and_stages_project_in_the_same_steps(longer_choice: Path, settings: dict[str, Any]) -> None:
+    batch = [request for request in requests() if request.sampling.temperature == 0]
+    config = config_of(
+        longer_choice, tensor_parallel_size=2, max_num_batched_tokens=48, attention_backend="projecting", **settings
+    )
+    client = EngineClient.start(config, runner="projecting_runner:create")
+    try:
+        client.wait_ready()
+        assert_all_greedy(longer_choice, tokens_of(answers_of(client, batch)))
+    finally:
+        client.close()
 
 
 def test_short_runs_have_no_indexers(checkpoint: Path) -> None:

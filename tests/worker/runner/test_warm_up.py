@@ -126,6 +126,14 @@ def test_fp8_products_of_a_middling_number_of_rows_are_met() -> None:
     assert sizes(quantization="fp8", enforce_eager=True)[:6] == [8192, 4096, 2048, 1024, 256, 512], "no graph has them"
 
 
+def test_chunks_that_choose_keys_are_met() -> None:
+    """Beside those that see few keys, and with as many tokens."""
+    config = engine_config(max_model_len=4096)
+    steps = warm_up_steps(config, 512, 4, 0, projects_latents=True, chooses_keys=True)
+    found = [(sum(unpack(step.num_tokens)), max(unpack(step.seq_lens))) for step in steps]
+    assert found == [(512, 512), (1, 1), (512, 4096), (4, 1)]
+
+
 def test_launches_of_fewer_rows_are_met() -> None:
     def rows(num_seqs: int, num_sharing: int, **keys: Any) -> list[tuple[int, bool]]:
         steps = list(warm_up_steps(engine_config(**keys), 512, num_seqs, num_sharing))[1:]
