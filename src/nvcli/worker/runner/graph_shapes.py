@@ -84,7 +84,7 @@ def _shapes_without_drafts(
     late = _with_segments(at_start, attention)
     most_tokens = bound_tokens_of_home(config, model)
     absorbed: list[BatchShape] = []
-    if backend.projected is not None:  # few steps have chunks whose keys are not projected
+    if backend.projected is not None:  # others are captured in runs that have them: of many chunks, or of long prompts
         absorbed = [shape for shape in at_start if 0 < shape.prefill_tokens <= most_tokens]
         late = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in late]
         at_start = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in at_start]
