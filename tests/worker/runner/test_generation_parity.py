@@ -66,6 +66,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma-2": shape_of("gemma 2", num_hidden_layers=2, seed=9),
     "untied-mha": {"num_key_value_heads": 4, "max_shard_size": "30KB"},
     "longcat-flash": shape_of("longcat-flash", seed=3),
+    "deepseek-v3.2": shape_of("deepseek v3.2", seed=12),
     "mistral": {"family": "Mistral", "sliding_window": 45, "seed": 1},
     "gemma-4": {
         "family": "Gemma4Text",
