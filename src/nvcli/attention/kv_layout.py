@@ -43,10 +43,13 @@ def token_bytes(num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
     return num_kv_heads * (head_dim * KV_DTYPE_BYTES[dtype] + scale)
 
 
-def projected_scratch_tokens(max_model_len: int, max_num_batched_tokens: int, row_bytes: int) -> int:
+def projected_scratch_tokens(
+    max_model_len: int, max_num_batched_tokens: int, row_bytes: int, top_k: int | None = None
+) -> int:
     """The tokens that a scratch of projected latents (`kernels/triton/attention/projected_prefill.py`) has room for, a
-    multiple of the unit: a step's own and a longest request, up to a size. `row_bytes`: of a token."""
-    most = min(max_model_len, _MOST_PROJECTED_BYTES // row_bytes)
+    multiple of the unit: a step's own and a longest request, up to a size. `row_bytes`: of a token; `top_k`: requests
+    with more keys are never attended so (None: all are)."""
+    most = min(max_model_len, top_k or max_model_len, _MOST_PROJECTED_BYTES // row_bytes)
     return -(-(max_num_batched_tokens + most) // SCRATCH_UNIT) * SCRATCH_UNIT
 
 

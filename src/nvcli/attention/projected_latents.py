@@ -36,10 +36,8 @@ class ProjectedLatents:
             return None
         sizes = spec.projected
         assert sizes is not None
-        longest = min(case.max_model_len, spec.top_k or case.max_model_len)
-        tokens = projected_scratch_tokens(
-            longest, case.max_num_batched_tokens, spec.projected_size() * case.dtype.itemsize
-        )
+        row_bytes = spec.projected_size() * case.dtype.itemsize
+        tokens = projected_scratch_tokens(case.max_model_len, case.max_num_batched_tokens, row_bytes, spec.top_k)
         kernels = prefill_choice.projected_prefill(
             attention_shape(case, spec.geometry),
             ProjectedHeads(spec.num_heads, sizes.key_dim, sizes.value_dim),

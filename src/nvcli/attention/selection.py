@@ -40,18 +40,16 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     for a backend that cannot serve `case`, with its reasons. Layers whose tokens see a choice of keys are served beside
     the backend.
     """
-    of_choice = [spec.top_k for spec in case.specs if spec.top_k is not None]
-    if of_choice:
+    if chosen := tuple(spec for spec in case.specs if spec.top_k is not None):
         check_sizes(case)
-        chosen = tuple(spec for spec in case.specs if spec.top_k is not None)
-        plain = tuple(spec for spec in case.specs if spec.top_k is None)
-        others = select_backend(choice, replace(case, specs=plain, chosen=chosen))
-        others[0].chosen_keys = ChosenKeys(case, max(of_choice))
-        others[0].reads_segments, others[0].prefix_tile_tokens = False, 0
-        return others
+        others = tuple(spec for spec in case.specs if spec.top_k is None)
+        backend, notes = select_backend(choice, replace(case, specs=others, chosen=chosen))
+        backend.chosen_keys = ChosenKeys(case, max(spec.top_k or 0 for spec in chosen))
+        backend.reads_segments, backend.prefix_tile_tokens = False, 0
+        return backend, notes
     prefill, _, decode = choice.partition(":")
     decode = decode or prefill
-    notes: list[str] = []
+    notes = []
     prefill_name = _choose(prefill, case, notes)
     decode_name = _choose(decode, case, notes)
     if case.batch_invariant and decode_name != prefill_name:

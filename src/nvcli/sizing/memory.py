@@ -252,8 +252,8 @@ def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
     backend = config.attention_backend.partition(":")[0]
     if row_bytes := _projected_row_bytes(config, model):
         most_tokens = config.of_home.max_num_batched_tokens
-        longest = min(config.max_model_len, model.most_chosen or config.max_model_len)
-        return row_bytes * projected_scratch_tokens(longest, most_tokens, row_bytes)
+        top_k = model.most_chosen or None
+        return row_bytes * projected_scratch_tokens(config.max_model_len, most_tokens, row_bytes, top_k)
     takes = config.kv_dtype == "fp8" and config.dtype == "bfloat16" and backend in ("auto", "triton")
     if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:
         return 0
