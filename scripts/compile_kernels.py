@@ -66,6 +66,15 @@ _PHI_MOE = {
 }
 _FEW_EXPERTS = {"n_routed_experts": 16, "num_hidden_layers": 4}
 _LIGHTNING = {"architectures": ["MiniMaxForCausalLM"], "num_hidden_layers": 4}
+_MIMO = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "head_dim": 192,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 16,
+    "num_hidden_layers": 6,
+    "sliding_window": 128,
+    "v_head_dim": 128,
+}
 _OLMO_HYBRID = {
     "architectures": ["OlmoHybridForCausalLM"],
     "hidden_size": 3840,
@@ -105,6 +114,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Gemma 4 E4B": ("gemma-4-e4b", {}),
     "Qwen3.5-35B-A3B with its head": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="mtp")}),
     "Nemotron-3-Nano": ("nemotron-3-nano-30b-a3b", {}),
+    "MiMo-V2-Flash": ("mixtral-8x7b", {"hf_overrides": _MIMO}),
     "Olmo Hybrid": ("olmo-3-7b", {"hf_overrides": _OLMO_HYBRID}),
     "Kimi Linear with drafts": (
         "kimi-linear-48b-a3b",

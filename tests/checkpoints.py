@@ -218,6 +218,7 @@ def tiny_model_config(**overrides: Any) -> dict[str, Any]:
 
 SINCE = {
     **dict.fromkeys(("Bamba", "Beam", "Flint", "GptOss", "Kolibri1", "Lfm3", "Mamba2", "MiniMaxM2", "Olmo3"), "5.23"),
+    "MiMoV2Flash": "5.23",
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
     **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
     **dict.fromkeys(("AXK1", "Dbrx", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
@@ -238,6 +239,7 @@ _UNKNOWN_BEFORE = {
         "Kolibri1",
         "Lfm3",
         "Mellum",
+        "MiMoV2Flash",
     ),
     *("MiniCPM3", "MuseGlimmer", "NemotronH", "Olmo3"),
 }

@@ -181,6 +181,24 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 64,
         },
     ),
+    "mimo v2 flash": (
+        "MiMoV2Flash",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "num_key_value_heads": 1,
+            "sliding_window": 20,
+            "v_head_dim": 12,
+            "n_routed_experts": 8,
+            "routed_scaling_factor": None,
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            },
+        },
+    ),
     "dbrx": (
         "Dbrx",
         {

@@ -30,6 +30,12 @@ _OF_LONGCAT = {
     "mtp.layers.0.mlp.": "layers.0.transformer_layer.mlp.",
     "mtp.": "",
 }
+_OF_MIMO = {
+    **_IN_LAYER,
+    "mtp.norm.": "final_layernorm.",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    ".sinks": ".attention_sink_bias",
+}
 
 
 def stored_name(name: str, config: ModelConfig) -> str:
@@ -39,6 +45,8 @@ def stored_name(name: str, config: ModelConfig) -> str:
     prefix, names = f"model.layers.{config.num_layers}.", _IN_LAYER
     if config.architecture.startswith("Longcat"):
         prefix, names = "model.mtp.", _OF_LONGCAT
+    elif config.architecture.startswith("MiMo"):
+        prefix, names = "model.mtp.layers.0.", _OF_MIMO
     for found, wanted in names.items():
         name = name.replace(found, wanted)
     return prefix + name

@@ -56,6 +56,7 @@ class Bench:
         has_sinks: bool = False,
         head_dims: tuple[int, ...] | None = None,
         value_dim: int | None = None,
+        own_value_dim: int | None = None,
         projected: HeadSizes | None = None,
         top_k: int | None = None,
         index_dim: int = 0,
@@ -82,6 +83,7 @@ class Bench:
                 has_sinks=has_sinks,
                 kv_group=group,
                 value_dim=value_dim,
+                own_value_dim=own_value_dim,
                 projected=projected,
                 top_k=top_k,
                 index_dim=index_dim,
@@ -96,7 +98,8 @@ class Bench:
             block_size=block_size,
             dtype=dtype,
             kv_dtype=kv_dtype,
-            group_value_dims=() if value_dim is None else (value_dim,) * num_groups,
+            group_value_dims=(value_dim or own_value_dim,) * num_groups,
+            latent_groups=() if value_dim is None else tuple(range(num_groups)),
         )
         self.layers = range(num_groups, 2 * num_groups)
         self.kv_cache = KVCache(cache_spec, num_blocks, self.device)
@@ -145,7 +148,8 @@ class Bench:
         if spec.value_dim is not None:
             q, k = heads.split([spec.num_heads, spec.num_kv_heads], dim=1)
             return q, k, k[..., : spec.value_dim]
-        return heads[:, : spec.num_heads], heads[:, spec.num_heads : -spec.num_kv_heads], heads[:, -spec.num_kv_heads :]
+        q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        return q, k, v[..., : spec.result_dim]
 
     def store(self, group: int, places: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values; return them as the cache has rounded them."""

@@ -68,10 +68,19 @@ def test_shapes(backend: type[AttentionBackend], head_dim: int, num_kv_heads: in
     run_all_kinds_of_steps(bench)
 
 
-@pytest.mark.parametrize(("latent_dim", "rope_dim", "ratio", "block_size"), [(64, 16, 5, 16), (128, 64, 3, 64)])
-def test_latents(backend: type[AttentionBackend], latent_dim: int, rope_dim: int, ratio: int, block_size: int) -> None:
-    """Keys whose first numbers are their values, with one scale."""
-    bench = Bench(backend, ratio=ratio, head_dim=latent_dim + rope_dim, value_dim=latent_dim, block_size=block_size)
+@pytest.mark.parametrize(
+    ("head_dim", "ratio", "block_size", "sizes"),
+    [
+        (80, 5, 16, {"value_dim": 64}),
+        (192, 3, 64, {"value_dim": 128}),
+        (48, 3, 16, {"own_value_dim": 32, "num_kv_heads": 2}),
+    ],
+)
+def test_values_of_another_size(
+    backend: type[AttentionBackend], head_dim: int, ratio: int, block_size: int, sizes: dict[str, Any]
+) -> None:
+    """Keys whose first numbers are their values, with one scale, and values that are smaller than their keys."""
+    bench = Bench(backend, ratio=ratio, head_dim=head_dim, block_size=block_size, **sizes)
     if not bench.backend.reads_behind_rows:
         bench.leave_garbage(float("nan"))
     run_all_kinds_of_steps(bench)

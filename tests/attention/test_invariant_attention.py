@@ -51,6 +51,7 @@ BACKENDS = pytest.mark.parametrize("backend", [TritonBackend, RowByRowBackend])
         {"head_dim": 64, "ratio": 2, "windows": (5, 40, None), "block_size": 16},
         {"head_dim": 32, "num_kv_heads": 2, "windows": (700, None), "has_sinks": True, "soft_cap": 0.7},
         {"head_dim": 80, "value_dim": 64, "ratio": 5, "block_size": 16},
+        {"head_dim": 48, "own_value_dim": 32, "ratio": 3, "block_size": 16},
         full({"head_dim": 576, "value_dim": 512, "ratio": 20, "block_size": 64}),
         full({"head_dim": 576, "value_dim": 512, "ratio": 64, "block_size": 64}),
     ],

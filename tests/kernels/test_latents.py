@@ -61,6 +61,7 @@ def test_rotated_queries_and_stored_keys(
         dtype=dtype,
         kv_dtype=FP8 if in_fp8 else None,
         group_value_dims=(latent_dim,),
+        latent_groups=(0,),
     )
     slots = torch.tensor([3, 9, 4, 17, 0])  # the last one stands for padding
     found = []

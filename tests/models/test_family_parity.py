@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -44,6 +45,30 @@ WIDE_ROUTERS = (
 
 TABLES = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """Buffers that transformers writes beside the weights of MiniMax-Text-01."""
+
+PUBLISHED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "mimo v2 flash": (
+        {r"self_attn\.sinks": "self_attn.attention_sink_bias"},
+        {
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "rope_parameters": None,
+            "rms_norm_eps": None,
+            "hybrid_layer_pattern": [0, 1, 1, 0],
+            "moe_layer_freq": [0, 0, 1, 1],
+            "layernorm_epsilon": 1e-6,
+            "rope_theta": 10000,
+            "swa_rope_theta": 100,
+            "partial_rotary_factor": 0.5,
+            "sliding_window": 19,
+            "sliding_window_size": 19,
+            "swa_num_key_value_heads": 2,
+            "swa_v_head_dim": 12,
+            "n_shared_experts": None,
+        },
+    ),
+}
+"""Names of tensors in published files, and keys of their config.json, where transformers writes others."""
 
 Checkpoints = Callable[[str], Path]
 
@@ -136,6 +161,24 @@ def test_logits(name: str, checkpoint_of: Checkpoints) -> None:
         assert "left on disk" in driver.notes[0]
     if "shared keys" not in name:  # its layers cannot be parted
         assert_close(logits_in_stages(path, PROMPT), expected, name=name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_names_in_published_files(name: str, checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    path, (names, keys) = shutil.copytree(checkpoint_of(name), tmp_path / "model"), PUBLISHED[name]
+
+    def rename(weights: dict[str, Tensor]) -> None:
+        for own in list(weights):
+            published = own
+            for found, wanted in names.items():
+                published = re.sub(found, wanted, published)
+            weights[published] = weights.pop(own)
+
+    edit_weights(path, rename)
+    values = json.loads((path / "config.json").read_text()) | keys
+    (path / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    expected = published_logits(checkpoint_of(name))[0]
+    assert_close(logits_in_steps(ModelDriver(path, max_positions=LENGTH), PROMPT, LENGTH), expected)
 
 
 def test_a_x_k1_of_the_hub_corrects_no_scores(checkpoint_of: Checkpoints, tmp_path: Path) -> None:

@@ -452,7 +452,7 @@ def test_patterns_that_cannot_be_used_are_refused(pattern: str, blocks: tuple[Pa
 
 
 CUTS = [
-    pytest.param({}, 4, ["128", "q_proj and o_proj", "64", "quantization: none"], id="heads"),
+    pytest.param({}, 4, ["128", "64 of q_proj", "quantization: none"], id="heads"),
     pytest.param({"intermediate_size": 384}, 2, ["192 of gate_proj", "blocks of 128 × 128"], id="MLP"),
 ]
 

@@ -24,7 +24,7 @@ from tensor_parallel_ranks import run_ranks
 
 IDS = random.Random(3).choices(range(97), k=41)
 FAMILIES = ("qwen 3-next", "qwen 3.5 with vision", "glm 4.5", "deepseek v3", "glm 4.7 flash", "longcat-flash")
-FAMILIES += ("deepseek v3.2",)
+FAMILIES += ("deepseek v3.2", "mimo v2 flash")
 _OF_LAYER = {"mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.fc.": "eh_proj."}
 _OF_LAYER |= {"mtp.norm.": "post_norm.", "mtp.layers.0.": "mtp_block."}
 
@@ -45,6 +45,9 @@ def reference_logits(path: Path) -> tuple[Tensor, Tensor]:
     decoder = model.get_decoder()
     numbers = range(len(decoder.layers))
     last = next(number for number in reversed(numbers) if hasattr(decoder.layers[number], "self_attn"))
+    window, of_kind = len(IDS), ()
+    if "MiMo" in type(model).__name__:  # its head has a window, and no experts
+        last, window, of_kind = 1, decoder.config.sliding_window, ("sliding_attention",)
     norm_class = type(decoder.norm)
     of_layer = HalfLayer if "Longcat" in type(model).__name__ else type(decoder.layers[last])
     layer = MtpLayer(decoder.config, of_layer, norm_class, last).eval()
@@ -55,9 +58,10 @@ def reference_logits(path: Path) -> tuple[Tensor, Tensor]:
 
         def run(tokens: Tensor, states: Tensor) -> Tensor:
             positions = torch.arange(tokens.shape[1])[None]
-            mask = torch.full((tokens.shape[1],) * 2, float("-inf")).triu(1)[None, None]
+            unseen = torch.full((tokens.shape[1],) * 2, float("-inf"))
+            mask = (unseen.triu(1) + unseen.tril(-window))[None, None]
             has_axes = hasattr(decoder.rotary_emb, "mrope_section")
-            angles = decoder.rotary_emb(states, positions.expand(3, 1, -1) if has_axes else positions)
+            angles = decoder.rotary_emb(states, positions.expand(3, 1, -1) if has_axes else positions, *of_kind)
             embeddings = model.get_input_embeddings()(tokens)
             result: Tensor = layer(embeddings, states, angles, mask, positions, None)
             return result

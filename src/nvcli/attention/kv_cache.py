@@ -51,7 +51,10 @@ class KVCacheSpec:
     group_states: tuple[StateSpec | None, ...] = ()
     """The state of each KV group's layers; None: they have keys and values. Empty where no group has states."""
     group_value_dims: tuple[int | None, ...] = ()
-    """`AttentionSpec.value_dim` of each KV group's layers. Empty where all groups keep values of their own."""
+    """The size of the values of each KV group's layers, where it is not that of their keys. Empty where it is in all
+    groups."""
+    latent_groups: tuple[int, ...] = ()
+    """The KV groups whose values are a part of their keys."""
 
     @classmethod
     def of_layers(
@@ -71,7 +74,8 @@ class KVCacheSpec:
             (spec.num_kv_heads, spec.head_dim) if isinstance(spec, AttentionSpec) else (0, 0) for spec in first
         )
         states = tuple(spec if isinstance(spec, StateSpec) else None for spec in first)
-        value_dims = tuple(spec.value_dim if isinstance(spec, AttentionSpec) else None for spec in first)
+        kinds = [spec if isinstance(spec, AttentionSpec) else None for spec in first]
+        value_dims = tuple(None if kind is None else kind.value_dim or kind.own_value_dim for kind in kinds)
         return cls(
             group_layers=group_layers,
             group_heads=heads,
@@ -80,6 +84,7 @@ class KVCacheSpec:
             kv_dtype=kv_dtype,
             group_states=states if any(states) else (),
             group_value_dims=value_dims if any(value_dims) else (),
+            latent_groups=tuple(number for number, kind in enumerate(kinds) if kind and kind.value_dim),
         )
 
     @property
@@ -94,16 +99,17 @@ class KVCacheSpec:
     @property
     def is_uniform(self) -> bool:
         """Whether the keys of all layers have one shape."""
-        shapes = {shape for shape in zip(self.group_heads, self._value_dims, strict=True) if shape[0] != (0, 0)}
+        shapes = {shape for shape in zip(self.group_heads, self.value_dims, strict=True) if shape[0] != (0, 0)}
         return not self.group_states and len(shapes) == 1
 
     @property
-    def _value_dims(self) -> tuple[int | None, ...]:
+    def value_dims(self) -> tuple[int | None, ...]:
+        """`group_value_dims`, for all groups."""
         return self.group_value_dims or (None,) * self.num_groups
 
     def num_parts(self, group: int) -> int:
         """The parts of a block for each layer of a group: keys, and values where they are kept apart."""
-        return 2 if self._value_dims[group] is None else 1
+        return 1 if group in self.latent_groups else 2
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -155,7 +161,7 @@ class KVCacheSpec:
 
 class KVCache:
     """The keys and values of each layer, as two tensors [num_blocks, block_size, num_kv_heads, head_dim]; values that
-    are a part of the keys are a view of them.
+    are smaller have the strides of keys, and those that are a part of the keys are a view of them.
 
     Where all layers have keys of one shape, a layer's blocks lie one after the other. Else a block's layers do,
     because a block of one shape must lie where a block of another would.
@@ -217,10 +223,11 @@ class KVCache:
             if spec.has_scales:
                 self._scales[layer] = KVScales(*[self._scales_of(k, shape)] * 2)
             return
+        of_values = (*shape[:-1], spec.value_dims[group] or head_dim)
         if not spec.has_scales:
-            self._layers[layer] = k.as_strided(shape, stride), v.as_strided(shape, stride)
+            self._layers[layer] = k.as_strided(shape, stride), v.as_strided(of_values, stride)
             return
-        self._layers[layer] = k.view(FP8).as_strided(shape, stride), v.view(FP8).as_strided(shape, stride)
+        self._layers[layer] = k.view(FP8).as_strided(shape, stride), v.view(FP8).as_strided(of_values, stride)
         self._scales[layer] = KVScales(*(self._scales_of(part, shape) for part in (k, v)))
 
     def _scales_of(self, part: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

@@ -23,14 +23,14 @@ def unmet_requirements(
     dtypes: Sequence[torch.dtype],
     head_dims: Sequence[int],
     takes_sinks: bool = False,
-    takes_latents: bool = False,
+    takes_tails: bool = False,
     takes_scaled_cache: bool = False,
     is_batch_invariant: bool = False,
 ) -> list[str]:
     """Return the reasons why a backend with these capabilities cannot serve `case`: its minimum compute capability,
-    its types and head sizes, whether it takes sinks (`takes_sinks`), values that are a part of their keys
-    (`takes_latents`) and keys with scales beside them (`takes_scaled_cache`), and whether it is batch-invariant
-    (`is_batch_invariant`)."""
+    its types and head sizes, whether it takes sinks (`takes_sinks`), keys with more numbers than values, which may be a
+    part of them (`takes_tails`), and keys with scales beside them (`takes_scaled_cache`), and whether it is
+    batch-invariant (`is_batch_invariant`)."""
     if case.device.type != "cuda":
         return [f"needs an NVIDIA GPU, and the run is on the {case.device.type}"]
     reasons = []
@@ -54,7 +54,7 @@ def unmet_requirements(
         reasons.append("batch_invariant is true, and its results depend on the batch")
     for spec in case.specs:
         if spec.value_dim is not None:
-            if not takes_latents:
+            if not takes_tails:
                 reasons.append("the model has latent attention, whose values are a part of its keys")
             elif not {spec.value_dim, spec.head_dim - spec.value_dim} <= {*head_dims}:
                 sizes = f"{spec.value_dim} numbers and {spec.head_dim - spec.value_dim} rotated ones"
@@ -62,6 +62,13 @@ def unmet_requirements(
             elif spec.num_heads > _MOST_LATENT_HEADS:
                 heads = f"{spec.num_heads} heads of latent attention on a rank"
                 reasons.append(f"{heads} are more than {_MOST_LATENT_HEADS}, which fit into a tile (see --tp)")
+        elif spec.own_value_dim is not None:
+            size, rest = spec.own_value_dim, spec.head_dim - spec.own_value_dim
+            if not takes_tails:
+                reasons.append(f"values have {size} numbers, and their keys {spec.head_dim}")
+            elif not {size, rest} <= {*head_dims}:
+                known = ", ".join(map(str, head_dims))
+                reasons.append(f"keys of {size} numbers, as values have, and {rest} more are not each one of {known}")
         elif spec.head_dim not in head_dims:
             reasons.append(f"head size {spec.head_dim} is not one of {', '.join(map(str, head_dims))}")
         if spec.num_heads % spec.num_kv_heads:

@@ -10,8 +10,9 @@ from typing import ClassVar
 
 from nvcli.attention.kv_layout import KV_DTYPE_BYTES, STATE_ALIGNMENT, KVDtype, part_bytes, token_bytes
 
-Geometry = tuple[int, int, int, int | None]
-"""Query heads, KV heads, head size, and the size of values that are a part of their keys (None: they are not)."""
+Geometry = tuple[int, int, int, int | None, int | None]
+"""Query heads, KV heads, head size, the size of values that are a part of their keys (None: they are not), and that of
+values that are not (None: the head size)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class AttentionSpec:
     value_dim: int | None = None
     """The first `value_dim` numbers of a key are its value, which is not kept apart; None: values have `head_dim`
     numbers of their own."""
+    own_value_dim: int | None = None
+    """The numbers of a value that is kept apart, in a place that has room for `head_dim`; None: `head_dim`."""
     projected: HeadSizes | None = None
     """The keys and values that a key is projected to, if it is a latent vector with rotated numbers after it, so that
     prompts may be attended as they are projected. None: it is not."""
@@ -69,7 +72,7 @@ class AttentionSpec:
     @property
     def geometry(self) -> Geometry:
         """The head counts and sizes, which determine the tiles of kernels."""
-        return self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
+        return self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, self.own_value_dim
 
     @property
     def key_dim(self) -> int:
@@ -79,7 +82,7 @@ class AttentionSpec:
     @property
     def result_dim(self) -> int:
         """The size of a value, and of each query head's result."""
-        return self.head_dim if self.value_dim is None else self.value_dim
+        return self.value_dim or self.own_value_dim or self.head_dim
 
     @property
     def num_parts(self) -> int:

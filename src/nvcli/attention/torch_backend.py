@@ -151,9 +151,11 @@ class TorchBackend(AttentionBackend):
                 gather_blocks(k_cache, None if scales is None else scales.k, group.block_ids, k)
                 v = k[..., : spec.value_dim]
             elif self.reads_new_keys:
+                v = v[..., : spec.result_dim]
                 torch.index_select(k_cache, 0, group.block_ids, out=k)
                 torch.index_select(v_cache, 0, group.block_ids, out=v)
             else:
+                v = v[..., : spec.result_dim]
                 gather_blocks(k_cache, None if scales is None else scales.k, group.block_ids, k)
                 gather_blocks(v_cache, None if scales is None else scales.v, group.block_ids, v)
             rows = slice(group.start, group.start + group.size)

@@ -13,12 +13,14 @@ from nvcli.kernels.triton.attention.decode_work_list import RowTokens
 
 def attention_shape(case: AttentionCase, geometry: Geometry) -> AttentionShape:
     """Return the heads of a geometry and their cache."""
-    num_heads, num_kv_heads, head_dim, value_dim = geometry
+    num_heads, num_kv_heads, head_dim, value_dim, own_value_dim = geometry
+    result_dim = value_dim or own_value_dim or head_dim
     return AttentionShape(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim if value_dim is None else value_dim,
-        tail_dim=0 if value_dim is None else head_dim - value_dim,
+        head_dim=result_dim,
+        tail_dim=head_dim - result_dim,
+        has_values=value_dim is None,
         block_size=case.block_size,
         dtype=case.dtype,
         kv_dtype=case.cache_dtype,

@@ -111,7 +111,7 @@ class ChunkedPrefill:
 
 def _has_whole_rows(case: AttentionCase, geometry: Geometry) -> bool:
     """Tell whether it is a whole number of tokens' keys from one block of a layer to the next."""
-    _, num_kv_heads, head_dim, _ = geometry
+    _, num_kv_heads, head_dim, _, _ = geometry
     return case.block_bytes % (num_kv_heads * head_dim * case.cache_dtype.itemsize) == 0
 
 

@@ -53,30 +53,33 @@ def qk_norm_rope_store(
     keep_keys: bool,
     norms_last: bool = False,
     norms_values: bool = False,
+    value_factor: float = 1.0,
     scales: KVScales | None = None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Cut the fused projection into q, k and v; norm each head of q and k where there are weights, and with
     `norms_values` each of v without one; rotate q and k where there are angles, with `norms_last` before they are
-    normed; store k and v in the cache.
+    normed; multiply v by `value_factor`; store k and v in the cache.
 
-    qkv: [T, (num_heads + 2 num_kv_heads) × D], used up: what it holds afterwards is undefined, but for the views below;
-    cos_sin: [T, D] float32 or None; caches: [num_blocks, block_size, num_kv_heads, D], contiguous within each block;
-    slot_mapping: [T] int64,
-    block id × block_size + offset of each token (several padding tokens may share one of the null block); weights: [D]
-    → q [T, num_heads, D], contiguous; k and v [T, num_kv_heads, D], which may be views of qkv. Without `keep_keys` k is
-    None, and v is as it was: what is in the cache is there alone, which saves the GPU a write to memory.
+    qkv: [T, (num_heads + num_kv_heads) × D + num_kv_heads × V], used up: what it holds afterwards is undefined, but for
+    the views below; cos_sin: [T, D] float32 or None; caches: [num_blocks, block_size, num_kv_heads, D or V], in each
+    block token by token, with D numbers for each value too; V ≤ D; slot_mapping: [T] int64, block id × block_size +
+    offset of each token (several padding tokens may share one of the null block); weights: [D]
+    → q [T, num_heads, D], contiguous; k [T, num_kv_heads, D] and v [T, num_kv_heads, V], which may be views of qkv.
+    Without `keep_keys` k is None, and v is as it was: what is in the cache is there alone, which saves the GPU a write
+    to memory.
 
     A cache in FP8 comes with its `scales`, which lie after its keys and values in the pool. `static_scales` holds the
     scale of all the layer's keys and that of all its values, [2] float32; None: each token and head gets its own.
     """
     head_dim = k_cache.shape[-1]
-    heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+    q, k, v = split_heads(qkv, num_heads, num_kv_heads, head_dim)
     q = norm_rope(q, cos_sin, q_weight, eps, norms_last=norms_last)
     k = norm_rope(k, cos_sin, k_weight, eps, norms_last=norms_last)
     if norms_values:
         v = rms_norm(v, v.new_ones(head_dim), eps)
+    if value_factor != 1.0:
+        v = v * value_factor
     if scales is None:
         _store(k_cache, slot_mapping, k)
         _store(v_cache, slot_mapping, v)
@@ -85,6 +88,15 @@ def qk_norm_rope_store(
         store_heads(k_cache, scales.k, slot_mapping, k, k_scale)
         store_heads(v_cache, scales.v, slot_mapping, v, v_scale)
     return q.contiguous(), k if keep_keys else None, v
+
+
+def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> list[Tensor]:
+    """Cut a fused projection into views: q [T, num_heads, D], k [T, num_kv_heads, D] and v [T, num_kv_heads, V]."""
+    of_keys = num_kv_heads * head_dim
+    first_value = num_heads * head_dim + of_keys
+    parts = torch.split(qkv, [first_value - of_keys, of_keys, qkv.shape[1] - first_value], dim=1)
+    counts = num_heads, num_kv_heads, num_kv_heads
+    return [part.view(len(part), count, -1) for part, count in zip(parts, counts, strict=True)]
 
 
 def _store(cache: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:

@@ -291,7 +291,7 @@ class Attention(TokenMixer):
         qkv = self.qkv_proj(x, batch.token_adapters)
         gates: Tensor | None = None
         if self.config.has_wide_gate:
-            gates = qkv[:, -self.spec.num_heads * self.spec.head_dim :]
+            gates = qkv[:, -self.spec.num_heads * self.spec.result_dim :]
             qkv = qkv[:, : -gates.shape[1]]
         elif self.head_gates is not None:
             gates = self.head_gates(x, batch.token_adapters)
@@ -314,6 +314,7 @@ class Attention(TokenMixer):
             keep_keys=batch.backend.reads_new_keys,
             norms_last=self.config.norms_last,
             norms_values=self.config.norms_values,
+            value_factor=self.config.value_factor,
             scales=scales,
             static_scales=self.static_kv_scales,
         )

@@ -265,6 +265,6 @@ def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
         return 0
     if not any(spec.window is None and spec.head_dim in (64, 128) for spec in kinds):
         return 0
-    elements = max(num_heads * head_dim for num_heads, head_dim, _ in shapes)
+    elements = max(num_heads * head_dim for num_heads, head_dim, _, _ in shapes)
     num_tokens = scratch_tokens(config.max_model_len, config.of_home.max_padded_rows)
     return 2 * num_tokens * elements * DTYPE_BYTES[config.dtype]

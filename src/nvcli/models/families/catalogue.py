@@ -31,6 +31,7 @@ from nvcli.models.families.llama4 import LLAMA4
 from nvcli.models.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
 from nvcli.models.families.longcat import LONGCAT_FLASH
 from nvcli.models.families.mamba2 import MAMBA2
+from nvcli.models.families.mimo import MIMO_V2_FLASH
 from nvcli.models.families.minicpm import MINICPM3
 from nvcli.models.families.minimax import MINIMAX_M2, MINIMAX_TEXT_01
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
@@ -137,6 +138,7 @@ FAMILIES: tuple[Family, ...] = (
     COHERE2_MOE,
     MINIMAX_TEXT_01,
     MINIMAX_M2,
+    MIMO_V2_FLASH,
     ERNIE,
     ERNIE_MOE,
     PADDLEOCR_VL,

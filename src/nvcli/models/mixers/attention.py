@@ -58,6 +58,10 @@ class AttentionConfig(Mixer):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+    """The size of each value, up to `head_dim`; None: `head_dim`."""
+    value_factor: float = 1.0
+    """Values are multiplied by it."""
     scale: float
     """Scores are multiplied by it before the softmax; positive."""
     rope: RopeConfig | None
@@ -100,8 +104,13 @@ class AttentionConfig(Mixer):
         return max(1, self.num_kv_heads // tensor_parallel_size)
 
     @property
+    def result_dim(self) -> int:
+        """The size of a value, and of each query head's result."""
+        return self.value_dim or self.head_dim
+
+    @property
     def has_wide_gate(self) -> bool:
-        """Whether the product of queries, keys and values also has a gate for each number of the queries."""
+        """Whether the product of queries, keys and values also has a gate for each number of the results."""
         return self.gate is not None and not self.gate.is_of_heads
 
     @property
@@ -124,6 +133,7 @@ class AttentionConfig(Mixer):
             soft_cap=self.soft_cap,
             has_sinks=self.has_sinks,
             kv_group=kv_group,
+            own_value_dim=self.value_dim,
         )
 
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
@@ -131,7 +141,7 @@ class AttentionConfig(Mixer):
         return MixerCosts(
             window=self.window,
             kv_bytes_per_token=num_layers * spec.token_bytes(kv_dtype),
-            flops_per_pair=num_layers * 4 * spec.num_heads * spec.head_dim,
+            flops_per_pair=num_layers * 2 * spec.num_heads * (spec.head_dim + spec.result_dim),
         )
 
     def check(self, ranks: Ranks) -> Iterator[str]:
@@ -142,15 +152,17 @@ class AttentionConfig(Mixer):
             yield f"{self.num_kv_heads} KV heads neither divide by {size} nor divide it"
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
-        queries = self.num_heads // ranks.size * self.head_dim
-        keys = self.kv_heads_per_rank(ranks.size) * self.head_dim
-        yield Piece("q_proj and o_proj", queries, "o_proj", 2 * queries if self.has_wide_gate else queries)
-        yield Piece("k_proj and v_proj", keys, None, 2 * keys)
+        heads, kv_heads = self.num_heads // ranks.size, self.kv_heads_per_rank(ranks.size)
+        queries, results = heads * self.head_dim, heads * self.result_dim
+        yield Piece("q_proj", queries, None, queries + results if self.has_wide_gate else queries)
+        yield Piece("o_proj", results, "o_proj")
+        for name, size in (("k_proj", self.head_dim), ("v_proj", self.result_dim)):
+            yield Piece(name, kv_heads * size, None, kv_heads * size)
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
-        queries = self.num_heads * self.head_dim // ranks.size
-        keys = self.kv_heads_per_rank(ranks.size) * self.head_dim
-        return 3 * hidden_size + (4 if self.has_wide_gate else 2) * queries + 4 * keys
+        both = self.head_dim + self.result_dim
+        queries, keys = self.num_heads * both // ranks.size, self.kv_heads_per_rank(ranks.size) * both
+        return 3 * hidden_size + (2 if self.has_wide_gate else 1) * queries + 2 * keys
 
     def unused_tensors(self, path: str) -> Iterator[str]:
         names = ("k_proj", "v_proj", "k_norm") if self.shares_kv else ()
@@ -158,10 +170,11 @@ class AttentionConfig(Mixer):
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        result_size, value_size = self.num_heads * self.result_dim, self.num_kv_heads * self.result_dim
         order = None if self.rope is None else self.rope.row_order(self.head_dim)
         assert order is None or not self.keys_are_values, "values keep the order that o_proj was trained with"
         gate = self.gate
-        rows = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        rows = {"q_proj": query_size, "k_proj": kv_size, "v_proj": value_size}
         names = ("q_proj",) if self.shares_kv else ("q_proj", "k_proj") if self.keys_are_values else tuple(rows)
         fused = FUSED["qkv_proj"]
         if gate is not None and gate.is_in_queries:
@@ -174,11 +187,11 @@ class AttentionConfig(Mixer):
             weights = context.input_projection(f"{path}.{name}", rows[name], "attention", fused, bias=self.qkv_bias)
             yield from (replace(one, max_shards=max_shards, row_order=row_order) for one in weights)
         if gate is not None and not gate.is_in_queries:
-            size, kept_with = (self.num_heads, ()) if gate.is_of_heads else (query_size, fused)
+            size, kept_with = (self.num_heads, ()) if gate.is_of_heads else (result_size, fused)
             yield from context.input_projection(f"{path}.{GATE}", size, "attention", kept_with)
             if gate.has_bias:
                 yield vector(f"{path}.{GATE_BIAS}", self.num_heads, Sharding.ROWS, "attention")
-        yield from context.output_projection(f"{path}.o_proj", query_size, "attention", bias=self.o_bias)
+        yield from context.output_projection(f"{path}.o_proj", result_size, "attention", bias=self.o_bias)
         if self.has_sinks:  # in float32, as kernels take them
             yield vector(f"{path}.sinks", self.num_heads, Sharding.ROWS, "attention")
         if self.qk_norm == "head" and self.weighs_norms:

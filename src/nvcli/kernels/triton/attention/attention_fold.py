@@ -5,8 +5,8 @@ rows, prefill chunks, shared segments and batch-invariant runs are built around 
 FP8 keys and values are multiplied in float16, which represents them exactly and takes one conversion instruction
 (bfloat16 takes four), or in the query's float32. Their scales are applied to the scores and to the weights.
 
-Keys of latent attention have a tail behind their first D numbers, and these are their value: it is read once, and
-multiplied in both products.
+Keys may have a tail behind their first D numbers, of which values have as many. In latent attention these D numbers
+are the value itself: it is read once, and multiplied in both products.
 
 Shapes: ROWS rows of a tile, each a query head of a token; KEYS keys of a tile; D head_dim; KV KV heads; G query heads
 for each KV head.
@@ -41,8 +41,10 @@ class AttentionKind:
     """Query heads for each KV head."""
     head_dim: int
     tail_dim: int
-    """Numbers of queries and keys behind the first `head_dim`, which are then the value, unless there is a
-    `shared_column`; 0: there are none, and values lie apart."""
+    """Numbers of queries and keys behind the first `head_dim`."""
+    has_values: bool
+    """Whether values lie apart, each at the beginning of a place as large as a key's; otherwise they are the first
+    `head_dim` numbers of their keys."""
     block_size: int
     """Tokens of a block of the cache, [num_blocks, block_size, KV, D and the tail]; in FP8 each block is followed by
     its scales."""
@@ -303,13 +305,13 @@ def fold_keys(
             acc3 = tl.dot(weights, value3, acc3 * decay[:, None], input_precision="ieee")
         else:
             acc = acc * decay[:, None]
-            if KIND.tail_dim:
+            if not KIND.has_values:
                 value = key
             elif MASKED:
                 value = tl.load(v_cache + cache_offset, mask=is_read[:, None], other=0.0)
             else:
                 value = tl.load(v_cache + cache_offset)
-            if IS_FP8 and KIND.tail_dim == 0:
+            if IS_FP8 and KIND.has_values:
                 value = value.to(query.dtype)
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
     if IN_WORDS:

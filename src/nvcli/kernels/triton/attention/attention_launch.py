@@ -13,6 +13,7 @@ from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton.attention.attention_fold import LOG2_E, AttentionKind, Tile
 from nvcli.kernels.triton.launch.kept_kernel import KeptKernel
 from nvcli.kernels.triton.launch.triton_version import can_load_ahead
+from nvcli.kernels.whole_numbers import next_power_of_2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +31,23 @@ class AttentionShape:
     """The cache's type."""
     device: torch.device
     tail_dim: int = 0
-    """Numbers of queries and keys behind the first `head_dim`, which are then the value, unless there is a
-    `shared_column`; 0: there are none, and values lie apart."""
+    """Numbers of queries and keys behind the first `head_dim`."""
+    has_values: bool = True
+    """Whether values lie apart, each at the beginning of a place as large as a key's; otherwise they are the first
+    `head_dim` numbers of their keys."""
     shared_column: int = 0
-    """The place in a token's row of the cache of the last 64 numbers of all heads' keys; values then lie apart, and
-    heads as far from each other as the cache's strides say. 0: each head has its own."""
+    """The place in a token's row of the cache of the last 64 numbers of all heads' keys; heads are then as far from
+    each other as the cache's strides say. 0: each head has its own."""
 
     @property
     def group(self) -> int:
         """Query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def tile_dim(self) -> int:
+        """The head size by which tiles are chosen: of keys with tails, and values beside them, the next power of 2."""
+        return next_power_of_2(self.head_dim + self.tail_dim) if self.has_values else self.head_dim
 
     @property
     def is_fp8(self) -> bool:
@@ -55,7 +63,7 @@ class LayerInputs(NamedTuple):
     k_cache: Tensor
     """[num_blocks, block_size, KV, D and the tail]."""
     v_cache: Tensor
-    """[num_blocks, block_size, KV, D], with the strides of `k_cache`."""
+    """[num_blocks, block_size, KV, D, or the places for D and the tail], with the strides of `k_cache`."""
     block_tables: Tensor
     """[slots, ...] int32, of the layer's KV group."""
     scale: float
@@ -137,6 +145,7 @@ class AttentionLauncher:
             group=shape.group,
             head_dim=shape.head_dim,
             tail_dim=shape.tail_dim,
+            has_values=shape.has_values,
             block_size=shape.block_size,
             block_stride=strides[0],
             has_window=layer.window is not None,

@@ -128,12 +128,12 @@ class DecodeAttention:
         self._shape, self._is_beside, self._is_invariant = shape, is_beside, is_invariant
         self._launch = AttentionLauncher(shape, is_invariant=is_invariant).launch
         tile_bytes = _TILE_BYTES // 2 if is_beside else _TILE_BYTES
-        self._keys = min(64, max(16, tile_bytes // (shape.head_dim * shape.dtype.itemsize)))
-        if shape.tail_dim and shape.dtype.itemsize <= 2:
+        self._keys = min(64, max(16, tile_bytes // (shape.tile_dim * shape.dtype.itemsize)))
+        if not shape.has_values and shape.dtype.itemsize <= 2:
             self._keys = _latent_keys(shape)
-        self._is_full_tile = self._keys * shape.head_dim * shape.kv_dtype.itemsize == tile_bytes
+        self._is_full_tile = self._keys * shape.tile_dim * shape.kv_dtype.itemsize == tile_bytes
         self._align = self._keys if shape.block_size % self._keys == 0 else 1
-        self._is_deep = shape.tail_dim > 0 and _has_deep_latents(shape) and not is_invariant
+        self._is_deep = not shape.has_values and _has_deep_latents(shape) and not is_invariant
         self._direct_kernel = _load_direct_kernel(shape, self._align)
         self._max_rows = max_rows
         self._lists = {window: self.work_list(window) for window in windows}
@@ -142,7 +142,7 @@ class DecodeAttention:
             self._latents = LatentDecode(shape, max_rows=max_rows, max_width=max_width)
         most_chunks = max(one.max_partials for one in self._lists.values())
         most_queries, most_tiles = most_chunks * shape.group, max(max_rows, most_chunks)
-        self._has_tiles = shape.tail_dim > 0 and not is_invariant
+        self._has_tiles = not shape.has_values and not is_invariant
         for width in range(1 if self._has_tiles else 2, max_width + 1):
             num_rows, num_tiles = min(max_rows, max_tokens // width) if width > 1 else max_rows, self._num_tiles(width)
             num_queries = num_tiles * self._draft_tile(width).rows
@@ -235,13 +235,13 @@ class DecodeAttention:
         """Choose the tiles. Those in FP8 stand in registers twice, as they are read and as they are multiplied, so
         large heads take more warps."""
         shape = self._shape
-        if shape.tail_dim:
+        if not shape.has_values:
             return self._latent_tile(shape.group)
-        num_warps = 2 if shape.head_dim <= 256 else 4
+        num_warps = 2 if shape.tile_dim <= 256 else 4
         return Tile(
             rows=max(16, next_power_of_2(shape.group)),
             keys=self._keys,
-            num_warps=2 * num_warps if shape.is_fp8 and shape.head_dim > 128 else num_warps,
+            num_warps=2 * num_warps if shape.is_fp8 and shape.tile_dim > 128 else num_warps,
             num_stages=2 if self._is_full_tile and num_rows > FEW_ROWS else 3,
         )
 
@@ -280,12 +280,12 @@ class DecodeAttention:
         shape = self._shape
         if self._is_invariant:
             return invariant_draft_tile(shape, width)
-        if shape.tail_dim:
+        if not shape.has_values:
             return self._latent_tile(width * shape.group)
         usual = self._tile(FEW_ROWS + 1)
-        most = 64 if shape.head_dim <= 128 else 32 if shape.head_dim <= 256 else 16
+        most = 64 if shape.tile_dim <= 128 else 32 if shape.tile_dim <= 256 else 16
         rows = max(usual.rows, min(most, next_power_of_2(width * shape.group)))
-        if shape.head_dim > 128:
+        if shape.tile_dim > 128:
             return replace(usual, rows=rows, num_warps=max(usual.num_warps, rows // 16))
         is_small = rows <= 16
         return Tile(

@@ -295,7 +295,7 @@ def invariant_attention_kernel(
 
 def _keys(shape: AttentionShape) -> int:
     """Choose the keys of a tile by head size and type alone, as results depend on it."""
-    keys = min(64, max(16, _TILE_BYTES // (shape.head_dim * shape.dtype.itemsize)))
+    keys = min(64, max(16, _TILE_BYTES // (shape.tile_dim * shape.dtype.itemsize)))
     assert SPLIT.value % keys == 0
     return keys
 
@@ -318,7 +318,7 @@ def invariant_draft_tile(shape: AttentionShape, width: int) -> Tile:
 def _warps_of_large_heads(shape: AttentionShape, rows: int) -> int:
     """Return the warps of decode programs with heads above 256, in whose registers the results of `rows` queries
     stand; 0 for smaller heads."""
-    return 0 if shape.head_dim <= 256 else 4 if rows <= 32 else 8
+    return 0 if shape.tile_dim <= 256 else 4 if rows <= 32 else 8
 
 
 def invariant_registers(shape: AttentionShape, tile: Tile) -> int | None:
@@ -327,17 +327,17 @@ def invariant_registers(shape: AttentionShape, tile: Tile) -> int | None:
 
 
 def _is_small(shape: AttentionShape, num_warps: int) -> bool:
-    return shape.head_dim <= 64 and num_warps == 2
+    return shape.tile_dim <= 64 and num_warps == 2
 
 
 def invariant_prefill_tile(shape: AttentionShape) -> Tile:
     """Choose the tile for chunks."""
     if shape.dtype.itemsize > 2:  # float32 runs without tensor cores: for tests
         rows, num_warps = 16, 4
-    elif shape.head_dim > 256:
+    elif shape.tile_dim > 256:
         rows, num_warps = 32, 8
     elif torch.cuda.get_device_capability(shape.device) != _VERIFIED_CAPABILITY:
-        rows, num_warps = 32, 2 if shape.head_dim <= 128 else 4
+        rows, num_warps = 32, 2 if shape.tile_dim <= 128 else 4
     else:
-        rows, num_warps = 128 if shape.head_dim <= 128 else 64, 8
+        rows, num_warps = 128 if shape.tile_dim <= 128 else 64, 8
     return Tile(rows=rows, keys=_keys(shape), num_warps=num_warps, num_stages=2)

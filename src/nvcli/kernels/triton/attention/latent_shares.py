@@ -104,6 +104,7 @@ def serves_latents(shape: AttentionShape) -> bool:
         shape.device.type == "cuda"
         and torch.cuda.get_device_capability(shape.device) == (9, 0)
         and has_known_gluon()
+        and not shape.has_values
         and shape.tail_dim == 64
         and shape.head_dim in (256, 512)
         and shape.block_size % 64 == 0

@@ -231,7 +231,7 @@ def _choose_tile(shape: AttentionShape) -> Tile:
 
     Latent attention of 16 heads takes 3,663 for 8,192 tokens with tiles of 64 keys, and 5,596 with 32.
     """
-    head_dim, is_fp8 = shape.head_dim, shape.is_fp8
+    head_dim, is_fp8 = shape.tile_dim, shape.is_fp8
     if shape.dtype.itemsize > 2:  # float32 runs without tensor cores: for tests
         keys = 32 if head_dim <= 128 else 16
         return Tile(rows=32, keys=keys, masked_keys=16, num_warps=4, num_stages=2)
@@ -241,7 +241,7 @@ def _choose_tile(shape: AttentionShape) -> Tile:
     if is_fp8 and head_dim > 128:
         keys = 64 if shared_memory >= 112 else 32
         return Tile(rows=64, keys=keys, masked_keys=32, num_warps=8, num_stages=2)
-    if shape.tail_dim and head_dim > 256:
+    if not shape.has_values and head_dim > 256:
         rows, keys = (64, 64) if shared_memory >= 227 else (64, 32) if shared_memory >= 160 else (32, 16)
         return Tile(rows=rows, keys=keys, num_warps=8, num_stages=2)
     if head_dim > 256:
@@ -266,7 +266,7 @@ def _choose_rest_tile(shape: AttentionShape) -> Tile:
     tokens, 120 us with tiles of 64 rows and 32 keys, 110 with 32 rows and 2 warps, 163 with the usual launch, and 358
     with the kernel for Hopper; for those of 512 chunks of 32 tokens 166, 218, 214 and 225.
     """
-    if shape.dtype.itemsize > 2 or shape.kv_dtype != shape.dtype or shape.head_dim > 128:
+    if shape.dtype.itemsize > 2 or shape.kv_dtype != shape.dtype or shape.tile_dim > 128:
         return _choose_tile(shape)
     return Tile(rows=64, keys=32, num_warps=4, num_stages=3)
 

@@ -123,7 +123,7 @@ def _choose_tile(shape: AttentionShape) -> Tile:
     against 241 behind 16, 418 against 499 for 256 groups of 4 rows behind 512 keys each. In FP8 the conversion of keys
     counts for more: 388 against 362 for the first.
     """
-    head_dim, least_rows = shape.head_dim, next_power_of_2(shape.group)
+    head_dim, least_rows = shape.tile_dim, next_power_of_2(shape.group)
 
     def tile(rows: int, keys: int, num_warps: int, num_stages: int = 2) -> Tile:
         return Tile(rows=max(rows, least_rows), keys=keys, num_warps=num_warps, num_stages=num_stages)
@@ -134,7 +134,7 @@ def _choose_tile(shape: AttentionShape) -> Tile:
         return tile(32, 32, 8 if head_dim > 256 else 4)
     shared_memory = shared_memory_bytes(shape.device)
     if head_dim > 256:
-        keys = 64 if shape.tail_dim else 32  # there are no values to be read beside them
+        keys = 32 if shape.has_values else 64  # there are no values to be read beside them
         return tile(64, keys, 8) if shared_memory >= 227 << 10 else tile(32, 16, 8)
     if head_dim > 128:
         return tile(64, 32, 4)

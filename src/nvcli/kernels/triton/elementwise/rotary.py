@@ -10,6 +10,7 @@ from torch import Tensor
 from nvcli.kernels.fp8_kv import KVScales
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.patch_types import HeadNorms
+from nvcli.kernels.rotary import split_heads
 from nvcli.kernels.triton.attention.fp8_kv import quantise_heads, scale_pointers
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
@@ -45,10 +46,10 @@ def _norm_and_turn(
 
 
 @triton.jit
-def _load_heads(source, angles, mask, inside, HALF: tl.constexpr):
+def _load_heads(source, angles, first_mask, second_mask, inside, HALF: tl.constexpr):
     """Load both halves of some heads in float32, and the angles by which they are turned, if there are any."""
-    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(source, mask=first_mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=second_mask, other=0.0).to(tl.float32)
     if angles is not None:
         cos = tl.load(angles, mask=inside, other=0.0)[None, :]
         sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
@@ -67,7 +68,7 @@ def _norm_rope_queries(
     heads = group * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
     mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
     offsets = heads[:, None] * HEAD_DIM + halves[None, :]
-    first, second, cos, sin = _load_heads(source_row + offsets, angles, mask, inside, HALF)
+    first, second, cos, sin = _load_heads(source_row + offsets, angles, mask, mask, inside, HALF)
     first, second = _norm_and_turn(
         first, second, weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, angles is not None, NORM_LAST
     )
@@ -120,6 +121,8 @@ def _qk_norm_rope_store_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,  # numbers of a value, up to HEAD_DIM
+    VALUE_FACTOR: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
     NORM_LAST: tl.constexpr,
@@ -149,8 +152,13 @@ def _qk_norm_rope_store_kernel(
         heads = (group - Q_GROUPS) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
         mask = (heads < 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
         is_key = heads < NUM_KV_HEADS
-        source = qkv_row + (NUM_HEADS + heads)[:, None] * HEAD_DIM + halves[None, :]
-        first, second, cos, sin = _load_heads(source, angles, mask, inside, HALF)
+        first_mask, second_mask, column = mask, mask, heads * HEAD_DIM
+        if VALUE_DIM < HEAD_DIM:
+            first_mask = mask & (is_key[:, None] | (halves < VALUE_DIM)[None, :])
+            second_mask = mask & (is_key[:, None] | (halves + HALF < VALUE_DIM)[None, :])
+            column = tl.where(is_key, column, NUM_KV_HEADS * HEAD_DIM + (heads - NUM_KV_HEADS) * VALUE_DIM)
+        source = qkv_row + NUM_HEADS * HEAD_DIM + column[:, None] + halves[None, :]
+        first, second, cos, sin = _load_heads(source, angles, first_mask, second_mask, inside, HALF)
         slot = tl.load(slot_mapping_ptr + token)
         place = slot * cache_slot_stride
         if BLOCK_SIZE:
@@ -161,13 +169,15 @@ def _qk_norm_rope_store_kernel(
         if NORM_VALUES:
             scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
             first, second = first * scale, second * scale
+        if VALUE_FACTOR != 1.0:
+            first, second = first * VALUE_FACTOR, second * VALUE_FACTOR
         # Rounded once, to the model's type; the cache may hold another.
         stored_first = tl.where(is_key[:, None], k_first, first).to(qkv_ptr.dtype.element_ty)
         stored_second = tl.where(is_key[:, None], k_second, second).to(qkv_ptr.dtype.element_ty)
         if KEEP_KEYS:
-            changed = mask if NORM_VALUES else mask & is_key[:, None]
-            tl.store(source, stored_first, mask=changed)
-            tl.store(source + HALF, stored_second, mask=changed)
+            is_changed = mask if NORM_VALUES or VALUE_FACTOR != 1.0 else mask & is_key[:, None]
+            tl.store(source, stored_first, mask=first_mask & is_changed)
+            tl.store(source + HALF, stored_second, mask=second_mask & is_changed)
         cache = tl.where(is_key, k_cache_ptr, v_cache_ptr)[:, None]
         cached = cache + (place + heads % NUM_KV_HEADS * HEAD_DIM)[:, None] + halves[None, :]
         if k_cache_ptr.dtype.element_ty == tl.float8e4nv:
@@ -186,8 +196,8 @@ def _qk_norm_rope_store_kernel(
                 v_cache_ptr, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, cache_block_stride
             )
             tl.store(tl.where(is_key, k_scales, v_scales), scale, mask=heads < 2 * NUM_KV_HEADS)
-        tl.store(cached, stored_first.to(k_cache_ptr.dtype.element_ty), mask=mask)
-        tl.store(cached + HALF, stored_second.to(k_cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(cached, stored_first.to(k_cache_ptr.dtype.element_ty), mask=first_mask)
+        tl.store(cached + HALF, stored_second.to(k_cache_ptr.dtype.element_ty), mask=second_mask)
 
 
 def norm_rope(
@@ -232,15 +242,17 @@ def qk_norm_rope_store(
     keep_keys: bool,
     norms_last: bool = False,
     norms_values: bool = False,
+    value_factor: float = 1.0,
     scales: KVScales | None = None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See `nvcli.kernels.rotary.qk_norm_rope_store`. k and v are views of `qkv`; kept ones are changed in place. The
     scales of an FP8 cache are found behind its keys and values."""
-    num_tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
+    num_tokens, head_dim, value_dim = qkv.shape[0], k_cache.shape[-1], v_cache.shape[-1]
     block_size = k_cache.shape[1]
     is_dense = k_cache.stride(0) == block_size * k_cache.stride(1)
     assert qkv.stride(1) == 1
+    assert not norms_values or value_dim == head_dim
     assert cos_sin is None or (cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim)
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
@@ -267,6 +279,8 @@ def qk_norm_rope_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        VALUE_FACTOR=value_factor,
         BLOCK_HALF=block_half,
         HEADS_PER_PROGRAM=heads_per_program,
         NORM_LAST=norms_last,
@@ -276,8 +290,8 @@ def qk_norm_rope_store(
         **dependent(qkv.device),
         num_warps=max(1, heads_per_program * block_half // 256),  # 16 elements a thread
     )
-    heads = qkv.unflatten(1, (-1, head_dim))
-    return q, heads[:, num_heads:-num_kv_heads] if keep_keys else None, heads[:, -num_kv_heads:]
+    _, k, v = split_heads(qkv, num_heads, num_kv_heads, head_dim)
+    return q, k if keep_keys else None, v
 
 
 @triton.jit
@@ -303,7 +317,8 @@ def _rotate_kernel(
     mask = (heads < 2 * NUM_HEADS) & inside[None, :]
     source = qkv_ptr + token * (3 * NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves[None, :]
     await_kernel_before(DEPENDENT)
-    first, second, cos, sin = _load_heads(source, cos_sin_ptr + token * HEAD_DIM + halves, mask, inside, HALF)
+    angles = cos_sin_ptr + token * HEAD_DIM + halves
+    first, second, cos, sin = _load_heads(source, angles, mask, mask, inside, HALF)
     if q_weight_ptr is not None:
         scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
         weight = tl.where(heads < NUM_HEADS, q_weight_ptr, k_weight_ptr) + halves[None, :]
