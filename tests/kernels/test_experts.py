@@ -7,7 +7,20 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from expert_cases import FORMATS, GPT_OSS, SILU, Case, Shape, error, first_of, make, of_held, routes_of, share_of
+from expert_cases import (
+    CLAMPED_SILU,
+    FORMATS,
+    GPT_OSS,
+    SILU,
+    Case,
+    Shape,
+    error,
+    first_of,
+    make,
+    of_held,
+    routes_of,
+    share_of,
+)
 from torch import Tensor
 
 from combinations import full
@@ -34,7 +47,7 @@ SMALL = (4, 2, 256, 128)
 SHAPES: list[Shape] = [(128, 8, 2048, 768), (8, 2, 1008, 384)] if HAS_GPU else [SMALL, (3, 1, 144, 128)]
 NUM_TOKENS = [1, 16, 300, 3000] if HAS_GPU else [1, 20]
 CLAMPED = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=1.0)
-ACTIVATIONS = [SILU, ExpertActivation(kind="gelu_tanh"), CLAMPED]
+ACTIVATIONS = [SILU, ExpertActivation(kind="gelu_tanh"), CLAMPED, CLAMPED_SILU]
 KINDS = pytest.mark.parametrize("kind", FORMATS)
 
 __all__ = ["exact_conversions"]

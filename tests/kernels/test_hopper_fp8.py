@@ -9,13 +9,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gluon_simulator import SimulatedKernel, Simulator
 
 pytest.importorskip("triton")
 
-from expert_cases import GPT_OSS, SILU, Case, Shape, error, of_held, routes_of, share_of
+from expert_cases import CLAMPED_SILU, GPT_OSS, SILU, Case, Shape, error, of_held, routes_of, share_of
 from expert_cases import make as make_experts
 from hopper_products_compile import reports
 
@@ -53,9 +54,11 @@ def inverse_powers(exponents: Tensor) -> Tensor:
     return ((254 - exponents) << 23).to(torch.int32).view(torch.float32)
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, kind: hopper_fp8_kernel.HopperFP8Kind) -> Tensor:
+def clamped(gate: Tensor, up: Tensor, kind: hopper_fp8_kernel.HopperFP8Kind) -> Tensor:
     activation = kind.activation
     assert activation is not None
+    if activation.kind == "clamped_silu":
+        return F.silu(gate).clamp(max=activation.limit) * up.clamp(-activation.limit, activation.limit)
     gate = gate.clamp(max=activation.limit)
     return gate * torch.sigmoid(activation.alpha * gate) * (up.clamp(-activation.limit, activation.limit) + 1)
 
@@ -64,7 +67,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, kind: hopper_fp8_kernel.HopperFP8Ki
 def simulated() -> Any:
     functions = {
         "_sigmoid": torch.sigmoid,
-        "_clamped_swiglu": clamped_swiglu,
+        "_clamped": clamped,
         "_exponents": exponents,
         "_inverse_powers": inverse_powers,
     }
@@ -223,7 +226,7 @@ def test_how_much_sums_of_one_sign_lose_on_a_gpu(unit_tiles: int | None, most: f
 @on_hopper
 @pytest.mark.parametrize("num_tokens", [10, 100, 3000])
 @pytest.mark.parametrize("held", [(0, 8), (2, 6)])
-@pytest.mark.parametrize("activation", [SILU, GPT_OSS])
+@pytest.mark.parametrize("activation", [SILU, GPT_OSS, CLAMPED_SILU])
 def test_experts_on_a_gpu(activation: ExpertActivation, num_tokens: int, held: tuple[int, int]) -> None:
     shape, biases = ((8, 2, 1024, 384), False) if activation == SILU else ((8, 2, 720, 720), True)
     case = share_of(experts_case(torch.bfloat16, num_tokens, shape, biases=biases), *held)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from expert_cases import GPT_OSS, error, of_held, share_of
+from expert_cases import CLAMPED_SILU, GPT_OSS, error, of_held, share_of
 from expert_cases import make as make_experts
 from torch import Tensor
 
@@ -95,9 +95,10 @@ def test_experts(blocks: int, num_others: int, bias: bool) -> None:
         case = share_of(case, 1, 3)
     x, routes, words, scales, plain = case
     assert isinstance(scales, W4Scales)
-    expected = of_held(case, apply_experts(x, routes, plain, GPT_OSS))
+    activation = GPT_OSS if bias else CLAMPED_SILU
+    expected = of_held(case, apply_experts(x, routes, plain, activation))
     out = torch.full(expected.shape, torch.nan)
-    experts.apply_experts(x, routes, words, scales, GPT_OSS, out, HopperW4Launch(64, blocks))
+    experts.apply_experts(x, routes, words, scales, activation, out, HopperW4Launch(64, blocks))
     assert error(of_held(case, out), expected) < 1e-5
 
 

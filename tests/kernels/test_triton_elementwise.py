@@ -10,7 +10,7 @@ import torch
 from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import rotary as rotary_reference
-from nvcli.kernels.activation import gelu_tanh_and_mul, gelu_tanh_times, silu_and_mul
+from nvcli.kernels.activation import clamped_silu_and_mul, gelu_tanh_and_mul, gelu_tanh_times, silu_and_mul
 from nvcli.kernels.bounds import clamp_parts, clamp_to_each, soft_cap
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.embedding import embed_part
@@ -132,6 +132,7 @@ def test_norms_added_to_the_residual(num_parts: int | None, scaled: bool, dtype:
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = rand(3, 2 * size, dtype=dtype)
     assert_close(activation.silu_and_mul(gate_up.to(DEVICE)), silu_and_mul(gate_up))
+    assert_close(activation.clamped_silu_and_mul(gate_up.to(DEVICE), 0.5), clamped_silu_and_mul(gate_up, 0.5))
 
 
 @pytest.mark.parametrize("size", [1, 1500])

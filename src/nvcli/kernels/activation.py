@@ -25,6 +25,13 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @with_kernel("elementwise.activation")
+def clamped_silu_and_mul(gate_up: Tensor, limit: float) -> Tensor:
+    """Compute silu(gate) × up, with silu(gate) at most `limit` and up within ±`limit`. [T, 2 I] → [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
+
+
+@with_kernel("elementwise.activation")
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """Compute gelu(gate) × up (GEGLU) with GELU's tanh approximation. [T, 2 I] → [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)

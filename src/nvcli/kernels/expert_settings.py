@@ -47,12 +47,12 @@ class Routing:
 class ExpertActivation:
     """The function of an expert on its gate and up projections, or on its up projection if it has no gate.
 
-    `silu`: silu(gate) × up. `gelu_tanh`: gelu(gate) × up, with the approximation of gelu by tanh. `clamped_swiglu`
-    (gpt-oss): with the gate at most `limit` and up within ±`limit`, gate × sigmoid(`alpha` × gate) × (up + 1). `relu2`,
-    without a gate: relu(up)².
+    `silu`: silu(gate) × up. `clamped_silu`: the same with silu(gate) at most `limit` and up within ±`limit`.
+    `gelu_tanh`: gelu(gate) × up, with the approximation of gelu by tanh. `clamped_swiglu` (gpt-oss): with the gate at
+    most `limit` and up within ±`limit`, gate × sigmoid(`alpha` × gate) × (up + 1). `relu2`, without a gate: relu(up)².
     """
 
-    kind: Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
+    kind: Literal["silu", "clamped_silu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
     alpha: float = 1.0
     limit: float = 0.0
 

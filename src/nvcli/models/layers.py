@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, CacheSpec
 from nvcli.attention.whole_images import attend_both_ways
+from nvcli.kernels.activation import clamped_silu_and_mul
 from nvcli.kernels.fp8 import norm_and_quantise
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
+from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import add_normed, add_rms_norm, rms_norm
@@ -194,7 +197,8 @@ class GatedMLP(FeedForward):
 
     def __init__(self, build: BuildContext, path: str, config: MLPConfig, norm: NormConfig) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activation, self.limit = config.activation, config.limit
+        self.batch_invariant = build.batch_invariant
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
 
@@ -209,6 +213,10 @@ class GatedMLP(FeedForward):
 
     def hidden(self, x: Activations, adapters: AdapterRows | None, scaling: FP8Scaling | None = None) -> Activations:
         """Compute activation(gate(x)) × up(x), [T, H] → [T, I], which may be quantised as `scaling` says."""
+        if self.limit is not None:
+            clamped = partial(clamped_silu_and_mul, limit=self.limit)
+            gate_up = self.gate_up_proj(x, adapters)
+            return row_by_row(clamped, gate_up) if self.batch_invariant else clamped(gate_up)
         return self.gate_up_proj.gated(x, self.activation, scaling, adapters)
 
 

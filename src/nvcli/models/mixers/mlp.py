@@ -55,3 +55,13 @@ class MLPConfig(DenseMLP):
     """Measured on an H200 machine, torch 2.11."""
     inputs: ClassVar[tuple[str, ...]] = FUSED["gate_up_proj"]
     activation: Activation = "silu"
+    limit: float | None = None
+    """With it, silu(gate) is at most so large, and up(x) within so much of 0; None: they are as they are."""
+
+    def num_kernels(self, ranks: Ranks) -> int:
+        return DenseMLP.num_kernels(self, ranks) + (self.limit is not None)
+
+    def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
+        """Count the elements, beside those of gate and up where a kernel of their own clamps them."""
+        apart = 0 if self.limit is None else 2 * self.intermediate_size // ranks.size
+        return DenseMLP.activation_elements(self, hidden_size, ranks, quantization) + apart

@@ -24,6 +24,12 @@ def activate(gate, GELU: tl.constexpr):
 
 
 @triton.jit
+def clamp(x, LIMIT: tl.constexpr):
+    """Clamp numbers to ±LIMIT; what is no number stays so."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)), which is x where that is large."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
@@ -38,6 +44,7 @@ def _activate_and_mul_kernel(
     up_row_stride,
     SIZE: tl.constexpr,
     GELU: tl.constexpr,
+    LIMIT: tl.constexpr,  # None, or what the activated gate and the other factor are clamped to
     DEPENDENT: tl.constexpr,
 ):
     """Program (row, chunk of _BLOCK columns)."""
@@ -49,12 +56,21 @@ def _activate_and_mul_kernel(
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     source = source + SIZE if up_ptr is None else up_ptr + row * up_row_stride + columns
     up = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * SIZE + columns, (activate(gate, GELU) * up).to(out_ptr.dtype.element_ty), mask=inside)
+    factor = activate(gate, GELU)
+    if LIMIT is not None:
+        factor = tl.where(factor > LIMIT, LIMIT, factor)
+        up = clamp(up, LIMIT)
+    tl.store(out_ptr + row * SIZE + columns, (factor * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `nvcli.kernels.activation.silu_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
     return _launch(gate_up, None, is_gelu=False)
+
+
+def clamped_silu_and_mul(gate_up: Tensor, limit: float) -> Tensor:
+    """See `nvcli.kernels.activation.clamped_silu_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
+    return _launch(gate_up, None, is_gelu=False, limit=limit)
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
@@ -67,7 +83,7 @@ def gelu_tanh_times(gate: Tensor, values: Tensor) -> Tensor:
     return _launch(gate, values, is_gelu=True)
 
 
-def _launch(gate: Tensor, up: Tensor | None, *, is_gelu: bool) -> Tensor:
+def _launch(gate: Tensor, up: Tensor | None, *, is_gelu: bool, limit: float | None = None) -> Tensor:
     num_tokens, size = gate.shape
     size = size // 2 if up is None else size
     assert gate.stride(1) == 1
@@ -81,6 +97,7 @@ def _launch(gate: Tensor, up: Tensor | None, *, is_gelu: bool) -> Tensor:
         0 if up is None else up.stride(0),
         SIZE=size,
         GELU=is_gelu,
+        LIMIT=limit,
         **dependent(gate.device),
         num_warps=4,
     )

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix, ExpertScales, ExpertWeights, Routes, W4Scales, matrices
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
-from nvcli.kernels.triton.elementwise.activation import activate
+from nvcli.kernels.triton.elementwise.activation import activate, clamp
 from nvcli.kernels.triton.elementwise.fp8 import quantise
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
@@ -47,9 +47,12 @@ def activate_gated(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION.kind == "clamped_swiglu":
         LIMIT: tl.constexpr = ACTIVATION.limit
         gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
-        return gate * tl.sigmoid(ACTIVATION.alpha * gate) * up
-    return activate(gate, ACTIVATION.kind == "gelu_tanh") * up
+        return gate * tl.sigmoid(ACTIVATION.alpha * gate) * (clamp(up, LIMIT) + 1)
+    factor = activate(gate, ACTIVATION.kind == "gelu_tanh")
+    if ACTIVATION.kind == "clamped_silu":
+        factor = tl.where(factor > ACTIVATION.limit, ACTIVATION.limit, factor)
+        up = clamp(up, ACTIVATION.limit)
+    return factor * up
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -156,8 +156,8 @@ def _sigmoid(x):
 @gluon.jit
 def _activate(gate, up, KIND: gl.constexpr):
     """See `ExpertActivation`. float32. The approximation of gelu: x (1 + tanh(y)) / 2 is x sigmoid(2 y)."""
-    if KIND.activation.kind == "clamped_swiglu":
-        values = _clamped_swiglu(gate, up, KIND)
+    if KIND.activation.limit > 0:
+        values = _clamped(gate, up, KIND)
     else:
         argument = gate
         if KIND.activation.kind == "gelu_tanh":
@@ -167,8 +167,21 @@ def _activate(gate, up, KIND: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _clamped_swiglu_code(kind):
+def _clamped_code(kind):
     activation = kind.activation
+    if activation.kind == "clamped_silu":
+        return f"""{{
+        .reg .f32 gate, up;
+        mul.f32 gate, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 gate, gate;
+        add.f32 gate, gate, 0f3F800000;
+        rcp.approx.ftz.f32 gate, gate;
+        mul.f32 gate, gate, $1;
+        min.NaN.f32 gate, gate, {activation.limit:.9e};
+        min.NaN.f32 up, $2, {activation.limit:.9e};
+        max.NaN.f32 up, up, {-activation.limit:.9e};
+        mul.f32 $0, gate, up;
+    }}"""
     return f"""{{
         .reg .f32 gate, up, t;
         min.NaN.f32 gate, $1, {activation.limit:.9e};
@@ -184,9 +197,9 @@ def _clamped_swiglu_code(kind):
 
 
 @gluon.jit
-def _clamped_swiglu(gate, up, KIND: gl.constexpr):
+def _clamped(gate, up, KIND: gl.constexpr):
     """Compute it in one piece, as there are no registers for what comes between."""
-    CODE: gl.constexpr = _clamped_swiglu_code(KIND)
+    CODE: gl.constexpr = _clamped_code(KIND)
     return gl.inline_asm_elementwise(CODE, "=f,f,f", [gate, up], dtype=gl.float32, is_pure=True, pack=1)
 
 

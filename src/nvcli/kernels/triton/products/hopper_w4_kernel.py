@@ -246,15 +246,19 @@ def _add_block(
 @gluon.jit
 def _activate(gate, up, ACTIVATION: gl.constexpr):
     """See `ExpertActivation`. float32."""
+    LIMIT: gl.constexpr = ACTIVATION.limit
     argument = gate
     if ACTIVATION.kind == "clamped_swiglu":
-        LIMIT: gl.constexpr = ACTIVATION.limit
         gate = gl.where(gate > LIMIT, LIMIT, gate)
         up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up)) + 1
         argument = ACTIVATION.alpha * gate
     elif ACTIVATION.kind == "gelu_tanh":
         argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-    return gate * (1 / (1 + gl.exp(-argument))) * up
+    factor = gate * (1 / (1 + gl.exp(-argument)))
+    if ACTIVATION.kind == "clamped_silu":
+        factor = gl.where(factor > LIMIT, LIMIT, factor)
+        up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
+    return factor * up
 
 
 @gluon.jit
