@@ -66,6 +66,14 @@ _PHI_MOE = {
 }
 _FEW_EXPERTS = {"n_routed_experts": 16, "num_hidden_layers": 4}
 _LIGHTNING = {"architectures": ["MiniMaxForCausalLM"], "num_hidden_layers": 4}
+_LING = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "expert_swiglu_limit_list": [0, 0, 0, 0, 0, 7],
+    "head_dim": 128,
+    "num_experts": 32,
+    "num_hidden_layers": 6,
+    "share_expert_swiglu_limit_list": [0, 0, 0, 0, 16, 16],
+}
 _MIMO = {
     "architectures": ["MiMoV2FlashForCausalLM"],
     "head_dim": 192,
@@ -114,6 +122,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Gemma 4 E4B": ("gemma-4-e4b", {}),
     "Qwen3.5-35B-A3B with its head": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="mtp")}),
     "Nemotron-3-Nano": ("nemotron-3-nano-30b-a3b", {}),
+    "Ling 3 with drafts": (
+        "kimi-linear-48b-a3b",
+        {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _LING},
+    ),
     "MiMo-V2-Flash": ("mixtral-8x7b", {"hf_overrides": _MIMO}),
     "Olmo Hybrid": ("olmo-3-7b", {"hf_overrides": _OLMO_HYBRID}),
     "Kimi Linear with drafts": (

@@ -437,6 +437,22 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_head_dim": 8,
         },
     ),
+    "ling 3": (
+        "BailingHybrid",
+        {
+            **_EXPERTS,
+            **LATENTS,
+            "head_dim": 8,
+            "q_lora_rank": None,
+            "num_local_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 4,
+            "layer_types": [LINEAR, LINEAR, FULL, FULL],
+        },
+    ),
     "mistral 4": (
         "Mistral4",
         {

@@ -30,6 +30,13 @@ _OF_LONGCAT = {
     "mtp.layers.0.mlp.": "layers.0.transformer_layer.mlp.",
     "mtp.": "",
 }
+_OF_LING = {
+    **_IN_LAYER,
+    "mtp.norm.": "final_layernorm.",
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".self_attn.": ".attention.",
+    "e_score_correction_bias": "expert_bias",
+}
 _OF_MIMO = {
     **_IN_LAYER,
     "mtp.norm.": "final_layernorm.",
@@ -47,6 +54,8 @@ def stored_name(name: str, config: ModelConfig) -> str:
         prefix, names = "model.mtp.", _OF_LONGCAT
     elif config.architecture.startswith("MiMo"):
         prefix, names = "model.mtp.layers.0.", _OF_MIMO
+    elif config.architecture.startswith("Bailing"):
+        names = _OF_LING
     for found, wanted in names.items():
         name = name.replace(found, wanted)
     return prefix + name

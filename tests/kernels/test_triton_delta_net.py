@@ -55,6 +55,7 @@ HEADS = [
     RecurrentHeads(1, 24, 3, 20, beta_scale=2.0),
     RecurrentHeads(2, 24, 4, 20, rule="scan"),
     RecurrentHeads(3, 24, 3, 20, decays_by_channel=True),
+    RecurrentHeads(2, 24, 2, 20, decays_by_channel=True, lowest_decay=-5.0),
 ]
 if HAS_GPU:
     HEADS += [RecurrentHeads(1, 128, 2, 128), RecurrentHeads(1, 128, 2, 64, rule="scan")]

@@ -22,6 +22,7 @@ from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.families.catalogue import FAMILIES
 from nvcli.models.geometry import model_tensors
 from nvcli.models.layer_config import LearnedPositions
+from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.models.rope import rope_frequencies
 from nvcli.tools.bench.shapes import SHAPES
@@ -435,6 +436,27 @@ def test_kimi_linear_of_the_hub(tmp_path: Path) -> None:
     spec = config.layers[0].mixer.kv_spec(4)
     assert isinstance(spec, StateSpec)
     assert (spec.conv_shape, spec.recurrent_shape, spec.num_decays) == ((3, 3 * 1024), (8, 128, 128), 128)
+
+
+def test_the_last_experts_of_ling_3_are_clamped(tmp_path: Path) -> None:
+    """By lists that transformers does not read; their entries behind the layers are those of another head."""
+    shape = EXPERT_SHAPES["ling 3"][1]
+    config = read(
+        tmp_path,
+        "BailingMoeV3ForCausalLM",
+        **{**shape, "layer_group_size": 3, "num_experts": 8, "max_position_embeddings": 512},
+        expert_swiglu_limit_list=[0, 0, 0, 7, 9],
+        share_expert_swiglu_limit_list=[16, 0, 16, 16, 9],
+    )
+    mlps: list[Any] = [layer.mlp for layer in config.layers]
+    assert (mlps[0].limit, [mlp.shared.limit for mlp in mlps[1:]]) == (None, [None, 16, 16])
+    assert [(mlp.activation.kind, mlp.activation.limit) for mlp in mlps[1:]] == [
+        *[("silu", 0.0)] * 2,
+        ("clamped_silu", 7),
+    ]
+    delta = config.layers[0].mixer
+    assert isinstance(delta, KimiDeltaConfig)
+    assert delta.lowest_decay == -5
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,27 @@ PUBLISHED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
             "n_shared_experts": None,
         },
     ),
+    "ling 3": (
+        {
+            r"model\.embed_tokens": "model.word_embeddings",
+            r"gate\.e_score_correction_bias": "gate.expert_bias",
+            r"layers\.([23])\.(self_attn|attention)\.o_proj": r"layers.\1.attention.dense",
+            r"\.self_attn\.(forget_gate\.)?": ".attention.",
+        },
+        {
+            "architectures": ["BailingMoeV3ForCausalLM"],
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "layer_group_size": 3,
+            "rope_parameters": None,
+            "rope_theta": 10000,
+            "partial_rotary_factor": 0.5,
+            "head_dim": 8,
+            "linear_head_dim": None,
+            "num_experts_per_tok": 3,
+            "num_experts_per_token": None,
+        },
+    ),
 }
 """Names of tensors in published files, and keys of their config.json, where transformers writes others."""
 
@@ -175,8 +196,12 @@ def test_names_in_published_files(name: str, checkpoint_of: Checkpoints, tmp_pat
             weights[published] = weights.pop(own)
 
     edit_weights(path, rename)
-    values = json.loads((path / "config.json").read_text()) | keys
-    (path / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    values = json.loads((path / "config.json").read_text())
+    section = values.get("text_config", values)
+    section |= keys
+    for key in [key for key, value in section.items() if value is None]:
+        del section[key]
+    (path / "config.json").write_text(json.dumps(values))
     expected = published_logits(checkpoint_of(name))[0]
     assert_close(logits_in_steps(ModelDriver(path, max_positions=LENGTH), PROMPT, LENGTH), expected)
 

@@ -24,7 +24,7 @@ from tensor_parallel_ranks import run_ranks
 
 IDS = random.Random(3).choices(range(97), k=41)
 FAMILIES = ("qwen 3-next", "qwen 3.5 with vision", "glm 4.5", "deepseek v3", "glm 4.7 flash", "longcat-flash")
-FAMILIES += ("deepseek v3.2", "mimo v2 flash")
+FAMILIES += ("deepseek v3.2", "mimo v2 flash", "ling 3")
 _OF_LAYER = {"mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.fc.": "eh_proj."}
 _OF_LAYER |= {"mtp.norm.": "post_norm.", "mtp.layers.0.": "mtp_block."}
 

@@ -33,7 +33,7 @@ def delta_rule(
     q, k, v = split_heads(qkv, heads)
     q, k = (of_value_heads(unit_length(x), heads) for x in (q, k))
     beta = gates.beta.float().sigmoid() * heads.beta_scale
-    inputs = RecurrentInputs(q * heads.key_dim**-0.5, k, v, gates.decay(), beta)
+    inputs = RecurrentInputs(q * heads.key_dim**-0.5, k, v, gates.decay(heads.lowest_decay), beta)
     return compute_rows(qkv, inputs, pool, rows, heads, kept, delta_step, delta_chunks)
 
 

@@ -36,6 +36,9 @@ class RecurrentHeads:
     decays_by_channel: bool = False
     """Whether a token decays each row of a state by a number of its own (Kimi Delta Attention,
     https://arxiv.org/abs/2510.26692): by the delta rule alone, and with keys of its own for each value head."""
+    lowest_decay: float | None = None
+    """With decays by channel, the lowest logarithm that a decay may have; None: there is none. See
+    `DeltaGates.decay`."""
 
     @property
     def num_channels(self) -> int:
@@ -55,12 +58,16 @@ class DeltaGates(NamedTuple):
     step_bias: Tensor
     """[Hv] or [Hv × Dk], as `step`."""
 
-    def decay(self) -> Tensor:
-        """The logarithm g of each token's decay: [T, Hv] or [T, Hv, Dk] float32, at most 0."""
-        rates, sizes = self.log_rate.float().exp(), _step_sizes(self.step, self.step_bias)
-        if sizes.shape[1] > len(rates):
-            return -rates.unsqueeze(1) * sizes.view(len(sizes), len(rates), -1)
-        return -rates * sizes
+    def decay(self, lowest: float | None = None) -> Tensor:
+        """Compute the logarithm g of each token's decay: [T, Hv] or [T, Hv, Dk] float32, at most 0. It is
+        -rate × softplus(step + bias), or with a `lowest` one, lowest × sigmoid(rate × (step + bias))."""
+        rates = self.log_rate.float().exp()
+        if self.step.shape[1] == len(rates):
+            return -rates * _step_sizes(self.step, self.step_bias)
+        rates, shape = rates.unsqueeze(1), (len(self.step), len(rates), -1)
+        if lowest is not None:
+            return lowest * torch.sigmoid(rates * (self.step.float() + self.step_bias.float()).view(shape))
+        return -rates * _step_sizes(self.step, self.step_bias).view(shape)
 
 
 class ScanGates(NamedTuple):

@@ -22,7 +22,7 @@ from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard
 from nvcli.models.short_conv import Convolution
 
-_INPUTS = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
+_QKV = "q_proj", "k_proj", "v_proj"
 
 
 class KimiDeltaAttention(TokenMixer):
@@ -39,10 +39,17 @@ class KimiDeltaAttention(TokenMixer):
     ) -> None:
         super().__init__(spec, cache_layer)
         num_heads, dim = config.num_heads // build.group.size, config.head_dim
-        self.heads = RecurrentHeads(num_heads, dim, num_heads, dim, decays_by_channel=True)
-        self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", _INPUTS)
-        self.decay_proj = ColumnParallelLinear(build, f"{path}.f_b_proj", ("f_b_proj",))
-        self.gate_proj = ColumnParallelLinear(build, f"{path}.g_b_proj", ("g_b_proj",))
+        self.heads = RecurrentHeads(
+            num_heads, dim, num_heads, dim, decays_by_channel=True, lowest_decay=config.lowest_decay
+        )
+        of_gates = ("f_proj", "g_proj") if config.has_whole_gates else ("f_a_proj", "g_a_proj")
+        self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", (*_QKV, *of_gates, "b_proj"))
+        self.gate_size = num_heads * dim if config.has_whole_gates else dim
+        self.decay_proj: ColumnParallelLinear | None = None
+        self.gate_proj: ColumnParallelLinear | None = None
+        if not config.has_whole_gates:
+            self.decay_proj = ColumnParallelLinear(build, f"{path}.f_b_proj", ("f_b_proj",))
+            self.gate_proj = ColumnParallelLinear(build, f"{path}.g_b_proj", ("g_b_proj",))
         self.conv = Convolution(build, [f"{path}.{name}" for name in CONVOLUTIONS])
         self.log_rate = TensorShard(build, f"{path}.A_log")  # [N]
         self.step_bias = TensorShard(build, f"{path}.dt_bias")  # [N × D]
@@ -55,15 +62,16 @@ class KimiDeltaAttention(TokenMixer):
         assert isinstance(x, Tensor), "its input is not quantised"
         conv_pool, pool, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
         heads, adapters = self.heads, batch.token_adapters
-        sizes = heads.num_channels, heads.key_dim, heads.value_dim, heads.num_value_heads
+        sizes = heads.num_channels, self.gate_size, self.gate_size, heads.num_value_heads
         inputs, for_decays, for_gates, beta = self.in_proj(x, adapters).split(sizes, dim=1)
         qkv = self.conv(inputs, conv_pool, rows, kept)
         gates = DeltaGates(
             beta=beta,
-            step=self.decay_proj(for_decays, adapters),
+            step=for_decays if self.decay_proj is None else self.decay_proj(for_decays, adapters),
             log_rate=self.log_rate.weight,
             step_bias=self.step_bias.weight,
         )
         out = delta_rule(qkv, gates, pool, rows, heads, kept)
-        output_gates = self.gate_proj(for_gates, adapters).view_as(out)
+        output_gates = for_gates if self.gate_proj is None else self.gate_proj(for_gates, adapters)
+        output_gates = output_gates.view_as(out)
         return gated_rms_norm(out, output_gates, self.norm.weight, self.norm.eps, function="sigmoid").flatten(1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.gates import gate_values
 from nvcli.kernels.invariant_linear import invariant_by_head
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.latent_types import LatentHeads
@@ -19,6 +20,7 @@ from nvcli.kernels.latents import rotate_and_store
 from nvcli.kernels.norm import rms_norm
 from nvcli.models.indexer import Indexer
 from nvcli.models.layers import Angles, Norm, TokenMixer
+from nvcli.models.mixers.attention import GATE
 from nvcli.models.mixers.latent_attention import FROM_LATENTS, LatentAttentionConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard, values_of
@@ -54,6 +56,9 @@ class LatentAttention(TokenMixer):
         if config.query_rank is not None:
             self.q_norm = Norm(build, f"{path}.q_a_layernorm", norm)
             self.q_b_proj = ColumnParallelLinear(build, f"{path}.q_b_proj", ("q_b_proj",))
+        self.gate_proj: ColumnParallelLinear | None = None
+        if config.has_gates:
+            self.gate_proj = ColumnParallelLinear(build, f"{path}.{GATE}", (GATE,))
         self.indexer: Indexer | None = None
         if config.chooser is not None:
             self.indexer = Indexer(build, f"{path}.indexer", config.chooser, spec, cache_layer)
@@ -69,7 +74,7 @@ class LatentAttention(TokenMixer):
 
     @property
     def reads_values(self) -> bool:
-        return self.indexer is not None
+        return self.indexer is not None or self.gate_proj is not None
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Store the tokens' latents and rotated keys, and attend to those of all tokens."""
@@ -127,7 +132,9 @@ class LatentAttention(TokenMixer):
             batch.backend.projected.forward(
                 self.spec, self.cache_layer, projected_queries, from_latents, batch, out[num_absorbed:]
             )
-        return out.flatten(1)
+        if self.gate_proj is None:
+            return out.flatten(1)
+        return gate_values(out.flatten(1), self.gate_proj(values_of(x), adapters))
 
     def _attend(self, absorbed: Tensor, keys: Tensor | None, batch: ForwardBatch) -> Tensor:
         """Attend with absorbed queries [T, N, D] to all keys, or to chosen ones: → [T, N, L]. `keys`: the tokens' own,

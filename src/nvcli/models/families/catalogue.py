@@ -26,6 +26,7 @@ from nvcli.models.families.idefics3 import IDEFICS3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
 from nvcli.models.families.kimi_linear import KIMI_LINEAR
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3
+from nvcli.models.families.ling import LING
 from nvcli.models.families.llama import CWM, HELIUM, INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.llama4 import LLAMA4
 from nvcli.models.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
@@ -130,6 +131,7 @@ FAMILIES: tuple[Family, ...] = (
     AXK1,
     YOUTU,
     KIMI_LINEAR,
+    LING,
     LONGCAT_FLASH,
     COHERE,
     COHERE2,

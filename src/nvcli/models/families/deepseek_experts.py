@@ -5,7 +5,10 @@ share."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from nvcli.core.validation import show
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
@@ -52,6 +55,33 @@ def shared_experts(config: ModelFile, count_key: str) -> MLPConfig | None:
         return None
     size = config.positive("moe_intermediate_size") * config.positive(count_key)
     return MLPConfig(intermediate_size=size, activation=config.activation())
+
+
+def read_limits(config: ModelFile, key: str) -> list[float | None]:
+    """Read a list of what layers are clamped to, which has an entry for each, and may have others behind them; 0, null
+    and an absent list clamp nothing."""
+    found, count = config.values.get(key), config.num_layers()
+    if found is None:
+        return [None] * count
+    if not isinstance(found, list) or len(found) < count:
+        raise config.error(key, f"{show(found)} is not a list for {count} layers")
+    limits = {str(number): limit for number, limit in enumerate(found[:count])}
+    numbers = config.with_values(limits, f"{config.section}{key}.")
+    return [None if limit in (None, 0) else numbers.positive_number(number) for number, limit in limits.items()]
+
+
+def with_limits(
+    mlp: MLPConfig | ExpertsConfig, limit: float | None, of_shared: float | None
+) -> MLPConfig | ExpertsConfig:
+    """Return experts that are clamped to a `limit`, and a shared one or a dense MLP to its own; None: they are not."""
+    if isinstance(mlp, MLPConfig):
+        return replace(mlp, limit=of_shared)
+    experts = mlp
+    if limit is not None:
+        experts = replace(experts, activation=ExpertActivation(kind="clamped_silu", limit=limit))
+    if of_shared is not None and isinstance(experts.shared, MLPConfig):
+        experts = replace(experts, shared=replace(experts.shared, limit=of_shared))
+    return experts
 
 
 def layout_without_predictions(config: ModelFile) -> CheckpointLayout:

@@ -15,15 +15,8 @@ from nvcli.models.layer_config import DecoderConfig
 from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
 
 _SECTION = "linear_attn_config"
-_NAMES = (
-    *MIXTRAL_NAMES,
-    (".forget_gate.f_a_proj.", ".f_a_proj."),
-    (".forget_gate.f_b_proj.", ".f_b_proj."),
-    (".forget_gate.A_log", ".A_log"),
-    (".forget_gate.dt_bias", ".dt_bias"),
-    (".self_attn.conv1d.", ".self_attn.qkv_conv1d."),
-)
-"""Names in the published files and in those of transformers, and the decoder's."""
+NAMES_OF_DELTA = ((".forget_gate.", "."), (".self_attn.conv1d.", ".self_attn.qkv_conv1d."))
+"""Names of a layer's tensors in files of transformers, and in the decoder."""
 _COMPUTED: dict[str, str | int | bool] = {
     "attn_res_block_size": 0,
     "mla_use_nope": True,
@@ -44,7 +37,7 @@ def read_kimi_linear(config: ModelFile) -> DecoderConfig:
     experts, kinds = read_experts(config), _layer_types(config)
     layers = config.layers(kinds, mixers, config.mlps(experts, config.sparse_layers()))
     layout = layout_without_predictions(config)
-    return config.decoder(layers, layout=replace(layout, renamed=(*layout.renamed, *_NAMES)))
+    return config.decoder(layers, layout=replace(layout, renamed=(*layout.renamed, *MIXTRAL_NAMES, *NAMES_OF_DELTA)))
 
 
 def _read_delta(config: ModelFile) -> KimiDeltaConfig:

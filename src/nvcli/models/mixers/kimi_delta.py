@@ -18,15 +18,19 @@ CONVOLUTIONS = FUSED["qkv_conv1d"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KimiDeltaConfig(RecurrentMixer):
     """A gated delta net that decays each row of a state by a number of its own, in place of attention. Its decays and
-    its output gates are made by pairs of matrices of low rank."""
+    its output gates are each made by a matrix, or by a pair of matrices of low rank."""
 
     name: ClassVar[str] = "self_attn"
     module: ClassVar[str] = "nvcli.models.kimi_delta:KimiDeltaAttention"
     num_heads: int
     head_dim: int
-    """The size of each head's query, key and value, and the rank of the gates' matrices."""
+    """The size of each head's query, key and value, and the rank of pairs of matrices."""
     conv_taps: int
     """The number of tokens that the convolution reads: the token itself, and those right before it."""
+    has_whole_gates: bool = False
+    """Whether decays and gates are each made by one matrix."""
+    lowest_decay: float | None = None
+    """See `RecurrentHeads`."""
 
     @property
     def size(self) -> int:
@@ -52,7 +56,7 @@ class KimiDeltaConfig(RecurrentMixer):
         yield Piece("o_proj", self.size // ranks.size, "o_proj")
 
     def num_kernels(self, ranks: Ranks) -> int:
-        return 8
+        return 6 if self.has_whole_gates else 8
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         """Count the elements: queries, keys and values before the convolution and after it; decays, gates, results
@@ -67,7 +71,9 @@ class KimiDeltaConfig(RecurrentMixer):
             yield from context.input_projection(f"{path}.{name}", size, "attention")
         for name in CONVOLUTIONS:
             yield matrix(f"{path}.{name}", (size, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
-        for gate in "fg":
+        for gate in "fg" if self.has_whole_gates else "":
+            yield from context.input_projection(f"{path}.{gate}_proj", size, "attention")
+        for gate in "" if self.has_whole_gates else "fg":
             yield matrix(f"{path}.{gate}_a_proj", (rank, hidden), Sharding.REPLICATED, dtype, "attention")
             yield matrix(f"{path}.{gate}_b_proj", (size, rank), Sharding.ROWS, dtype, "attention")
         yield from context.input_projection(f"{path}.b_proj", self.num_heads, "attention")

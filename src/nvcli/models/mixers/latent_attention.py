@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.spec import AttentionSpec, HeadSizes
 from nvcli.core.config_types import KeptWeights
-from nvcli.models.mixers.attention import QueryScaling
+from nvcli.models.mixers.attention import GATE, QueryScaling
 from nvcli.models.mixers.indexer import INDEX_KEYS, IndexerConfig
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
 from nvcli.models.rope_config import RopeConfig
@@ -53,6 +53,8 @@ class LatentAttentionConfig(Mixer):
     query_factor: float = 1.0
     latent_factor: float = 1.0
     """Factors of the normed latent vectors, of queries and of keys and values."""
+    has_gates: bool = False
+    """Whether each head's result is multiplied by the sigmoid of a projection of the block's input, `g_proj`."""
     top_k: int | None = None
     """The most keys that a token attends to; None: all."""
     indexer: IndexerConfig | None = None
@@ -150,7 +152,7 @@ class LatentAttentionConfig(Mixer):
         )
 
     def num_kernels(self, ranks: Ranks) -> int:
-        return (7 if self.query_rank is None else 9) + (0 if self.chooser is None else 5)
+        return (7 if self.query_rank is None else 9) + 2 * self.has_gates + (0 if self.chooser is None else 5)
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.num_heads % ranks.size:
@@ -197,6 +199,8 @@ class LatentAttentionConfig(Mixer):
             yield matrix(f"{path}.q_b_proj", shape, Sharding.ROWS, dtype, "attention", ("q_b_proj",))
             if self.chooser is not None:
                 yield from self.chooser.tensors(path, context, self.query_rank, fused)
+        if self.has_gates:
+            yield from context.input_projection(f"{path}.{GATE}", heads, "attention")
         latents = matrix(f"{path}.{LATENTS}", (self.key_dim, hidden), Sharding.REPLICATED, dtype, "attention", fused)
         yield from with_bias(latents, bias=self.bias)
         factor = self.latent_factor

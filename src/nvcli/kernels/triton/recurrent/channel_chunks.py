@@ -118,7 +118,7 @@ def _solve_channels_kernel(
             k_ptrs = q_ptrs + VALUE_HEADS * KEY_DIM
             q = tl.load(q_ptrs, mask=mask, other=0.0).to(tl.float32) * q_scale[:, None]
             k = tl.load(k_ptrs, mask=mask, other=0.0).to(tl.float32) * k_scale[:, None]
-            decay = read_decays(gates, token[:, None], head, i[None, :], mask, step_stride, KEY_DIM)
+            decay = read_decays(gates, token[:, None], head, i[None, :], mask, step_stride, HEADS)
             total = tl.cumsum(decay, 0)
             own_similarity += tl.sum(q * k, 1)
             for level in tl.static_range(4):

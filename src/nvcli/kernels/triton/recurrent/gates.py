@@ -26,13 +26,15 @@ def read_beta(gates, token, head, is_token, beta_stride, BETA_SCALE: tl.constexp
 
 
 @triton.jit
-def read_decays(gates, token, head, channel, mask, step_stride, KEY_DIM: tl.constexpr):
+def read_decays(gates, token, head, channel, mask, step_stride, HEADS: tl.constexpr):
     """Return the logarithms of the decays of rows `channel` of a head's state, where each row has its own; 0 outside
     `mask`. `token` and `channel` have the shape of the result."""
-    at = head * KEY_DIM + channel
+    at = head * HEADS.key_dim + channel
     step = tl.load(gates.step + token * step_stride + at, mask=mask, other=0.0).to(tl.float32)
     bias = tl.load(gates.step_bias + at, mask=mask, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(gates.log_rate + head).to(tl.float32))
+    if HEADS.lowest_decay is not None:
+        return tl.where(mask, HEADS.lowest_decay * tl.sigmoid(rate * (step + bias)), 0.0)
     return tl.where(mask, -rate * _softplus(step + bias), 0.0)
 
 

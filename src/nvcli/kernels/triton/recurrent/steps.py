@@ -48,7 +48,7 @@ def _add_token(state, token, head, i, j, qkv_ptr, gates, beta_stride, step_strid
     token = token.to(tl.int64)
     if HEADS.decays_by_channel:
         factor = read_beta(gates, token, head, True, beta_stride, HEADS.beta_scale)
-        decay = read_decays(gates, token, head, i, in_key, step_stride, KEY_DIM)
+        decay = read_decays(gates, token, head, i, in_key, step_stride, HEADS)
         state *= tl.exp(decay)[:, None]
     else:
         factor, decay = read_gates(gates, token, head, True, beta_stride, step_stride, RULE, HEADS.beta_scale)
