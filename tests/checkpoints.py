@@ -112,6 +112,18 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "QianfanOCR": ("Qwen3", "QianfanOCRVision", {**_VISION, "num_hidden_layers": 2, "image_size": 32, "patch_size": 4}),
     "Mistral3": ("Ministral3", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
     "Glm4v": ("Glm4vText", "Glm4vVision", {**_QWEN_OR_GLM, "image_size": 24}),
+    "Step3p7": (
+        "Step3p7Text",
+        "Step3p7Vision",
+        {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 4,
+            "max_position_embeddings": 16,
+        },
+    ),
     "Glm4vMoe": ("Glm4vMoeText", "Glm4vMoeVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "GlmOcr": ("GlmOcrText", "GlmOcrVision", _QWEN_OR_GLM),
     "PaddleOCRVL": ("PaddleOCRText", "PaddleOCRVision", {**_VISION, "image_size": 24, "patch_size": 4}),
@@ -218,7 +230,7 @@ def tiny_model_config(**overrides: Any) -> dict[str, Any]:
 
 SINCE = {
     **dict.fromkeys(("Bamba", "Beam", "Flint", "GptOss", "Kolibri1", "Lfm3", "Mamba2", "MiniMaxM2", "Olmo3"), "5.23"),
-    **dict.fromkeys(("BailingHybrid", "MiMoV2Flash"), "5.23"),
+    **dict.fromkeys(("BailingHybrid", "MiMoV2Flash", "Step3p7"), "5.23"),
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
     **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
     **dict.fromkeys(("AXK1", "Dbrx", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
@@ -241,6 +253,7 @@ _UNKNOWN_BEFORE = {
         "Lfm3",
         "Mellum",
         "MiMoV2Flash",
+        "Step3p7",
     ),
     *("MiniCPM3", "MuseGlimmer", "NemotronH", "Olmo3"),
 }

@@ -199,6 +199,34 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "step 3.7 with vision": (
+        "Step3p7",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "sliding_window": 20,
+            "num_sliding_attention_heads": 6,
+            "n_routed_experts": 8,
+            "share_expert_dim": 40,
+            "moe_router_scaling_factor": 1.5,
+            "swiglu_limits": [0.0, None, 0.4, 0.0],
+            "swiglu_limits_shared": [0.5, 0.0, None, 0.6],
+            "rope_parameters": {
+                FULL: {
+                    "rope_type": "llama3",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.5,
+                    "factor": 4.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+            },
+        },
+    ),
     "dbrx": (
         "Dbrx",
         {

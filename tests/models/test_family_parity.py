@@ -22,7 +22,7 @@ from torch import Tensor
 from batches import RequestState, make_batch
 from checkpoints import edit_weights, is_too_old, reference_logits_of, reference_model, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
-from family_shapes import LONGEST_SHORT_RUN, SHAPES
+from family_shapes import FULL, LONGEST_SHORT_RUN, SHAPES, SLIDING
 from model_driver import ModelDriver
 from nvcli.models.config import load_model_config
 from nvcli.models.experts import Router
@@ -86,6 +86,35 @@ PUBLISHED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
             "linear_head_dim": None,
             "num_experts_per_tok": 3,
             "num_experts_per_token": None,
+        },
+    ),
+    "step 3.7 with vision": (
+        {},
+        {
+            "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING],
+            "mlp_layer_types": None,
+            "moe_layers_enum": "1,2,3",
+            "num_key_value_heads": None,
+            "num_attention_groups": 2,
+            "n_routed_experts": None,
+            "moe_num_experts": 8,
+            "num_experts_per_tok": None,
+            "moe_top_k": 3,
+            "num_nextn_predict_layers": 1,
+            "num_sliding_attention_heads": None,
+            "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2},
+            "rope_parameters": None,
+            "rope_theta": [10000.0, 100.0, 100.0, 10000.0, 100.0],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            "swiglu_limits": [0.0, 0.0, 0.4, 0.0, 0.0],
+            "swiglu_limits_shared": [0.5, 0.0, 0.0, 0.6, 0.0],
         },
     ),
 }

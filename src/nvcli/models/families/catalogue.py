@@ -56,6 +56,7 @@ from nvcli.models.families.qwen import (
 from nvcli.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nvcli.models.families.seed_oss import SEED_OSS
 from nvcli.models.families.stablelm import STABLELM
+from nvcli.models.families.step import STEP
 from nvcli.models.families.windowed_experts import FLINT, KOLIBRI, MELLUM
 
 FAMILIES: tuple[Family, ...] = (
@@ -141,6 +142,7 @@ FAMILIES: tuple[Family, ...] = (
     MINIMAX_TEXT_01,
     MINIMAX_M2,
     MIMO_V2_FLASH,
+    STEP,
     ERNIE,
     ERNIE_MOE,
     PADDLEOCR_VL,
