@@ -230,7 +230,7 @@ def tiny_model_config(**overrides: Any) -> dict[str, Any]:
 
 SINCE = {
     **dict.fromkeys(("Bamba", "Beam", "Flint", "GptOss", "Kolibri1", "Lfm3", "Mamba2", "MiniMaxM2", "Olmo3"), "5.23"),
-    **dict.fromkeys(("BailingHybrid", "MiMoV2Flash", "Step3p7"), "5.23"),
+    **dict.fromkeys(("AXK2", "BailingHybrid", "MiMoV2Flash", "Step3p7"), "5.23"),
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
     **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
     **dict.fromkeys(("AXK1", "Dbrx", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
@@ -240,6 +240,7 @@ SINCE = {
 MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
 _UNKNOWN_BEFORE = {
     *(
+        "AXK2",
         "BailingHybrid",
         "Beam",
         "DeepseekV32",

@@ -424,6 +424,16 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _YARN,
         },
     ),
+    "a.x-k2": (
+        "AXK2",
+        {
+            **_LATENT_EXPERTS,
+            **_CHOICE,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "gated_norm_rank": 8,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "a.x-k1": (
         "AXK1",
         {**_LATENT_EXPERTS, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]},

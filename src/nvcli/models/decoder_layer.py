@@ -16,7 +16,7 @@ from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import sum_in_order
 from nvcli.models.layer_config import SHORTCUT, LayerConfig
 from nvcli.models.layer_inputs import LayerInput
-from nvcli.models.layers import Angles, FeedForward, InputNorm, ResultNorm, TokenMixer
+from nvcli.models.layers import Angles, FeedForward, GatedInputNorm, InputNorm, ResultNorm, TokenMixer
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, TensorShard
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -48,7 +48,10 @@ class DecoderLayer(nn.Module):
         of_places = [norm] * 4 if norms.epsilons is None else [replace(norm, eps=eps) for eps in norms.epsilons]
 
         def before(name: str | None, of_place: NormConfig, *, is_summed: bool) -> InputNorm | None:
-            return None if name is None else InputNorm(own, f"{path}.{name}", of_place, is_summed=is_summed)
+            if name is None:
+                return None
+            kind = GatedInputNorm if name in norms.gated else InputNorm
+            return kind(own, f"{path}.{name}", of_place, is_summed=is_summed)
 
         def after(name: str | None, of_place: NormConfig, *, is_summed: bool = False) -> ResultNorm | None:
             return None if name is None else ResultNorm(own, f"{path}.{name}", of_place, is_summed=is_summed)

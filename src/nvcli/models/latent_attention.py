@@ -91,8 +91,13 @@ class LatentAttention(TokenMixer):
             if self.indexer is not None:
                 index_keys = queries[:, config.query_rank :]
                 choice = self.indexer.store(values_of(x), query_latents, index_keys, cos_sin, batch, num_absorbed)
+            if config.gates_in_queries:
+                query_latents = torch.cat((query_latents, queries[:, : config.query_rank]), dim=1)
             queries = self.q_b_proj(query_latents, adapters)
-        queries = queries.unflatten(1, (heads.num_heads, config.query_dim))
+        queries, gates = queries.unflatten(1, (heads.num_heads, config.projected_dim)), None
+        if config.gates_in_queries:
+            gates = queries[..., config.query_dim :].flatten(1)
+            queries = queries[..., : config.query_dim].contiguous()
         from_latents: Tensor = self.from_latents.weight
         weight = from_latents.view(heads.num_heads, -1, config.latent_dim)
         absorbed = queries.new_empty(num_absorbed, heads.num_heads, config.key_dim)
@@ -132,9 +137,9 @@ class LatentAttention(TokenMixer):
             batch.backend.projected.forward(
                 self.spec, self.cache_layer, projected_queries, from_latents, batch, out[num_absorbed:]
             )
-        if self.gate_proj is None:
-            return out.flatten(1)
-        return gate_values(out.flatten(1), self.gate_proj(values_of(x), adapters))
+        if self.gate_proj is not None:
+            gates = self.gate_proj(values_of(x), adapters)
+        return out.flatten(1) if gates is None else gate_values(out.flatten(1), gates)
 
     def _attend(self, absorbed: Tensor, keys: Tensor | None, batch: ForwardBatch) -> Tensor:
         """Attend with absorbed queries [T, N, D] to all keys, or to chosen ones: → [T, N, L]. `keys`: the tokens' own,

@@ -13,11 +13,13 @@ from nvcli.kernels.expert_settings import Routing
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.draft_head_config import DraftHeadConfig
 from nvcli.models.mixers.mixer import Block, FeedForward, LayerContext, Mixer, NormConfig
-from nvcli.models.tensor_spec import Sharding, TensorSpec, vector
+from nvcli.models.tensor_spec import Sharding, TensorSpec, matrix, vector
 from nvcli.worker.distributed.stage import Stage
 
 SHORTCUT = "shortcut"
 """The name of a layer's shortcut in the decoder."""
+TO_GATES, FROM_GATES = "W_down", "W_up"
+"""The matrices of a norm's gates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,10 @@ class LayerNorms:
     """Weights of the norms after blocks are multiplied by it when they are loaded."""
     epsilons: tuple[float, float, float, float] | None = None
     """The epsilons of the norms at these four places; None: that of all norms of the decoder."""
+    gated: tuple[str, ...] = ()
+    """The norms before blocks whose result is multiplied by gates: the sigmoid of an MLP of the result itself."""
+    gate_rank: int = 0
+    """The size of what these MLPs compute in between."""
     stream_factors: tuple[float, float] | None = None
     """With it the residual stream goes on from what the norms before the mixer and before the MLP give, multiplied by
     these numbers (post-norm); None: from what these norms read."""
@@ -114,6 +120,11 @@ class LayerConfig:
             yield from (tensor.whole() for tensor in tensors) if is_whole else tensors
         for name, factor in self.norms.factors():
             yield from context.norm_tensors(f"{path}.{name}", factor=factor)
+            if name in self.norms.gated:
+                shape = self.norms.gate_rank, context.hidden_size
+                for kind, sizes in ((TO_GATES, shape), (FROM_GATES, shape[::-1])):
+                    weight = matrix(f"{path}.{name}.{kind}", sizes, Sharding.REPLICATED, context.dtype, "norms")
+                    yield replace(weight, in_linear_layer=False)
         if self.has_scalar:
             yield vector(f"{path}.layer_scalar", 1, Sharding.REPLICATED, "norms", context.dtype)
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
@@ -26,12 +27,14 @@ from nvcli.kernels.activation import clamped_silu_and_mul
 from nvcli.kernels.fp8 import norm_and_quantise
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
-from nvcli.kernels.invariant_linear import row_by_row
+from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
 from nvcli.kernels.key_copies import copy_keys
+from nvcli.kernels.linear import linear
 from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import add_normed, add_rms_norm, rms_norm
 from nvcli.kernels.rotary import norm_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
+from nvcli.models.layer_config import FROM_GATES, TO_GATES
 from nvcli.models.mixers.attention import GATE, GATE_BIAS, AttentionConfig
 from nvcli.models.mixers.mixer import NormConfig, Rotation
 from nvcli.models.mixers.mlp import MLPConfig
@@ -114,6 +117,28 @@ class InputNorm(Norm):
             return add_rms_norm(delta, residual, self.weight, self.eps, is_centered=self.is_centered)
         scaling = None if self._keeps_values else self._scaling
         return self.group.add_rms_norm(delta, residual, self.weight, self.eps, scaling, is_centered=self.is_centered)
+
+
+class GatedInputNorm(InputNorm):
+    """Norms as `InputNorm` does, and multiplies the result y by sigmoid(up(silu(down(y)))). It quantises nothing."""
+
+    def __init__(self, build: BuildContext, path: str, config: NormConfig, *, is_summed: bool = False) -> None:
+        super().__init__(build, path, config, is_summed=is_summed)
+        self.down, self.up = (TensorShard(build, f"{path}.{name}.weight") for name in (TO_GATES, FROM_GATES))
+        self.batch_invariant = build.batch_invariant
+
+    def quantise_for(self, layer: ColumnParallelLinear, *, keeps_values: bool = False) -> None:
+        """Do nothing: the gates want the values."""
+
+    def forward(self, delta: Tensor | None, residual: Tensor) -> Activations:
+        x = super().forward(delta, residual)
+        assert isinstance(x, Tensor)
+        gates = row_by_row(self._gates, x) if self.batch_invariant else self._gates(x)
+        return gate_values(x, gates)
+
+    def _gates(self, x: Tensor) -> Tensor:
+        product = invariant_linear if self.batch_invariant else linear
+        return product(F.silu(product(x, self.down.weight, None)), self.up.weight, None)
 
 
 class ResultNorm(Norm):

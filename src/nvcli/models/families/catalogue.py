@@ -7,7 +7,7 @@ from nvcli.models.families.bamba import BAMBA
 from nvcli.models.families.beam import BEAM
 from nvcli.models.families.cohere2 import AYA_VISION, COHERE, COHERE2, COHERE2_MOE, COMMAND_A_VISION
 from nvcli.models.families.dbrx import DBRX
-from nvcli.models.families.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
+from nvcli.models.families.deepseek import AXK1, AXK2, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
 from nvcli.models.families.exaone import EXAONE4, EXAONE4_5, EXAONE_MOE
@@ -130,6 +130,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V3,
     DEEPSEEK_V32,
     AXK1,
+    AXK2,
     YOUTU,
     KIMI_LINEAR,
     LING,

@@ -2,7 +2,7 @@
 Kimi-K2 have too: latent attention, and a mixture of experts after dense layers. A.X-K1
 (https://arxiv.org/abs/2601.09200) norms what its experts give; Youtu-LLM is dense. Of Kimi-K2.5
 (https://arxiv.org/abs/2602.02276) the vision tower is not computed. In DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556)
-tokens attend to a choice of keys."""
+tokens attend to a choice of keys; A.X-K2 (https://huggingface.co/skt/A.X-K2) also has gates in norms and attention."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 
 _AFTER_EXPERTS = "post_mlp_layernorm"
+_GATED_NORM = ("layernorm.norm.", "layernorm.")
+"""The name of the weight of gated norms in files and in the decoder."""
 
 
 def read_deepseek_v2(config: ModelFile) -> DecoderConfig:
@@ -66,6 +68,22 @@ def read_axk1(config: ModelFile) -> DecoderConfig:
         (sparse if has_experts else dense for has_experts in is_sparse),
         layout=replace(layout, left=(*layout.left, *unread)),
     )
+
+
+def read_axk2(config: ModelFile) -> DecoderConfig:
+    """Read A.X-K2, whose norms before attention and before experts are gated."""
+    config.only("moe_layer_freq", 1)
+    for key in ("attention_output_gate", "gated_norm"):
+        config.only(key, True)
+    attention = replace(_attention(config), gates_in_queries=True)
+    mixer = read_chosen_keys(config, attention, is_interleaved=False)
+    norms = LayerNorms(gated=("input_layernorm",), gate_rank=config.positive("gated_norm_rank", 16))
+    dense = LayerConfig(mixer=mixer, mlp=config.mlp(), norms=norms)
+    of_experts = replace(norms, gated=(*norms.gated, "post_attention_layernorm"))
+    sparse = replace(dense, mlp=read_experts(config), norms=of_experts)
+    layout = layout_without_predictions(config)
+    layers = (sparse if has_experts else dense for has_experts in config.sparse_layers())
+    return with_indexers(config.decoder(layers, layout=replace(layout, renamed=(*layout.renamed, _GATED_NORM))))
 
 
 def read_youtu(config: ModelFile) -> DecoderConfig:
@@ -118,6 +136,14 @@ AXK1 = Family(
     examples=("skt/A.X-K1",),
     read=read_axk1,
     defaults={"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+)
+AXK2 = Family(
+    name="A.X-K2",
+    architectures=("AXK2ForCausalLM",),
+    features="as DeepSeek-V3.2; gated norms and gated attention",
+    examples=("skt/A.X-K2",),
+    read=read_axk2,
+    defaults={"routed_scaling_factor": 2.5, "index_n_heads": 16},
 )
 YOUTU = Family(
     name="Youtu-LLM",

@@ -55,6 +55,9 @@ class LatentAttentionConfig(Mixer):
     """Factors of the normed latent vectors, of queries and of keys and values."""
     has_gates: bool = False
     """Whether each head's result is multiplied by the sigmoid of a projection of the block's input, `g_proj`."""
+    gates_in_queries: bool = False
+    """Whether each number of the results is multiplied by the sigmoid of a gate. The query projection has the gates'
+    rows, those of each head after those of its query, and reads the latent vector both normed and as it is."""
     top_k: int | None = None
     """The most keys that a token attends to; None: all."""
     indexer: IndexerConfig | None = None
@@ -93,6 +96,11 @@ class LatentAttentionConfig(Mixer):
     def query_dim(self) -> int:
         """The size of each head's query before it is absorbed."""
         return self.plain_dim + self.rope_dim
+
+    @property
+    def projected_dim(self) -> int:
+        """The numbers that the query projection makes for each head: its query, and its gates if they are there."""
+        return self.query_dim + self.gates_in_queries * self.value_dim
 
     @property
     def key_dim(self) -> int:
@@ -160,7 +168,7 @@ class LatentAttentionConfig(Mixer):
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         heads = self.num_heads // ranks.size
-        queries = heads * self.query_dim
+        queries = heads * self.projected_dim
         if self.query_rank is None:
             yield Piece("q_proj", queries, None, queries + self.key_dim)
         else:
@@ -175,6 +183,8 @@ class LatentAttentionConfig(Mixer):
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         """Count the elements: queries as they are projected and as they are absorbed, and results in both forms."""
         of_head = self.query_dim + self.key_dim + self.latent_dim + self.value_dim
+        if self.gates_in_queries:  # and both apart
+            of_head += self.query_dim + 2 * self.value_dim
         of_choice = 0 if self.chooser is None else (self.chooser.num_heads + 1) * self.chooser.head_dim + hidden_size
         of_token = 3 * hidden_size + 2 * (self.query_rank or 0) + 2 * self.key_dim + of_choice
         return of_token + self.num_heads // ranks.size * of_head
@@ -186,7 +196,7 @@ class LatentAttentionConfig(Mixer):
         """Yield the tensors. Each rank has all latents, and some of the heads. The projection from latents is never
         quantised: queries and results are multiplied by its parts."""
         hidden, dtype, heads = context.hidden_size, context.dtype, self.num_heads
-        queries, fused = heads * self.query_dim, self.input_projections
+        queries, fused = heads * self.projected_dim, self.input_projections
         if self.query_rank is None:
             yield matrix(f"{path}.q_proj", (queries, hidden), Sharding.ROWS, dtype, "attention", fused)
         else:
@@ -195,7 +205,7 @@ class LatentAttentionConfig(Mixer):
             yield from with_bias(q_a_proj, bias=self.bias)
             factor = self.query_factor
             yield context.norm_weight(f"{path}.q_a_layernorm", self.query_rank, "attention", factor=factor)
-            shape = queries, self.query_rank
+            shape = queries, (1 + self.gates_in_queries) * self.query_rank
             yield matrix(f"{path}.q_b_proj", shape, Sharding.ROWS, dtype, "attention", ("q_b_proj",))
             if self.chooser is not None:
                 yield from self.chooser.tensors(path, context, self.query_rank, fused)
