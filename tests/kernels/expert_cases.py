@@ -16,7 +16,7 @@ from nvcli.kernels.mxfp4 import dequantise, numbers_of_codes
 from nvcli.kernels.weight_formats import FP8Scaling, W4Format
 
 SILU = ExpertActivation()
-GPT_OSS = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=7.0)
+GPT_OSS = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=7.0, offset=1.0)
 CLAMPED_SILU = ExpertActivation(kind="clamped_silu", limit=0.5)
 Format = None | FP8Scaling | W4Format
 """None: plain numbers."""

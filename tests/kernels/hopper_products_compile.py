@@ -53,7 +53,7 @@ def launch_fp8() -> Iterator[Any]:
     grouped = hopper_fp8.Grouped(WorkList(pairs, torch.zeros(6, ITEM_FIELDS.value, dtype=torch.int32), 128), routes)
     out = torch.zeros(2, ROWS // 2, OUT_FEATURES // 4, dtype=torch.bfloat16)
     gated = weight.unflatten(0, (3, -1)), scales.unflatten(0, (3, -1))
-    clamped = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=7.0)
+    clamped = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=7.0, offset=1.0)
     without_bias = (ExpertActivation(), None), (ExpertActivation(kind="clamped_silu", limit=7.0), None)
     for activation, bias in (*without_bias, (clamped, torch.zeros(OUT_FEATURES, dtype=torch.bfloat16))):
         hopper_fp8.linear(x, *experts, HopperFP8Launch(2, 2, 2), out, grouped, bias)

@@ -46,7 +46,7 @@ SMALL = (4, 2, 256, 128)
 # Qwen3-MoE's kind, and sizes that no tile divides.
 SHAPES: list[Shape] = [(128, 8, 2048, 768), (8, 2, 1008, 384)] if HAS_GPU else [SMALL, (3, 1, 144, 128)]
 NUM_TOKENS = [1, 16, 300, 3000] if HAS_GPU else [1, 20]
-CLAMPED = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=1.0)
+CLAMPED = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=1.0, offset=0.5)
 ACTIVATIONS = [SILU, ExpertActivation(kind="gelu_tanh"), CLAMPED, CLAMPED_SILU]
 KINDS = pytest.mark.parametrize("kind", FORMATS)
 

@@ -60,7 +60,11 @@ def clamped(gate: Tensor, up: Tensor, kind: hopper_fp8_kernel.HopperFP8Kind) -> 
     if activation.kind == "clamped_silu":
         return F.silu(gate).clamp(max=activation.limit) * up.clamp(-activation.limit, activation.limit)
     gate = gate.clamp(max=activation.limit)
-    return gate * torch.sigmoid(activation.alpha * gate) * (up.clamp(-activation.limit, activation.limit) + 1)
+    return (
+        gate
+        * torch.sigmoid(activation.alpha * gate)
+        * (up.clamp(-activation.limit, activation.limit) + activation.offset)
+    )
 
 
 @pytest.fixture

@@ -49,12 +49,14 @@ class ExpertActivation:
 
     `silu`: silu(gate) × up. `clamped_silu`: the same with silu(gate) at most `limit` and up within ±`limit`.
     `gelu_tanh`: gelu(gate) × up, with the approximation of gelu by tanh. `clamped_swiglu` (gpt-oss): with the gate at
-    most `limit` and up within ±`limit`, gate × sigmoid(`alpha` × gate) × (up + 1). `relu2`, without a gate: relu(up)².
+    most `limit` and up within ±`limit`, gate × sigmoid(`alpha` × gate) × (up + `offset`). `relu2`, without a gate:
+    relu(up)².
     """
 
     kind: Literal["silu", "clamped_silu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
     alpha: float = 1.0
     limit: float = 0.0
+    offset: float = 0.0
 
     @property
     def is_gated(self) -> bool:

@@ -140,4 +140,4 @@ def activate(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
     if activation.kind == "clamped_silu":
         return clamped_silu_and_mul(gate_up, activation.limit)
     gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
+    return gate * torch.sigmoid(gate * activation.alpha) * (up + activation.offset)

@@ -28,6 +28,7 @@ def read(config: ModelFile) -> DecoderConfig:
         kind="clamped_swiglu",
         alpha=config.positive_number("swiglu_alpha", 1.702),
         limit=config.positive_number("swiglu_limit", 7.0),
+        offset=1.0,
     )
     experts = config.experts(
         config.routing(renormalise=True),

@@ -47,7 +47,7 @@ def activate_gated(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION.kind == "clamped_swiglu":
         LIMIT: tl.constexpr = ACTIVATION.limit
         gate = tl.where(gate > LIMIT, LIMIT, gate)
-        return gate * tl.sigmoid(ACTIVATION.alpha * gate) * (clamp(up, LIMIT) + 1)
+        return gate * tl.sigmoid(ACTIVATION.alpha * gate) * (clamp(up, LIMIT) + ACTIVATION.offset)
     factor = activate(gate, ACTIVATION.kind == "gelu_tanh")
     if ACTIVATION.kind == "clamped_silu":
         factor = tl.where(factor > ACTIVATION.limit, ACTIVATION.limit, factor)

@@ -187,7 +187,8 @@ def _clamped_code(kind):
         min.NaN.f32 gate, $1, {activation.limit:.9e};
         min.NaN.f32 up, $2, {activation.limit:.9e};
         max.NaN.f32 up, up, {-activation.limit:.9e};
-        fma.rn.f32 up, up, gate, gate;
+        mul.f32 t, gate, {activation.offset:.9e};
+        fma.rn.f32 up, up, gate, t;
         mul.f32 t, gate, {-1.4426950408889634 * activation.alpha:.9e};
         ex2.approx.ftz.f32 t, t;
         add.f32 t, t, 0f3F800000;

@@ -250,7 +250,7 @@ def _activate(gate, up, ACTIVATION: gl.constexpr):
     argument = gate
     if ACTIVATION.kind == "clamped_swiglu":
         gate = gl.where(gate > LIMIT, LIMIT, gate)
-        up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up)) + 1
+        up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up)) + ACTIVATION.offset
         argument = ACTIVATION.alpha * gate
     elif ACTIVATION.kind == "gelu_tanh":
         argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
