@@ -64,24 +64,24 @@ def check(bench: Bench, weight: Tensor, *work: Work, shape: BatchShape) -> None:
     first = step.batch.num_decoded_tokens
     q, _, v = step.inputs[0]
     if first:
-        decoded = bench.backend.forward(spec, layer, q[:first], None, v, step.batch)
+        decoded = bench.backend.forward(spec, layer, q[:first], None, v, step.batch, bench.sinks)
     queries = bench.random(step.batch.num_tokens - first, spec.num_heads, sizes.key_dim)
     out = torch.full((len(queries), spec.num_heads, sizes.value_dim), torch.nan, dtype=DTYPE, device=DEVICE)
-    bench.backend.projected.forward(spec, layer, queries, weight, step.batch, out)
+    bench.backend.projected.forward(spec, layer, queries, weight, step.batch, out, bench.sinks)
     assert out.isfinite().all()
     of_heads = weight.view(spec.num_heads, -1, LATENT)
     for (history, count), start in zip(step.work, step.starts, strict=True):
         kept = torch.cat(history.keys[0])[:, 0, : spec.key_dim]
         if start < first:
             found = decoded[start : start + count]
-            expected = written_out(q[start : start + count], kept[:, None], kept[:, None, :LATENT], spec)
+            expected = written_out(q[start : start + count], kept[:, None], kept[:, None, :LATENT], spec, bench.sinks)
         else:
             both = torch.einsum("tl,hcl->thc", kept[:, :LATENT], of_heads)
             rotated = kept[:, None, LATENT:].expand(-1, spec.num_heads, -1)
             keys = torch.cat((both[..., : sizes.key_dim - ROPE], rotated), dim=-1)
             tokens = slice(start - first, start - first + count)
             found = out[tokens]
-            expected = written_out(queries[tokens], keys, both[..., sizes.key_dim - ROPE :], spec)
+            expected = written_out(queries[tokens], keys, both[..., sizes.key_dim - ROPE :], spec, bench.sinks)
         error = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert bool((error < TOLERANCE[DTYPE]).all()), f"{error.max()}: {count} tokens of {history.state.length}"
 
@@ -112,12 +112,12 @@ def test_steps(num_heads: int, key_dim: int, value_dim: int, block_size: int, kv
 
 @pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
 def test_latents_before_index_keys() -> None:
-    """Chunks of layers whose cache has index keys behind the latents."""
+    """Chunks of layers whose cache has index keys behind the latents, and whose heads have sinks."""
     sizes = HeadSizes(key_dim=192, value_dim=128, rope_dim=ROPE)
     with hopper():
         bench = Bench(
             of_choice, ratio=2, head_dim=LATENT + ROPE + 32, value_dim=LATENT, projected=sizes, top_k=100,
-            index_dim=32, block_size=64, dtype=DTYPE, device=str(DEVICE),
+            index_dim=32, has_sinks=True, block_size=64, dtype=DTYPE, device=str(DEVICE),
         )  # fmt: skip
         bench.leave_garbage(float("nan"))
         weight = bench.random(2 * 256, LATENT) / 4

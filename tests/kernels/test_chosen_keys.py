@@ -102,8 +102,10 @@ def test_chosen_keys(num_heads: int, max_rows: int, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_heads", "num_tokens"), [(4, 8), (4, 1), (80, 8)])
-def test_attention_to_chosen_keys(num_heads: int, num_tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "num_tokens", "has_sinks"), [(4, 8, True), (4, 1, True), (4, 1, False), (80, 8, False)]
+)
+def test_attention_to_chosen_keys(num_heads: int, num_tokens: int, has_sinks: bool, dtype: torch.dtype) -> None:
     """In one part or several, and with more heads than a tile has; what lies in other places may be NaN."""
     picks = torch.stack(
         [
@@ -118,6 +120,7 @@ def test_attention_to_chosen_keys(num_heads: int, num_tokens: int, dtype: torch.
     cache = random(NUM_BLOCKS, BLOCK_SIZE, 60, dtype=dtype)
     cache[..., 48:] = float("nan")
     queries = random(8, num_heads, 48, dtype=dtype, seed=1)
+    sinks = torch.linspace(-4, 6, num_heads)
     results = []
     for module, device in ((reference, CPU), (attend_chosen, DEVICE)):
         tokens = token_keys(device)
@@ -130,6 +133,7 @@ def test_attention_to_chosen_keys(num_heads: int, num_tokens: int, dtype: torch.
             picks[first:].int().to(device),
             out,
             scale=0.3,
+            sinks=sinks.to(device) if has_sinks else None,
         )
         results.append(out.cpu())
     torch.testing.assert_close(results[1], results[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

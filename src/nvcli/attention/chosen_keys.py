@@ -59,12 +59,14 @@ class ChosenKeys:
         keys = batch.kv_cache.layer(layer)[0][:, :, 0, -spec.index_dim :]
         choose_keys(queries, weights, keys, *self._of(spec, batch, len(queries)), self._scores)
 
-    def attend(self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch) -> Tensor:
+    def attend(
+        self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend to the keys that this layer or the last one before it has chosen. queries: [first tokens, num_heads,
-        size of a key] → [first tokens, num_heads, spec.value_dim]."""
+        size of a key]; sinks: as for `AttentionBackend.forward` → [first tokens, num_heads, spec.value_dim]."""
         keys = batch.kv_cache.layer(layer)[0][:, :, 0, : queries.shape[2]]
         out = torch.empty(*queries.shape[:2], spec.result_dim, dtype=queries.dtype, device=queries.device)
-        attend_chosen(queries, keys, *self._of(spec, batch, len(queries)), out, scale=spec.scale)
+        attend_chosen(queries, keys, *self._of(spec, batch, len(queries)), out, scale=spec.scale, sinks=sinks)
         return out
 
     def _of(self, spec: AttentionSpec, batch: ForwardBatch, num_tokens: int) -> tuple[TokenKeys, Tensor]:

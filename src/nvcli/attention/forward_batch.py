@@ -107,13 +107,20 @@ class ProjectedAttention(Protocol):
     """The part of an attention backend that attends chunks to keys and values projected from latents."""
 
     def forward(
-        self, spec: AttentionSpec, layer: int, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        weight: Tensor,
+        batch: ForwardBatch,
+        out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """Attend the chunks of a batch that projects latents, causally, to their requests' past.
 
         q: [T, num_heads, size of a key], the chunks' tokens, rotated; they may be strided; weight: [num_heads × (plain
         numbers of a key + size of a value), size of a latent], which projects latents; out: [T, num_heads, size of a
-        value], contiguous, written.
+        value], contiguous, written; sinks: as for `AttentionBackend.forward`.
         """
 
 
@@ -126,7 +133,9 @@ class ChosenAttention(Protocol):
     def choose(self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor, batch: ForwardBatch) -> None:
         """Choose the keys of the first tokens in a layer; see `ChosenKeys.choose`."""
 
-    def attend(self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch) -> Tensor:
+    def attend(
+        self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend to the keys that this layer or the last one before it has chosen; see `ChosenKeys.attend`."""
 
 

@@ -73,7 +73,14 @@ class ProjectedLatents:
         self._tiles.plan(chunks)
 
     def forward(
-        self, spec: AttentionSpec, layer: int, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        weight: Tensor,
+        batch: ForwardBatch,
+        out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """Attend chunks as planned; see `ProjectedAttention.forward`."""
-        self._kernels.run(layer_inputs(AttentionLayer(spec, layer, None), q, batch), weight, self._tiles, out)
+        self._kernels.run(layer_inputs(AttentionLayer(spec, layer, sinks), q, batch), weight, self._tiles, out)

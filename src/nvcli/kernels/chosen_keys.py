@@ -92,10 +92,18 @@ def choose_keys(
 
 @with_kernel("attention.attend_chosen")
 def attend_chosen(
-    queries: Tensor, cache: Tensor, tokens: TokenKeys, chosen: Tensor, out: Tensor, *, scale: float
+    queries: Tensor,
+    cache: Tensor,
+    tokens: TokenKeys,
+    chosen: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend to the chosen keys. queries: [T, N, D], contiguous; cache: [blocks, block_size, D]; chosen: [T, K] int32;
-    out: [T, N, V], contiguous, written; zeros for padding."""
+    out: [T, N, V], contiguous, written; zeros for padding; sinks: [N] float32, a score of each head that belongs to no
+    key and is not scaled."""
     out.zero_()
     for first, end, keys in _runs(cache, tokens):
         num_chosen = min(len(keys), chosen.shape[1])
@@ -104,7 +112,10 @@ def attend_chosen(
         places = chosen[first:end, :num_chosen].long().masked_fill(~is_chosen, 0)
         found = keys[places].float()  # [tokens, chosen, D]
         scores = torch.einsum("tnd,tkd->tnk", queries[first:end].float(), found).mul_(scale)
-        shares = scores.masked_fill_(~is_chosen.unsqueeze(1), float("-inf")).softmax(dim=-1)
+        scores.masked_fill_(~is_chosen.unsqueeze(1), float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(1, -1, 1).expand(len(scores), -1, 1)), dim=-1)
+        shares = scores.softmax(dim=-1)[..., :num_chosen]
         out[first:end] = torch.einsum("tnk,tkv->tnv", shares, found[..., : out.shape[2]]).to(out.dtype)
 
 

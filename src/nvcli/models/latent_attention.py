@@ -57,7 +57,7 @@ class LatentAttention(TokenMixer):
             self.q_norm = Norm(build, f"{path}.q_a_layernorm", norm)
             self.q_b_proj = ColumnParallelLinear(build, f"{path}.q_b_proj", ("q_b_proj",))
         self.gate_proj: ColumnParallelLinear | None = None
-        if config.has_gates:
+        if config.gate is not None and config.gate.is_of_heads:
             self.gate_proj = ColumnParallelLinear(build, f"{path}.{GATE}", (GATE,))
         self.indexer: Indexer | None = None
         if config.chooser is not None:
@@ -65,6 +65,7 @@ class LatentAttention(TokenMixer):
         self.kv_norm = Norm(build, f"{path}.kv_a_layernorm", norm)
         self.from_latents = TensorShard(build, f"{path}.{FROM_LATENTS}.weight")
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
+        self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
         self.by_head = invariant_by_head if build.batch_invariant else _by_head
         self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
 
@@ -80,8 +81,10 @@ class LatentAttention(TokenMixer):
         """Store the tokens' latents and rotated keys, and attend to those of all tokens."""
         config, heads = self.config, self.heads
         adapters = batch.token_adapters
-        projected = self.in_proj(x, adapters)
+        num_gates = heads.num_heads * config.value_dim if config.has_wide_gate else 0
+        gates, projected = self.in_proj(x, adapters).tensor_split((num_gates,), dim=1)
         queries, latents = projected[:, : -config.key_dim], projected[:, -config.key_dim :]
+        sinks = None if self.sinks is None else self.sinks.weight
         cos_sin, choice = angles.of(config.rotation), None
         # Decode rows come first; the queries of the others stay as they are where keys are projected.
         num_absorbed = batch.num_decoded_tokens if batch.shape.projects_latents else len(queries)
@@ -94,7 +97,7 @@ class LatentAttention(TokenMixer):
             if config.gates_in_queries:
                 query_latents = torch.cat((query_latents, queries[:, : config.query_rank]), dim=1)
             queries = self.q_b_proj(query_latents, adapters)
-        queries, gates = queries.unflatten(1, (heads.num_heads, config.projected_dim)), None
+        queries = queries.unflatten(1, (heads.num_heads, config.projected_dim))
         if config.gates_in_queries:
             gates = queries[..., config.query_dim :].flatten(1)
             queries = queries[..., : config.query_dim].contiguous()
@@ -130,25 +133,25 @@ class LatentAttention(TokenMixer):
             projected_queries = (projected_queries * scales[num_absorbed:]).to(queries.dtype)
         out: Tensor = queries.new_empty(len(queries), heads.num_heads, config.value_dim)
         if num_absorbed:
-            attended = self._attend(absorbed, keys, batch)
+            attended = self._attend(absorbed, keys, sinks, batch)
             self.by_head(attended, weight[:, config.plain_dim :].transpose(1, 2), out[:num_absorbed])
         if batch.shape.projects_latents:
             assert batch.backend.projected is not None
             batch.backend.projected.forward(
-                self.spec, self.cache_layer, projected_queries, from_latents, batch, out[num_absorbed:]
+                self.spec, self.cache_layer, projected_queries, from_latents, batch, out[num_absorbed:], sinks
             )
         if self.gate_proj is not None:
             gates = self.gate_proj(values_of(x), adapters)
-        return out.flatten(1) if gates is None else gate_values(out.flatten(1), gates)
+        return out.flatten(1) if config.gate is None else gate_values(out.flatten(1), gates)
 
-    def _attend(self, absorbed: Tensor, keys: Tensor | None, batch: ForwardBatch) -> Tensor:
+    def _attend(self, absorbed: Tensor, keys: Tensor | None, sinks: Tensor | None, batch: ForwardBatch) -> Tensor:
         """Attend with absorbed queries [T, N, D] to all keys, or to chosen ones: → [T, N, L]. `keys`: the tokens' own,
         if the backend reads them."""
         if self.config.top_k is not None:
             assert batch.backend.chosen_keys is not None
-            return batch.backend.chosen_keys.attend(self.spec, self.cache_layer, absorbed, batch)
+            return batch.backend.chosen_keys.attend(self.spec, self.cache_layer, absorbed, batch, sinks)
         values = absorbed if keys is None else keys[..., : self.config.latent_dim]
-        return batch.backend.forward(self.spec, self.cache_layer, absorbed, keys, values, batch)
+        return batch.backend.forward(self.spec, self.cache_layer, absorbed, keys, values, batch, sinks)
 
 
 def _by_head(x: Tensor, weights: Tensor, out: Tensor) -> None:

@@ -20,6 +20,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import read_chosen_keys, read_latent_attention, with_indexers
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.attention import OutputGate
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 
 _AFTER_EXPERTS = "post_mlp_layernorm"
@@ -75,7 +76,7 @@ def read_axk2(config: ModelFile) -> DecoderConfig:
     config.only("moe_layer_freq", 1)
     for key in ("attention_output_gate", "gated_norm"):
         config.only(key, True)
-    attention = replace(_attention(config), gates_in_queries=True)
+    attention = replace(_attention(config), gate=OutputGate(is_in_queries=True))
     mixer = read_chosen_keys(config, attention, is_interleaved=False)
     norms = LayerNorms(gated=("input_layernorm",), gate_rank=config.positive("gated_norm_rank", 16))
     dense = LayerConfig(mixer=mixer, mlp=config.mlp(), norms=norms)

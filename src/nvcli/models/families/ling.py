@@ -18,6 +18,7 @@ from nvcli.models.families.kimi_linear import NAMES_OF_DELTA
 from nvcli.models.families.latent_attention import read_latent_attention
 from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.mixers.attention import OutputGate
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
 from nvcli.models.mixers.mlp import MLPConfig
@@ -50,7 +51,7 @@ def read_ling(config: ModelFile) -> DecoderConfig:
     of_shared = config.positive("moe_intermediate_size") * config.get("n_shared_experts", int, 1)
     config.only("moe_shared_expert_intermediate_size", of_shared)
     attention = read_latent_attention(config.replacing(partial_rotary_factor=None), is_interleaved=True)
-    attention = replace(attention, has_gates=True)
+    attention = replace(attention, gate=OutputGate(is_of_heads=True))
     mixers = {FULL: attention, LINEAR: _read_delta(config)}
     period, count = config.positive("layer_group_size", 6), config.num_layers()
     whole = count // period * period

@@ -29,6 +29,13 @@ class IndexerConfig:
     is_interleaved: bool
     """Whether neighbouring numbers are rotated as pairs."""
     norm_eps: float = 1e-6
+    num_first: int = 0
+    """Numbers that stand before the rotated ones in files, and behind them here: scores do not depend on the order."""
+
+    @property
+    def row_order(self) -> tuple[int, ...] | None:
+        """The order in which ranks keep the numbers of a query and a key; None: that of the files."""
+        return (*range(self.num_first, self.head_dim), *range(self.num_first)) if self.num_first else None
 
     def unused_tensors(self, path: str) -> Iterator[str]:
         """Yield the names of its tensors in the block `path`."""
@@ -40,12 +47,15 @@ class IndexerConfig:
     ) -> Iterator[TensorSpec]:
         """Yield the tensors of the block `path`. `fused`: the projections of the block's input."""
         queries, keys, weights = (f"{path}.{name}" for name in _MATRIX_NAMES)
-        replicated, dtype = Sharding.REPLICATED, context.dtype
+        replicated, dtype, order = Sharding.REPLICATED, context.dtype, self.row_order
         size = self.num_heads * self.head_dim
-        yield matrix(queries, (size, query_rank), replicated, dtype, "attention", ("wq_b",))
-        yield matrix(keys, (self.head_dim, context.hidden_size), replicated, dtype, "attention", fused)
+        of_queries = matrix(queries, (size, query_rank), replicated, dtype, "attention", ("wq_b",))
+        yield replace(of_queries, row_order=order)
+        of_keys = matrix(keys, (self.head_dim, context.hidden_size), replicated, dtype, "attention", fused)
+        yield replace(of_keys, row_order=order)
         # In float32: choices should not change where scores are close.
         weight = matrix(weights, (self.num_heads, context.hidden_size), replicated, "float32", "attention")
         yield replace(weight, in_linear_layer=False)
         for kind in ("weight", "bias"):
-            yield vector(f"{path}.indexer.k_norm.{kind}", self.head_dim, replicated, "norms")
+            norm = vector(f"{path}.indexer.k_norm.{kind}", self.head_dim, replicated, "norms")
+            yield replace(norm, row_order=order)

@@ -10,11 +10,11 @@ from typing import ClassVar, Self
 from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.spec import AttentionSpec, HeadSizes
 from nvcli.core.config_types import KeptWeights
-from nvcli.models.mixers.attention import GATE, QueryScaling
+from nvcli.models.mixers.attention import GATE, OutputGate, QueryScaling
 from nvcli.models.mixers.indexer import INDEX_KEYS, IndexerConfig
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
 from nvcli.models.rope_config import RopeConfig
-from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec, matrix, with_bias
+from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias
 
 LATENTS, FROM_LATENTS = "kv_a_proj_with_mqa", "kv_b_proj"
 """The projections to latents and rotated keys, and from latents to keys and values."""
@@ -53,11 +53,11 @@ class LatentAttentionConfig(Mixer):
     query_factor: float = 1.0
     latent_factor: float = 1.0
     """Factors of the normed latent vectors, of queries and of keys and values."""
-    has_gates: bool = False
-    """Whether each head's result is multiplied by the sigmoid of a projection of the block's input, `g_proj`."""
-    gates_in_queries: bool = False
-    """Whether each number of the results is multiplied by the sigmoid of a gate. The query projection has the gates'
-    rows, those of each head after those of its query, and reads the latent vector both normed and as it is."""
+    gate: OutputGate | None = None
+    """The gates of each head's result, if it has them. Where the query projection has their rows, it reads the latent
+    vector both normed and as it is."""
+    has_sinks: bool = False
+    """Whether each head has a learned score that belongs to no key in every softmax."""
     top_k: int | None = None
     """The most keys that a token attends to; None: all."""
     indexer: IndexerConfig | None = None
@@ -98,6 +98,16 @@ class LatentAttentionConfig(Mixer):
         return self.plain_dim + self.rope_dim
 
     @property
+    def gates_in_queries(self) -> bool:
+        """Whether the query projection has the rows of gates."""
+        return self.gate is not None and self.gate.is_in_queries
+
+    @property
+    def has_wide_gate(self) -> bool:
+        """Whether the results have a gate for each number, from a projection of the block's input."""
+        return self.gate is not None and not (self.gate.is_in_queries or self.gate.is_of_heads)
+
+    @property
     def projected_dim(self) -> int:
         """The numbers that the query projection makes for each head: its query, and its gates if they are there."""
         return self.query_dim + self.gates_in_queries * self.value_dim
@@ -115,8 +125,9 @@ class LatentAttentionConfig(Mixer):
     @property
     def input_projections(self) -> tuple[str, ...]:
         """The projections of the block's input, which one product computes."""
+        gates = (GATE,) if self.has_wide_gate else ()
         own = () if self.chooser is None else (INDEX_KEYS,)
-        return self.first_projection, *own, LATENTS
+        return *gates, self.first_projection, *own, LATENTS
 
     @property
     def rotation(self) -> Rotation | None:
@@ -132,6 +143,7 @@ class LatentAttentionConfig(Mixer):
             scale=self.scale,
             kv_group=kv_group,
             value_dim=self.latent_dim,
+            has_sinks=self.has_sinks,
             projected=sizes,
             top_k=self.top_k,
             index_dim=index_dim,
@@ -160,7 +172,8 @@ class LatentAttentionConfig(Mixer):
         )
 
     def num_kernels(self, ranks: Ranks) -> int:
-        return (7 if self.query_rank is None else 9) + 2 * self.has_gates + (0 if self.chooser is None else 5)
+        gates = 0 if self.gate is None else 1 + self.gate.is_of_heads + 2 * self.gate.is_in_queries
+        return (7 if self.query_rank is None else 9) + gates + (0 if self.chooser is None else 5)
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.num_heads % ranks.size:
@@ -168,12 +181,12 @@ class LatentAttentionConfig(Mixer):
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         heads = self.num_heads // ranks.size
-        queries = heads * self.projected_dim
+        queries, gates = heads * self.projected_dim, heads * self.value_dim * self.has_wide_gate
         if self.query_rank is None:
-            yield Piece("q_proj", queries, None, queries + self.key_dim)
+            yield Piece("q_proj", queries, None, gates + queries + self.key_dim)
         else:
             index_dim = 0 if self.chooser is None else self.chooser.head_dim
-            yield Piece("q_a_proj", self.query_rank, None, self.query_rank + index_dim + self.key_dim)
+            yield Piece("q_a_proj", self.query_rank, None, gates + self.query_rank + index_dim + self.key_dim)
             yield Piece("q_b_proj", queries, None)
             if self.chooser is not None:
                 yield Piece("indexer.wk", index_dim, None)
@@ -182,7 +195,7 @@ class LatentAttentionConfig(Mixer):
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         """Count the elements: queries as they are projected and as they are absorbed, and results in both forms."""
-        of_head = self.query_dim + self.key_dim + self.latent_dim + self.value_dim
+        of_head = self.query_dim + self.key_dim + self.latent_dim + (1 + self.has_wide_gate) * self.value_dim
         if self.gates_in_queries:  # and both apart
             of_head += self.query_dim + 2 * self.value_dim
         of_choice = 0 if self.chooser is None else (self.chooser.num_heads + 1) * self.chooser.head_dim + hidden_size
@@ -197,6 +210,9 @@ class LatentAttentionConfig(Mixer):
         quantised: queries and results are multiplied by its parts."""
         hidden, dtype, heads = context.hidden_size, context.dtype, self.num_heads
         queries, fused = heads * self.projected_dim, self.input_projections
+        if self.gate is not None and not self.gates_in_queries:
+            size, kept_with = (heads, ()) if self.gate.is_of_heads else (heads * self.value_dim, fused)
+            yield from context.input_projection(f"{path}.{GATE}", size, "attention", kept_with)
         if self.query_rank is None:
             yield matrix(f"{path}.q_proj", (queries, hidden), Sharding.ROWS, dtype, "attention", fused)
         else:
@@ -209,8 +225,6 @@ class LatentAttentionConfig(Mixer):
             yield matrix(f"{path}.q_b_proj", shape, Sharding.ROWS, dtype, "attention", ("q_b_proj",))
             if self.chooser is not None:
                 yield from self.chooser.tensors(path, context, self.query_rank, fused)
-        if self.has_gates:
-            yield from context.input_projection(f"{path}.{GATE}", heads, "attention")
         latents = matrix(f"{path}.{LATENTS}", (self.key_dim, hidden), Sharding.REPLICATED, dtype, "attention", fused)
         yield from with_bias(latents, bias=self.bias)
         factor = self.latent_factor
@@ -221,3 +235,5 @@ class LatentAttentionConfig(Mixer):
         shape = hidden, heads * self.value_dim
         o_proj = matrix(f"{path}.o_proj", shape, Sharding.COLUMNS, dtype, "attention", ("o_proj",))
         yield from with_bias(o_proj, bias=self.bias)
+        if self.has_sinks:  # in float32, as kernels take them
+            yield vector(f"{path}.sinks", heads, Sharding.ROWS, "attention")

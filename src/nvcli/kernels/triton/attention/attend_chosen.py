@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.chosen_keys import TokenKeys
-from nvcli.kernels.triton.attention.attention_fold import LOG2_E, Tile
+from nvcli.kernels.triton.attention.attention_fold import LOG2_E, Tile, load_sinks
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors, shared_memory_bytes
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -40,6 +40,7 @@ def _attend_chosen_kernel(
     slots,  # [T] int64
     tables,  # [slots, ...] int32, rows table_stride apart
     chosen,  # [T, TOP_K] int32, rows chosen_stride apart
+    sinks,  # None, or [NUM_HEADS] float32
     out,  # [T, NUM_HEADS, VALUE], contiguous; with PARTS > 1 [T, PARTS, NUM_HEADS, VALUE] float32
     log_sums,  # [T, PARTS, NUM_HEADS] float32, base 2, with PARTS > 1
     scale_log2,
@@ -76,6 +77,9 @@ def _attend_chosen_kernel(
     chosen += token * chosen_stride
     highest = tl.full([HEADS], _LEAST, tl.float32)
     weight_sum = tl.zeros([HEADS], tl.float32)
+    if sinks is not None and part == 0:  # of one part alone, so that the sum over parts has it once
+        highest = load_sinks(sinks, heads, heads < NUM_HEADS)
+        weight_sum += 1.0
     acc = tl.zeros([HEADS, VALUE], tl.float32)
     # The next tile's places are loaded ahead of their use, as in `attention_fold.fold_keys`.
     next_places = _places(chosen, table, begin + lanes, last, block_stride, BLOCK_SIZE, CACHE_ROW)
@@ -140,7 +144,14 @@ def _tile(heads: int, cache: Tensor) -> Tile:
 
 
 def attend_chosen(
-    queries: Tensor, cache: Tensor, tokens: TokenKeys, chosen: Tensor, out: Tensor, *, scale: float
+    queries: Tensor,
+    cache: Tensor,
+    tokens: TokenKeys,
+    chosen: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> None:
     """See `nvcli.kernels.chosen_keys.attend_chosen`."""
     num_tokens, num_heads, size = queries.shape
@@ -163,6 +174,7 @@ def attend_chosen(
         cache,
         *tokens,
         chosen,
+        sinks,
         results,
         log_sums,
         scale * LOG2_E,
