@@ -116,6 +116,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2-Lite batch-invariant": ("deepseek-v2-lite", {"batch_invariant": True}),
     "DeepSeek-V3.2": ("deepseek-v3.2", {"hf_overrides": _FEW_EXPERTS}),
     "GLM-5 with drafts": ("glm-5", {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _FEW_EXPERTS}),
+    "Hunyuan V4 with drafts": (
+        "hy4-preview",
+        {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _FEW_EXPERTS},
+    ),
     "GLM-4.7-Flash with drafts": ("glm-4.7-flash", {"speculation": SpeculationConfig(method="lookup")}),
     "Gemma 2": ("gemma-2-9b", {}),
     "Gemma 3": ("gemma-3-27b", {}),

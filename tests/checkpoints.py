@@ -234,7 +234,7 @@ SINCE = {
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
     **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
     **dict.fromkeys(("AXK1", "Dbrx", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
-    **dict.fromkeys(("DeepseekV32", "GlmMoeDsa", "KimiLinear"), "5.23"),
+    **dict.fromkeys(("DeepseekV32", "GlmMoeDsa", "HYV4", "KimiLinear"), "5.23"),
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
 MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
@@ -248,6 +248,7 @@ _UNKNOWN_BEFORE = {
         "GlmMoeDsa",
         "GraniteMoeSWA",
         "GraniteSWA",
+        "HYV4",
         "Kimi_K25",
         "KimiLinear",
         "Kolibri1",

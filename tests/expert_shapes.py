@@ -459,6 +459,18 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "indexer_types": ["full", "shared", "full"],
         },
     ),
+    "hunyuan v4": (
+        "HYV4",
+        {
+            **_LATENT_EXPERTS,
+            **_CHOICE,
+            "num_hidden_layers": 4,
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "swiglu_limit": 1.0,  # so that something is clamped
+            "hc_magnitude": 1.5,
+            "hc_eps": 0.01,
+        },
+    ),
     "kimi linear": (
         "KimiLinear",
         {

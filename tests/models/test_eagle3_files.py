@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from checkpoints import edit_json, edit_weights, write_tiny_model
 from eagle3_heads import write_head
 from nvcli.errors import ConfigError, LoadError
+from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.models.config import load_model_config
 from nvcli.models.draft_heads.eagle3_files import is_eagle3, read_eagle3
 from nvcli.models.draft_heads.own_files import find_head, with_draft_head
@@ -139,6 +141,14 @@ def test_scaled_embeddings_are_not_shared(tmp_path: Path) -> None:
     write_head(tmp_path / "head", gemma, has_embedding=False)
     with pytest.raises(LoadError, match=r"embeddings: the head needs embed_tokens.weight of its own"):
         read(tmp_path / "head", gemma)
+
+
+def test_models_with_several_residual_streams_have_no_heads(target: Path, tmp_path: Path) -> None:
+    write_head(tmp_path, target)
+    model = load_model_config(target)
+    streams = StreamSettings(count=4, norm_eps=1e-6, eps=1e-6, factor=2.0)
+    with pytest.raises(LoadError, match=r"`architectures`: the model has several residual streams"):
+        read_eagle3(tmp_path, replace(model, decoder=replace(model.decoder, streams=streams)))
 
 
 def test_heads_are_found_by_name(target: Path, tmp_path: Path) -> None:

@@ -408,6 +408,24 @@ def latent_attention(folder: Path, architecture: str, **changes: Any) -> ModelCo
     return read(folder, architecture, **{**values, "n_group": 1, "topk_group": 1, **changes})
 
 
+def test_hunyuan_v4_of_the_hub(tmp_path: Path) -> None:
+    """The names of its files, and layers that choose keys without a list of them."""
+    config = latent_attention(tmp_path, "HYV4ForCausalLM", num_hidden_layers=7)
+    names = {
+        "model.layers.0.hc_attn_layer.hc_pre.hc_fn": "model.layers.0.attn_hc.fn",
+        "model.layers.0.hc_mlp_layer.hc_pre.hc_scale": "model.layers.0.ffn_hc.scale",
+        "model.hc_head.hc_head_base": "model.hc_head.base",
+        "model.layers.0.self_attn.linear_gate.weight": "model.layers.0.self_attn.g_proj.weight",
+        "model.layers.0.self_attn.learnable_sink_param": "model.layers.0.self_attn.sinks",
+        "model.mtp_layers.0.hnorm.weight": None,
+    }
+    assert {name: config.decoder.layout.decoder_name(name) for name in names} == names
+    tensors = {tensor.name for tensor in model_tensors(config, "bfloat16")}
+    assert tensors > {name for name in names.values() if name is not None}
+    choosing = [number for number, layer in enumerate(config.layers) if not layer.mixer.reads_earlier_choice]
+    assert choosing == [0, 1, 5]
+
+
 def test_deepseek_of_the_hub(tmp_path: Path) -> None:
     """Scores grow with the stretched context; a token keeps 576 numbers in each layer on every rank."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["deepseek-v2-lite"]))
@@ -501,6 +519,8 @@ def test_kimi_linear_that_is_not_computed(changes: dict[str, Any], problem: str,
             {"num_hidden_layers": 2, "index_topk_pattern": "SF"},
             "`index_topk_pattern`: the first layer has none before",
         ),
+        ("HYV4ForCausalLM", {"hc_mult": 1}, "`hc_mult`: 1 is too small"),
+        ("HYV4ForCausalLM", {"hidden_act": "gelu_new"}, "`hidden_act`: only silu is supported together with `swiglu"),
         ("Mistral4ForCausalLM", {"n_group": 2}, "`n_group`: groups of experts are not supported here"),
         ("Mistral4ForCausalLM", {"partial_rotary_factor": 0.5}, "0.5 of 24 dimensions are not the 16"),
         ("LongcatFlashForCausalLM", {**LONGCAT, "zero_expert_num": -1}, "`zero_expert_num`: -1 is not between 0 and"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,22 @@ def test_attention_by_rows(name: str, tmp_path: Path) -> None:
     assert costs.operations_per_token < of_one.operations_per_token / 4
 
 
+def test_several_residual_streams(tmp_path: Path) -> None:
+    """Their weights and activations count, in each stage, and what a stage sends to the next."""
+    model = load_model_config(write_shape("hy4-preview", tmp_path), overrides={"num_hidden_layers": 2})
+    for stage in (Stage(0, 2), Stage(1, 2)):
+        built = build_model(model, group_of(1, 2), torch.bfloat16, stage=stage)
+        assert weight_bytes(model, "bfloat16", tensor_parallel_size=2, stage=stage) == built.weight_bytes()
+    alone = replace(model, decoder=replace(model.decoder, streams=None))
+    config = engine_config(device="cuda", dtype="bfloat16", max_num_batched_tokens=2048, pipeline_parallel_size=2)
+    several, one = (estimate(config, each, 80 << 30, Stage(0, 2)).planned for each in (model, alone))
+    assert several["activations"] - one["activations"] == 2048 * 3 * 2816 * 2
+    assert several["buffers"] - one["buffers"] == config.max_padded_tokens * 3 * 2816 * 2
+    costs, of_one = (model_costs(each, "bfloat16") for each in (model, alone))
+    assert costs.num_kernels == of_one.num_kernels + 2 * 2
+    assert costs.layers.num_weights - of_one.layers.num_weights == (2 * 2 * 8 + 4) * 4 * 2816
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     assert_same(write_tiny_model(tmp_path / "tiny", family), tp=2, rank=1)
@@ -155,6 +172,7 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("longcat-flash", 560.67),
         ("glm-4.7-flash", 29.94),
         ("glm-5", 743.93),
+        ("hy4-preview", 58.28),
         ("mixtral-8x7b", 46.70),
         ("mixtral-8x22b", 140.63),
         ("qwen1.5-moe-a2.7b", 14.32),

@@ -21,6 +21,7 @@ from nvcli.models.decoder_layer import DecoderLayer
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.geometry import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS
 from nvcli.models.kv_groups import layer_specs
+from nvcli.models.layer_config import STREAMS_AT_END
 from nvcli.models.layer_inputs import LayerInputs
 from nvcli.models.layers import Angles, InputNorm, RotaryTables, TokenMixer
 from nvcli.models.parallel import (
@@ -30,6 +31,7 @@ from nvcli.models.parallel import (
     SinusoidalPositions,
     VocabParallelEmbedding,
 )
+from nvcli.models.stream_layer import StreamEnd, StreamLayer
 from nvcli.models.vision.tower import VisionTower
 from nvcli.models.weights import WeightModule
 from nvcli.worker.distributed.tensor_parallel import StageState
@@ -68,10 +70,11 @@ class Decoder(nn.Module):
         mixers = *(layers[number].mixer for number in numbers), *of_head
         axes = config.vision.axes if config.has_tower and config.vision is not None else ()
         self.rotary = RotaryTables((mixer.rotation for mixer in mixers), build.max_positions, axes)
-        specs_of_layers = iter(specs)
+        specs_of_layers, streams = iter(specs), decoder.streams
+        make_layer = DecoderLayer if streams is None else partial(StreamLayer, streams)
         self.layers = nn.ModuleDict(
             {
-                str(number): DecoderLayer(
+                str(number): make_layer(
                     build,
                     f"model.layers.{number}",
                     layers[number],
@@ -88,6 +91,8 @@ class Decoder(nn.Module):
         self.is_summed = layers[numbers[-1]].norms.after_mlp is not None
         last_norm = decoder.last_norm or decoder.norm
         self.norm = InputNorm(own, "model.norm", last_norm, is_summed=self.is_summed) if stage.is_last else None
+        self.num_streams = decoder.num_streams
+        self.end = None if streams is None else StreamEnd(own, f"model.{STREAMS_AT_END}", streams, self.norm)
 
     def embed(self, ids: Tensor, images: ImageTokens | None = None) -> Tensor:
         """Return the embeddings of tokens and images, without those of positions: [T] → [T, H]."""
@@ -118,6 +123,8 @@ class Decoder(nn.Module):
             residual = self.embed(batch.input_ids, images)
             if self.embed_positions is not None:
                 residual.add_(self.embed_positions(batch.positions))
+            if self.num_streams > 1:
+                residual = residual.repeat(1, self.num_streams)
         else:
             assert received is not None
             delta, residual = self.group.recv_stage(received)
@@ -135,16 +142,19 @@ class Decoder(nn.Module):
                 residual.index_add_(0, images.rows, added)
         # After the last attention, only rows that need logits are computed further.
         rows = None if self.norm is None else batch.logits_rows
-        delta, residual, _ = last_layer(delta, residual, inputs[-1], angles, batch, rows, streams.get(last), passed)
+        own, stream = inputs[-1], streams.get(last)
+        delta, residual, passed = last_layer(delta, residual, own, angles, batch, rows, stream, passed)
         if images is not None and len(deep) > len(layers):  # in a stage that has just as many layers
             residual.index_add_(0, images.rows, deep[-1])
+        if self.end is not None:
+            delta, residual = None, self.end(delta, residual, passed, self.norm)
         if self.norm is None:
             if self.is_summed and delta is not None:
                 residual, delta = residual.add_(delta), None
             return self.group.send_stage(delta, residual)
         if len(residual) == 0:
             return residual
-        hidden: Tensor = self.norm(delta, residual)
+        hidden: Tensor = residual if self.end is not None else self.norm(delta, residual)
         return hidden if batch.gathered_rows is None else self.all_ranks.gather_rows(hidden)[batch.gathered_rows]
 
 

@@ -11,10 +11,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from nvcli.core.config_types import FOUR_BITS
+from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.models.config import ModelConfig
-from nvcli.models.layer_config import LayerConfig
+from nvcli.models.layer_config import STREAMS_AT_END, STREAMS_OF_MIXER, STREAMS_OF_MLP, LayerConfig
 from nvcli.models.mixers.mixer import LayerContext
-from nvcli.models.tensor_spec import EXPERTS, Sharding, StoredDtype, TensorSpec, matrix, vector
+from nvcli.models.tensor_spec import EXPERTS, Part, Sharding, StoredDtype, TensorSpec, matrix, vector
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -24,6 +25,8 @@ POSITIONS = "model.embed_positions"
 """Name of the embeddings of positions."""
 LAYER_EMBEDDING = "model.embed_tokens_per_layer"
 """Name of the embedding of the layers' own inputs, with a part for each layer."""
+_STREAMS_OF_LAYER: tuple[tuple[str, Part], ...] = (STREAMS_OF_MIXER, "attention"), (STREAMS_OF_MLP, "MLP")
+"""A layer's weights of shares of residual streams, and the items under which they are counted."""
 
 
 @lru_cache(maxsize=64)  # plans ask for the same few stages many times
@@ -105,12 +108,19 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         shape = width, hidden
         yield matrix("model.per_layer_model_projection", shape, Sharding.REPLICATED, dtype, "MLP")
         yield context.norm_weight("model.per_layer_projection_norm", inputs.size)
-    layers = decoder.layers
+    layers, streams = decoder.layers, decoder.streams
     for number in decoder.stage_layers(stage):
-        yield from _layer(f"model.layers.{number}", layers[number], context, inputs.size if inputs else None)
+        path = f"model.layers.{number}"
+        yield from _layer(path, layers[number], context, inputs.size if inputs else None)
+        if streams is not None:
+            for name, part in _STREAMS_OF_LAYER:
+                sizes = streams.num_shares, streams.num_scales
+                yield from _share_tensors(f"{path}.{name}", streams, hidden, *sizes, part)
     if stage.is_last:
         of_last = replace(context, norm=decoder.last_norm or decoder.norm)
         yield from of_last.norm_tensors("model.norm", factor=decoder.logit_scale)
+        if streams is not None:
+            yield from _share_tensors(f"model.{STREAMS_AT_END}", streams, hidden, streams.count, 1, "MLP")
         if not config.tie_word_embeddings:
             yield matrix(HEAD, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "LM head")
         elif not stage.is_first:
@@ -131,3 +141,13 @@ def _layer(path: str, layer: LayerConfig, context: LayerContext, input_size: int
         yield matrix(f"{path}.per_layer_input_gate", (input_size, hidden), Sharding.REPLICATED, dtype, "MLP")
         yield matrix(f"{path}.per_layer_projection", (hidden, input_size), Sharding.REPLICATED, dtype, "MLP")
         yield context.norm_weight(f"{path}.post_per_layer_input_norm", hidden)
+
+
+def _share_tensors(
+    path: str, streams: StreamSettings, hidden: int, num_shares: int, num_scales: int, part: Part
+) -> Iterator[TensorSpec]:
+    """Yield the weights of shares of residual streams, in float32 (`kernels.streams.ShareWeights`)."""
+    base = vector(f"{path}.base", num_shares, Sharding.REPLICATED, part)
+    yield replace(base, name=f"{path}.fn", shape=(num_shares, streams.count * hidden), in_linear_layer=False)
+    yield base
+    yield vector(f"{path}.scale", num_scales, Sharding.REPLICATED, part)

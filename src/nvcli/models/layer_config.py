@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from nvcli.kernels.expert_settings import Routing
+from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.draft_head_config import DraftHeadConfig
 from nvcli.models.mixers.mixer import Block, FeedForward, LayerContext, Mixer, NormConfig
@@ -20,6 +21,8 @@ SHORTCUT = "shortcut"
 """The name of a layer's shortcut in the decoder."""
 TO_GATES, FROM_GATES = "W_down", "W_up"
 """The matrices of a norm's gates."""
+STREAMS_OF_MIXER, STREAMS_OF_MLP, STREAMS_AT_END = "attn_hc", "ffn_hc", "hc_head"
+"""The names of the weights of shares of residual streams, before a layer's blocks and after the last layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +179,9 @@ class DecoderConfig:
     """The number of the first position in a table of sines and cosines, which is added to the embeddings of tokens
     (`parallel.SinusoidalPositions`); None: nothing is."""
     layer_inputs: LayerInputsConfig | None = None
+    streams: StreamSettings | None = None
+    """With it the residual is several streams side by side (`stream_layer.py`), which begin as copies of the
+    embeddings; None: it is one."""
     weight_factors: tuple[tuple[str, float], ...] = ()
     """Factors of weights, which are multiplied by them when they are loaded: the last two parts of a projection's name
     in the decoder, and its factor."""
@@ -200,6 +206,11 @@ class DecoderConfig:
         layer."""
         others = (layer.mixer.reads_kv_of for layer in self.layers)
         return tuple(number if other is None else other for number, other in enumerate(others))
+
+    @property
+    def num_streams(self) -> int:
+        """The number of residual streams."""
+        return 1 if self.streams is None else self.streams.count
 
     @property
     def has_shortcuts(self) -> bool:

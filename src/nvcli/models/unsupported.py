@@ -79,7 +79,6 @@ _LACKING = {
     "Glm5NextForConditionalGeneration": _SEVERAL_STREAMS,
     "GraniteDoclingForConditionalGeneration": f"{_NO_TOWER}; that of Granite Docling 258M is",
     "HunYuanVLForConditionalGeneration": "learned vectors stand among those of its images, which nvcli lacks",
-    "HYV4ForCausalLM": _SEVERAL_STREAMS,
     "Inkling2ForCausalLM": _RELATIVE,
     "Inkling2ForConditionalGeneration": _RELATIVE,
     "InklingForCausalLM": _RELATIVE,

@@ -140,6 +140,7 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
     if model.quantization in FP8_PRODUCTS:
         most += code_elements(hidden)
     most += model.decoder.has_shortcuts * hidden  # the result that waits for the next layer
+    most += (model.decoder.num_streams - 1) * hidden
     inputs = model.decoder.layer_inputs
     if inputs is not None:  # those of all layers live through the pass; making them takes four times as much
         width = model.num_layers * inputs.size
@@ -210,7 +211,8 @@ def _buffers(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
     if config.tensor_parallel_size > 1 and not config.enable_attention_dp:
         sums = _NUM_SHARED_SUM_BUFFERS * shared_sum_rows(config.max_num_batched_tokens, row_bytes) * row_bytes
     ends = 2 - stage.is_first - stage.is_last if stage is not None else min(2, config.pipeline_parallel_size - 1)
-    tensors = 1 if config.tensor_parallel_size == 1 else 2
+    num_streams = model.decoder.num_streams
+    tensors = num_streams if config.tensor_parallel_size == 1 or num_streams > 1 else 2
     links = ends * tensors * config.max_padded_tokens * row_bytes
     angles = config.max_model_len * model.decoder.angles_per_position * 4
     drafts = 0

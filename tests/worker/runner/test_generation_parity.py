@@ -66,7 +66,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma-2": shape_of("gemma 2", num_hidden_layers=2, seed=9),
     "untied-mha": {"num_key_value_heads": 4, "max_shard_size": "30KB"},
     "longcat-flash": shape_of("longcat-flash", seed=3),
-    "deepseek-v3.2": shape_of("deepseek v3.2", seed=12),
+    "hunyuan-v4": shape_of("hunyuan v4", num_hidden_layers=3, indexer_types=["full"] * 3, seed=12),
     "mistral": {"family": "Mistral", "sliding_window": 45, "seed": 1},
     "gemma-4": {
         "family": "Gemma4Text",
@@ -107,6 +107,7 @@ def kinds_of_layers(path: Path) -> set[str]:
             kinds |= {name for name in ATTENTION if isinstance(spec, AttentionSpec) and getattr(spec, name)}
         kinds |= {"two mixers"} if layer.beside else set()
         kinds |= {"shortcut"} if layer.shortcut else set()
+    kinds |= {"streams"} if load_model_config(path).decoder.streams else set()
     return kinds
 
 
@@ -114,7 +115,7 @@ def test_every_kind_of_layer_is_in_some_checkpoint(tmp_path: Path) -> None:
     found = [kinds_of_layers(write_tiny_config(tmp_path, **shape)) for shape in CHECKPOINTS.values()]
     kinds = {*Mixer.__subclasses__(), *RecurrentMixer.__subclasses__()} - {RecurrentMixer}
     mixers = {kind.__name__ for kind in kinds if kind.__module__.startswith("nvcli.")}
-    assert set().union(*found) == {*mixers, *ATTENTION, "shared keys", "two mixers", "shortcut"}
+    assert set().union(*found) == {*mixers, *ATTENTION, "shared keys", "two mixers", "shortcut", "streams"}
 
 
 @dataclass(frozen=True)

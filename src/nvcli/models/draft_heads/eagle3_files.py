@@ -123,6 +123,8 @@ def _check_form(file: ModelFile, own: ModelFile, layer: ModelFile) -> None:
 
 def _check_sizes(file: ModelFile, layer: ModelFile, config: Eagle3Config, target: ModelConfig) -> None:
     """Refuse a head of another target, and one that lacks what it cannot share with its target."""
+    if target.decoder.num_streams > 1:
+        raise file.error("architectures", "the model has several residual streams, and EAGLE-3 heads read one")
     if (found := layer.positive("vocab_size")) != target.vocab_size:
         raise layer.error(
             "vocab_size", f"{found:,}, and the model's is {target.vocab_size:,}: use a head of this model"

@@ -48,6 +48,16 @@ def read_experts(
     )
 
 
+def with_clamps(config: ModelFile, experts: ExpertsConfig) -> ExpertsConfig:
+    """Return the experts whose gates and up projections `swiglu_limit` clamps; a limit of 0 or less clamps nothing."""
+    limit = config.get("swiglu_limit", float, 10.0)
+    if limit <= 0:
+        return experts
+    if config.activation() != "silu":
+        raise config.error("hidden_act", "only silu is supported together with `swiglu_limit`")
+    return replace(experts, activation=ExpertActivation(kind="clamped_swiglu", limit=limit))
+
+
 def shared_experts(config: ModelFile, count_key: str) -> MLPConfig | None:
     """Read the number of shared experts from `count_key`; they form one MLP. None: there are none."""
     count = config.get(count_key, int, 0)

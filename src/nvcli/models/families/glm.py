@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nvcli.core.validation import show
 from nvcli.models.families.deepseek_experts import read_with_predictions
 from nvcli.models.families.family import Family
-from nvcli.models.families.latent_attention import read_chosen_keys, read_latent_attention, with_indexers
+from nvcli.models.families.latent_attention import (
+    choosing_layers,
+    read_chosen_keys,
+    read_latent_attention,
+    with_indexers,
+)
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.vision.glm import read_glm4v_vision, read_glm_ocr_vision
 
-_CHOOSES, _SHARES = ("full", "F"), ("shared", "S")
-"""Names of layers that choose their keys, and of those that take the choice of the layer before them."""
 NORMS_OF_GLM4 = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
@@ -131,22 +133,8 @@ def read_glm_moe_dsa(config: ModelFile) -> DecoderConfig:
     attention = read_latent_attention(config, is_interleaved=config.get("rope_interleave", bool, True))
     chooser = read_chosen_keys(config, attention, is_interleaved=True)
     other = replace(chooser, indexer=None)
-    mixers = [chooser if chooses else other for chooses in _choosing_layers(config)]
+    mixers = [chooser if chooses else other for chooses in choosing_layers(config)]
     return with_indexers(read_with_predictions(config, chooser, config.sparse_layers(), mixers))
-
-
-def _choosing_layers(config: ModelFile) -> list[bool]:
-    """Read which layers choose their keys, from a list or a schedule."""
-    count = config.num_layers()
-    for key in filter(config.has, ("indexer_types", "index_topk_pattern")):
-        kinds, known = config.values[key], (*_CHOOSES, *_SHARES)
-        if not isinstance(kinds, (list, str)) or len(kinds) != count or any(kind not in known for kind in kinds):
-            raise config.error(key, f"{show(kinds)} does not say {_CHOOSES[0]} or {_SHARES[0]} of {count} layers")
-        if kinds[0] not in _CHOOSES:
-            raise config.error(key, "the first layer has none before it whose choice it could take")
-        return [kind in _CHOOSES for kind in kinds]
-    period, offset = max(1, config.get("index_topk_freq", int, 1)), config.get("index_skip_topk_offset", int, 2)
-    return [max(0, number + 1 - offset) % period == 0 for number in range(count)]
 
 
 GLM_MOE_DSA = Family(

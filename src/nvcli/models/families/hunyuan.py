@@ -1,17 +1,35 @@
-"""Hunyuan V1 and V3 (https://github.com/Tencent-Hunyuan): normed queries and keys, in V1 after the rotation. V1 is
-dense, or has experts in all layers; V3 has experts after a dense layer, chosen by sigmoid scores with a correction."""
+"""Hunyuan V1, V3 and V4 (https://github.com/Tencent-Hunyuan): normed queries and keys, in V1 after the rotation. V1 is
+dense, or has experts in all layers; V3 has experts after a dense layer, chosen by sigmoid scores with a correction. V4
+has latent attention with gates and sinks to chosen keys, and several residual streams."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nvcli.core.validation import show
+from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.models.checkpoint_layout import CheckpointLayout
-from nvcli.models.families.deepseek_experts import CORRECTION_BESIDE_GATE, SHARED_EXPERT, shared_experts
+from nvcli.models.families.deepseek_experts import (
+    CORRECTION_BESIDE_GATE,
+    SHARED_EXPERT,
+    read_experts,
+    shared_experts,
+    with_clamps,
+)
 from nvcli.models.families.family import Family
+from nvcli.models.families.latent_attention import (
+    choosing_layers,
+    read_chosen_keys,
+    read_latent_attention,
+    with_indexers,
+)
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
-from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.attention import GATE, AttentionConfig, OutputGate
 from nvcli.models.rope_config import RopeConfig, rope_section
 
+_MOST_STREAMS = 16
+"""The most residual streams; more than any model has."""
 _V1_NAMES = (
     (".query_layernorm", ".q_norm"),
     (".key_layernorm", ".k_norm"),
@@ -25,6 +43,20 @@ _V3_NAMES = (
     (".mlp.shared_mlp.", ".mlp.shared_expert."),
     SHARED_EXPERT,
 )
+_V4_NAMES = (
+    (".hc_pre.hc_", ".hc_"),
+    (".hc_attn_layer.hc_", ".attn_hc."),
+    (".hc_mlp_layer.hc_", ".ffn_hc."),
+    (".hc_head.hc_head_", ".hc_head."),
+    (".hc_head.hc_", ".hc_head."),
+    (".self_attn.linear_gate.", f".self_attn.{GATE}."),
+    (".self_attn.gate_proj.", f".self_attn.{GATE}."),
+    (".linear_gate.", ".gate_proj."),
+    (".learnable_sink_param", ".sinks"),
+    SHARED_EXPERT,
+)
+"""The names of the published files, and those of transformers where they differ. What it saves has the gates of MLPs
+under the name of those of attention."""
 
 
 def read_v1(config: ModelFile) -> DecoderConfig:
@@ -87,6 +119,31 @@ def read_v3(config: ModelFile) -> DecoderConfig:
     return config.decoder(layers, layout=layout)
 
 
+def read_v4(config: ModelFile) -> DecoderConfig:
+    """Read V4. Its index keys rotate their last numbers. Layers for multi-token prediction stay on disk."""
+    attention = replace(read_latent_attention(config, is_interleaved=False), has_sinks=True, gate=OutputGate())
+    chooser = read_chosen_keys(config, attention, is_interleaved=False)
+    assert chooser.indexer is not None
+    norm, num_first = config.rms_norm(), chooser.indexer.head_dim - attention.rope_dim
+    chooser = replace(chooser, indexer=replace(chooser.indexer, norm_eps=norm.eps, num_first=num_first))
+    other = replace(chooser, indexer=None)
+    mlps = config.mlps(with_clamps(config, read_experts(config)), config.sparse_layers())
+    layers = (
+        LayerConfig(mixer=chooser if chooses else other, mlp=mlp)
+        for chooses, mlp in zip(choosing_layers(config), mlps, strict=True)
+    )
+    eps = config.positive_number("hc_eps", 1e-6)
+    streams = StreamSettings(
+        count=config.positive("hc_mult", 4, least=2, most=_MOST_STREAMS),
+        norm_eps=norm.eps,
+        eps=eps,
+        factor=config.positive_number("hc_magnitude", 2.0),
+        result_eps=eps,
+    )
+    layout = CheckpointLayout(renamed=_V4_NAMES, left=("model.mtp_layers.",))
+    return with_indexers(config.decoder(layers, norm=norm, layout=layout, streams=streams))
+
+
 HUNYUAN_V1 = Family(
     name="Hunyuan V1 dense",
     architectures=("HunYuanDenseV1ForCausalLM",),
@@ -107,4 +164,23 @@ HUNYUAN_V3 = Family(
     features="normed queries and keys; a mixture of experts after a dense layer, and an expert that all tokens share",
     examples=("tencent/Hy3-preview",),
     read=read_v3,
+)
+HUNYUAN_V4 = Family(
+    name="Hunyuan V4",
+    architectures=("HYV4ForCausalLM",),
+    features="latent attention with gates and sinks to chosen keys (DSA); experts; several residual streams (iHC)",
+    examples=("tencent/Hy4-preview",),
+    read=read_v4,
+    defaults={
+        "index_n_heads": 16,
+        "index_topk_freq": 4,
+        "kv_lora_rank": 512,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "routed_scaling_factor": 2.827,
+        "v_head_dim": 256,
+    },
 )

@@ -14,6 +14,8 @@ from nvcli.models.mixers.indexer import STORED_INDEX_KEYS, IndexerConfig
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.models.rope_config import RopeConfig, read_rope, rope_section
 
+_CHOOSES, _SHARES = ("full", "F"), ("shared", "S")
+"""Names of layers that choose their keys, and of those that take the choice of the layer before them."""
 _NORM_EPS = 1e-6
 """The epsilon of the norms of latent vectors, which transformers does not take from config.json."""
 
@@ -79,6 +81,20 @@ def read_chosen_keys(
         is_interleaved=config.get("indexer_rope_interleave", bool, is_interleaved),
     )
     return replace(attention, top_k=config.positive("index_topk", 2048), indexer=indexer)
+
+
+def choosing_layers(config: ModelFile) -> list[bool]:
+    """Read which layers choose their keys, from a list or a schedule."""
+    count = config.num_layers()
+    for key in filter(config.has, ("indexer_types", "index_topk_pattern")):
+        kinds, known = config.values[key], (*_CHOOSES, *_SHARES)
+        if not isinstance(kinds, (list, str)) or len(kinds) != count or any(kind not in known for kind in kinds):
+            raise config.error(key, f"{show(kinds)} does not say {_CHOOSES[0]} or {_SHARES[0]} of {count} layers")
+        if kinds[0] not in _CHOOSES:
+            raise config.error(key, "the first layer has none before it whose choice it could take")
+        return [kind in _CHOOSES for kind in kinds]
+    period, offset = max(1, config.get("index_topk_freq", int, 1)), config.get("index_skip_topk_offset", int, 2)
+    return [max(0, number + 1 - offset) % period == 0 for number in range(count)]
 
 
 def with_indexers(decoder: DecoderConfig) -> DecoderConfig:

@@ -19,12 +19,14 @@ class StageLink:
     """One rank's links to the previous and the next stage. The first stage receives nothing, and the last sends
     nothing."""
 
-    def __init__(self, groups: RankGroups, max_rows: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, groups: RankGroups, max_rows: int, hidden_size: int, dtype: torch.dtype, num_streams: int = 1
+    ) -> None:
         self._previous, self._next = groups.previous, groups.next
-        self._num_tensors = 1 if groups.tensor.size == 1 else 2
+        self._num_tensors = 1 if groups.tensor.size == 1 or num_streams > 1 else 2
         """The number of tensors in a `StageState`."""
-        self._hidden_size = hidden_size
-        size = self._num_tensors * max_rows * hidden_size
+        self._row_size = num_streams * hidden_size
+        size = self._num_tensors * max_rows * self._row_size
 
         def memory(is_used: bool) -> Tensor:
             return torch.zeros(size if is_used else 0, dtype=dtype, device=groups.tensor.device)
@@ -62,6 +64,6 @@ class StageLink:
         self._sending = dist.isend(rows, group=self._next, group_dst=1)
 
     def _rows(self, memory: Tensor, num_rows: int) -> Tensor:
-        """View the first rows of a buffer as [tensors, num_rows, H], contiguous."""
-        size = self._num_tensors * num_rows * self._hidden_size
-        return memory[:size].view(self._num_tensors, num_rows, self._hidden_size)
+        """View the first rows of a buffer as [tensors, num_rows, size of a row], contiguous."""
+        size = self._num_tensors * num_rows * self._row_size
+        return memory[:size].view(self._num_tensors, num_rows, self._row_size)

@@ -31,10 +31,11 @@ class StageState:
 
     residual: Tensor
     """[T, H], the residual stream. With several ranks, a rank's copy may be up to date only in the rows that it will
-    read again (see `add_rms_norm`); its counterpart reads the same rows, as long as T is the same."""
+    read again (see `add_rms_norm`); its counterpart reads the same rows, as long as T is the same. Of several streams
+    [T, N × H], side by side, all rows are up to date."""
     delta: Tensor | None
     """[T, H], this rank's part of what the last layer computed: to be summed over the ranks and added to the residual.
-    None where it has been added already."""
+    None where it has been added already, as to several streams."""
 
 
 class TensorParallelGroup:

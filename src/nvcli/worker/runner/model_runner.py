@@ -195,7 +195,9 @@ class ModelRunner:
     def _make_slots(self) -> None:
         """Make the empty tables and buffers of the steps, large enough for padded steps."""
         config = self.config
-        self.link = StageLink(self._groups, config.max_padded_tokens, self.model_config.hidden_size, self.dtype)
+        num_streams = self.model_config.decoder.num_streams
+        sizes = config.max_padded_tokens, self.model_config.hidden_size, self.dtype
+        self.link = StageLink(self._groups, *sizes, num_streams)
         self.slots = SlotTable(config, self._attention.kv_spec.num_groups, self.device)
         vocab_size = self.model_config.vocab_size
         self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)

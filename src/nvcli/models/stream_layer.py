@@ -1,0 +1,121 @@
+"""StreamLayer: a decoder layer between residual streams that run side by side (`kernels/streams.py`).
+
+The residual of a token is all its streams, [T, N × H]. A layer's last result is added to them by the next layer, with
+the shares that it passes on. Every rank computes all shares. Shapes: T tokens, N streams, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import CacheSpec
+from nvcli.kernels.stream_settings import StreamSettings
+from nvcli.kernels.streams import ShareWeights, add_to_streams, read_streams
+from nvcli.models.decoder_layer import DecoderLayer
+from nvcli.models.layer_config import STREAMS_OF_MIXER, STREAMS_OF_MLP, LayerConfig
+from nvcli.models.layers import Angles, InputNorm
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.parallel import BuildContext, TensorShards
+
+
+class StreamShares(TensorShards):
+    """Adds the result of the block before to the streams, and gives the normed sum of them that the next block
+    reads."""
+
+    fn: nn.Parameter
+    base: nn.Parameter
+    scale: nn.Parameter
+
+    def __init__(self, build: BuildContext, path: str, settings: StreamSettings) -> None:
+        super().__init__(build, {name: f"{path}.{name}" for name in ("fn", "base", "scale")})
+        self.settings = settings
+
+    def forward(
+        self, delta: Tensor | None, streams: Tensor, kept: Tensor | None, norm: InputNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what `read_streams` does. `delta` is this rank's part of the result, as in `layers.py`."""
+        assert norm.bias is None, "no family has one"
+        assert not norm.is_centered, "no family has one"
+        if delta is not None and self.group.size > 1:
+            delta = self.group.sum(delta)
+        weights = ShareWeights(self.fn, self.base, self.scale)
+        return read_streams(streams, delta, kept, weights, self.settings, norm.weight, norm.eps)
+
+
+class StreamLayer(DecoderLayer):
+    """One layer, with a norm before each of its two blocks."""
+
+    def __init__(
+        self,
+        settings: StreamSettings,
+        build: BuildContext,
+        path: str,
+        config: LayerConfig,
+        norm: NormConfig,
+        specs: Sequence[CacheSpec],
+        cache_layer: int,
+        *,
+        has_input: bool,
+        is_summed: bool = False,
+    ) -> None:
+        super().__init__(build, path, config, norm, specs, cache_layer, has_input=has_input, is_summed=is_summed)
+        own = build.of_own_rows()
+        self.attn_hc = StreamShares(own, f"{path}.{STREAMS_OF_MIXER}", settings)
+        self.ffn_hc = StreamShares(own, f"{path}.{STREAMS_OF_MLP}", settings)
+
+    def forward(
+        self,
+        delta: Tensor | None,
+        residual: Tensor,
+        own: Tensor | None,
+        angles: Angles,
+        batch: ForwardBatch,
+        rows: Tensor | None,
+        stream: Tensor | None = None,
+        passed: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Return the result of the MLP, the streams without it, and the shares by which it is added to them. The
+        arguments are those of `DecoderLayer.forward`; `passed`: the shares of `delta`."""
+        assert self.before_attention is not None
+        assert self.before_mlp is not None
+        assert self.mlp is not None
+        assert stream is None, "heads that read the residual stream are refused"
+        x, kept = self.attn_hc(delta, residual, passed, self.before_attention)
+        mixed = self.mixer(x, angles, batch)
+        adapters = None if batch.adapters is None else batch.adapters.tokens if rows is None else batch.adapters.kept
+        if rows is not None:
+            residual = residual[rows]
+            if len(rows) == 0:
+                return None, residual, None
+            mixed, kept = mixed[rows], kept[rows]
+        delta = self.mixer.o_proj(mixed, None, adapters)
+        del mixed  # the MLP can reuse its memory
+        x, kept = self.ffn_hc(delta, residual, kept, self.before_mlp)
+        return self.mlp(x, None, adapters), residual, kept
+
+
+class StreamEnd(nn.Module):
+    """The end of a stage: the normed sum of the streams in the last one, and elsewhere the streams with the last
+    result."""
+
+    def __init__(self, build: BuildContext, path: str, settings: StreamSettings, norm: InputNorm | None) -> None:
+        """`norm`: the decoder's last norm, in the last stage."""
+        super().__init__()
+        self.group, self.settings = build.group, settings
+        self.shares = None if norm is None else StreamShares(build, path, settings)
+
+    def forward(self, delta: Tensor | None, streams: Tensor, kept: Tensor | None, norm: InputNorm | None) -> Tensor:
+        """Return [T, H] in the last stage, and elsewhere the streams [T, N × H], which are overwritten."""
+        if self.shares is None:
+            assert delta is not None
+            assert kept is not None
+            add_to_streams(streams, self.group.sum(delta) if self.group.size > 1 else delta, kept, self.settings)
+            return streams
+        assert norm is not None
+        if len(streams) == 0:
+            return streams[:, : len(norm.weight)]
+        hidden: Tensor = self.shares(delta, streams, kept, norm)[0]
+        return hidden

@@ -1,0 +1,72 @@
+"""Residual streams that run side by side: the Triton kernels compute what plain torch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
+from nvcli.kernels import streams as reference
+from nvcli.kernels.stream_settings import StreamSettings
+from nvcli.kernels.streams import ShareWeights
+from nvcli.kernels.triton.elementwise import streams as kernels
+
+pytestmark = MARKS
+SETTINGS = (
+    StreamSettings(count=4, norm_eps=1e-5, eps=0.01, factor=2.5, result_eps=0.02),
+    StreamSettings(count=3, norm_eps=1e-5, eps=1e-3, factor=2.0, iterations=3),
+)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weights(num_shares: int, num_kinds: int, width: int) -> ShareWeights:
+    scale = random(num_kinds, seed=2).abs() + 1
+    return ShareWeights(random(num_shares, width) / width**0.5, random(num_shares, seed=1), scale)
+
+
+def results_of(module: Any, device: torch.device, settings: StreamSettings, size: int, dtype: torch.dtype) -> list[Any]:
+    """Two blocks, of which the second adds up parts of the first one's result, a sum behind the last, and the streams
+    in between."""
+    num_tokens, width = 37, settings.count * size
+    streams, norm_weight = random(num_tokens, width, dtype=dtype).to(device), random(size, dtype=dtype).to(device)
+    of_block, of_end = (
+        ShareWeights(*(one.to(device) for one in weights(num_shares, num_kinds, width)))
+        for num_shares, num_kinds in ((settings.num_shares, settings.num_scales), (settings.count, 1))
+    )
+    rest = settings, norm_weight, 1e-6
+    first, kept = module.read_streams(streams, None, None, of_block, *rest)
+    parts = random(3, num_tokens, size, seed=3).to(device)
+    second, next_kept = module.read_streams(streams, parts, kept, of_block, *rest)
+    before = streams.clone()
+    result = random(num_tokens, size + 5, dtype=dtype, seed=4).to(device)[:, :size]
+    last, nothing = module.read_streams(streams, result, next_kept, of_end, *rest)
+    module.add_to_streams(streams, result, next_kept, settings)
+    return [first, kept, second, next_kept, before, last, nothing, streams]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=["apart", "mixed"])
+def test_streams(settings: StreamSettings, dtype: torch.dtype) -> None:
+    expected = results_of(reference, torch.device("cpu"), settings, 70, dtype)
+    found = results_of(kernels, DEVICE, settings, 70, dtype)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
+        tolerance = 4 * TOLERANCE[dtype]
+        torch.testing.assert_close(actual.cpu(), wanted, atol=tolerance, rtol=tolerance)
+    assert expected[6].shape == (37, 0)
+
+
+def test_shares_of_streams_in_each_other_add_up_to_1() -> None:
+    settings = StreamSettings(count=4, norm_eps=1e-5, eps=1e-6, factor=2.0, iterations=20)
+    shares = weights(settings.num_shares, 3, 4 * 16)
+    _, kept = reference.read_streams(random(5, 4 * 16), None, None, shares, settings, torch.ones(16), 1e-6)
+    mixed = kept[:, 4:].view(5, 4, 4)
+    for dim in (1, 2):
+        torch.testing.assert_close(mixed.sum(dim=dim), torch.ones(5, 4), atol=1e-3, rtol=0)
+    assert mixed.std() > 0.1
