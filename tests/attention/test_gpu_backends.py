@@ -168,14 +168,24 @@ def test_padding_and_rows_of_several_tokens(case: tuple[Any, ...]) -> None:
     bench.step((a, 4), (b, 4), (c, 25), shape=DRAFTS)
 
 
+SMALLER = {"own_value_dim": 128, "windows": (None, 129), "has_sinks": True}
+
+
 @pytest.mark.parametrize(
-    "case",
-    [("triton", 576, 1, 16, 64, BF16), ("triton", 576, 1, 20, 64, BF16), ("triton", 576, 1, 40, 16, F16)],
+    ("case", "sizes"),
+    [
+        (("triton", 576, 1, 16, 64, BF16), {"value_dim": 512}),
+        (("triton", 576, 1, 20, 64, BF16), {"value_dim": 512}),
+        (("triton", 576, 1, 40, 16, F16), {"value_dim": 512}),
+        (("triton", 192, 4, 16, 64, BF16), SMALLER),
+        (("triton", 192, 1, 8, 16, F16), SMALLER),
+    ],
     ids=str,
 )
-def test_values_that_are_the_first_numbers_of_their_keys(case: tuple[Any, ...]) -> None:
-    """Prompts, chunks, long rows that are cut into chunks, and rows of several tokens."""
-    bench = make_bench(*case, num_tokens=20_000, value_dim=512)
+def test_values_of_another_size_than_their_keys(case: tuple[Any, ...], sizes: dict[str, Any]) -> None:
+    """Prompts, chunks, long rows that are cut into chunks, and rows of several tokens; values are the first numbers of
+    their keys, or smaller than these."""
+    bench = make_bench(*case, num_tokens=20_000, **sizes)
     bench.leave_garbage(float("nan"))
     a, b, c, d = (History() for _ in range(4))
     bench.step((a, 1), (b, 15), (c, 300), shape=BatchShape(prefill_rows=4, prefill_tokens=400))
