@@ -164,6 +164,9 @@ class Simulator:
             "mbarrier": self._mbarrier(),
             "tma": types.SimpleNamespace(store_wait=self._wait_for_stores),
             "tma_load": self._load_part,
+            "async_copy": types.SimpleNamespace(
+                async_copy_global_to_shared=self._copy, mbarrier_arrive=self._arrive_with_copies
+            ),
             "tma_store": self._store_part,
             "reinterpret": reinterpret,
             "warpgroup_mma": self._multiply,
@@ -271,6 +274,24 @@ class Simulator:
             barrier.update(0, -part.data.numel() * size)
 
         self._loads.append(arrive)
+
+    def _copy(self, part: Memory, pointer: Pointer) -> None:
+        with self._changed:
+            self._loads.append(lambda: part.data.copy_(pointer.data[pointer.offset]))
+
+    def _arrive_with_copies(self, barrier: Barrier, increment_count: bool) -> None:
+        """All threads of a group of four warps arrive, once what they copied is there."""
+        assert not increment_count
+        with self._changed:
+            copies, self._loads = self._loads, []
+
+        def arrive() -> None:
+            for copy in copies:
+                copy()
+            barrier.update(128, 0)
+
+        with self._changed:
+            self._loads.append(arrive)
 
     def _store_part(self, target: Tensor, coord: Sequence[Any], part: Memory) -> None:
         """Shared memory is read when the store is waited for. What lies behind the end is dropped."""

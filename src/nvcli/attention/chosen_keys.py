@@ -4,9 +4,12 @@ An indexer chooses the keys of a step's tokens in one layer; that layer attends 
 Positions are chosen, not places in the cache, so that layers of other KV groups can read them. Everything is planned
 and computed on the device from the batch's tensors, for decode rows and chunks alike. Chunks that see no more keys than
 would be chosen may be attended to projected latents instead (`projected_latents.py`): then decode rows alone choose.
+Latents of usual sizes are attended by the kernel that Hopper GPUs have for them.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +17,13 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_layout import choice_score_rows
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionSpec, Geometry
 from nvcli.errors import ConfigError
-from nvcli.kernels.chosen_keys import TokenKeys, attend_chosen, choose_keys
+from nvcli.kernels.chosen_keys import TokenKeys, attend_chosen, choose_keys, expand_rows
 from nvcli.kernels.whole_numbers import next_power_of_2
+
+if TYPE_CHECKING:
+    from nvcli.kernels.triton.attention.latent_shares import LatentAttention
 
 
 def check_sizes(case: AttentionCase) -> None:
@@ -42,15 +48,20 @@ class ChosenKeys:
         self._chosen = torch.zeros(tokens, top_k, dtype=torch.int32, device=device)
         num_rows = choice_score_rows(case.max_model_len, tokens) if device.type == "cuda" else 0
         self._scores = torch.empty(num_rows, case.max_model_len, dtype=torch.float32, device=device)
+        self._on_hopper = _on_hopper(case) if device.type == "cuda" else {}
 
     def plan(self, batch: ForwardBatch) -> None:
         """Find the keys of a step's tokens, on the device."""
-        starts, num_tokens = batch.query_start_loc, batch.num_tokens
-        token = torch.arange(num_tokens, dtype=starts.dtype, device=starts.device)
-        row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=len(batch.slots) - 1)
-        seen = batch.seq_lens[row] - (starts[row + 1] - 1 - token)
-        self._seen[:num_tokens] = seen.clamp_(min=0).masked_fill_(token >= starts[-1], 0)
-        self._slots[:num_tokens] = batch.slots[row]
+        num_rows, num_tokens = len(batch.slots), batch.num_tokens
+        if batch.shape.projects_latents:  # all but the decode rows
+            num_rows, num_tokens = batch.num_decoded_rows, batch.num_decoded_tokens
+        seen, slots = self._seen[:num_tokens], self._slots[:num_tokens]
+        seen.zero_()
+        starts, seq_lens = batch.query_start_loc[: num_rows + 1], batch.seq_lens[:num_rows]
+        expand_rows(starts, seq_lens, batch.slots[:num_rows], seen, slots)
+        for attention in self._on_hopper.values():
+            if attention.takes(num_tokens):
+                attention.plan(seen, slots)
 
     def choose(self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor, batch: ForwardBatch) -> None:
         """Choose the keys of the first tokens in a layer that has index keys, which are stored already. queries:
@@ -64,9 +75,14 @@ class ChosenKeys:
     ) -> Tensor:
         """Attend to the keys that this layer or the last one before it has chosen. queries: [first tokens, num_heads,
         size of a key]; sinks: as for `AttentionBackend.forward` → [first tokens, num_heads, spec.value_dim]."""
-        keys = batch.kv_cache.layer(layer)[0][:, :, 0, : queries.shape[2]]
+        keys = batch.kv_cache.layer(layer)[0][..., : queries.shape[2]]
         out = torch.empty(*queries.shape[:2], spec.result_dim, dtype=queries.dtype, device=queries.device)
-        attend_chosen(queries, keys, *self._of(spec, batch, len(queries)), out, scale=spec.scale, sinks=sinks)
+        tokens, chosen = self._of(spec, batch, len(queries))
+        attention = self._on_hopper.get((spec.geometry, spec.top_k))
+        if attention is not None and attention.takes(len(queries)):
+            attention.run_chosen(queries, keys, tokens.tables, chosen, out, scale=spec.scale, sinks=sinks)
+        else:
+            attend_chosen(queries, keys[:, :, 0], tokens, chosen, out, scale=spec.scale, sinks=sinks)
         return out
 
     def _of(self, spec: AttentionSpec, batch: ForwardBatch, num_tokens: int) -> tuple[TokenKeys, Tensor]:
@@ -75,3 +91,18 @@ class ChosenKeys:
         tables = batch.block_tables[spec.kv_group]
         tokens = TokenKeys(self._seen[:num_tokens], self._slots[:num_tokens], tables)
         return tokens, self._chosen[:num_tokens, : spec.top_k]
+
+
+def _on_hopper(case: AttentionCase) -> dict[tuple[Geometry, int | None], LatentAttention]:
+    """Make the attention by the kernel for Hopper GPUs, for each kind of layers that it serves."""
+    from nvcli.attention.triton_inputs import attention_shape
+    from nvcli.kernels.triton.attention.latent_shares import LatentAttention, serves_latents
+
+    found: dict[tuple[Geometry, int | None], LatentAttention] = {}
+    for spec in case.specs:
+        shape = attention_shape(case, (spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, None))
+        if spec.top_k is not None and serves_latents(shape):
+            found[spec.geometry, spec.top_k] = LatentAttention(
+                shape, max_rows=case.max_num_batched_tokens, top_k=spec.top_k
+            )
+    return found

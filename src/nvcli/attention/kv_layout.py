@@ -59,9 +59,10 @@ def choice_score_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
 
 
 def choice_bytes(max_model_len: int, max_num_batched_tokens: int, top_k: int) -> int:
-    """The bytes that the choice of keys takes (`attention/chosen_keys.py`)."""
+    """The bytes that the choice of keys takes (`attention/chosen_keys.py`): scores, and for each token the keys, how
+    many there are, its slot and its part of the list of work."""
     scores = choice_score_rows(max_model_len, max_num_batched_tokens) * max_model_len
-    return 4 * (scores + max_num_batched_tokens * (top_k + 3))
+    return 4 * (scores + max_num_batched_tokens * (top_k + 15))
 
 
 def scratch_tokens(max_model_len: int, max_num_seqs: int) -> int:

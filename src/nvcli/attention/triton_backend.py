@@ -51,7 +51,6 @@ class TritonBackend(AttentionBackend):
                 max_tokens=case.max_draft_step_tokens,
                 is_invariant=case.batch_invariant,
                 has_plain_blocks=has_plain_blocks,
-                has_sinks=any(spec.has_sinks for spec in case.specs if spec.geometry == geometry),
             )
         self._prefill = ChunkedPrefill(case)
         self.notes, self.prefix_tile_tokens = self._prefill.notes, self._prefill.prefix_tile_tokens

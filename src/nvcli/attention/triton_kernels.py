@@ -28,7 +28,7 @@ from nvcli.kernels.triton.attention.prefill_tiles import Chunks, PrefillTiles, T
 from nvcli.kernels.triton.attention.segment_attention import SegmentAttention
 from nvcli.kernels.triton.attention.segment_merge import merge_segments
 from nvcli.kernels.triton.attention.segment_work_list import SegmentWorkList
-from nvcli.kernels.triton.attention.token_rows import TokenRows
+from nvcli.kernels.triton.attention.token_rows import TokenRows, expand_rows
 
 _PARTS = TilePart.PREFIX, TilePart.REST, TilePart.OTHERS
 """Prefix first; the rest continues its softmax."""
@@ -176,7 +176,7 @@ class SegmentedDecode:
         seq_lens, slots = batch.seq_lens[:num_rows], batch.slots[:num_rows]
         tokens = row_tokens(batch)
         if tokens is not None:
-            self._token_rows.fill(tokens, seq_lens, slots)
+            expand_rows(tokens.starts, seq_lens, slots, *self._token_rows)
         for lists in self._lists.values():
             group, width = lists.kv_group, batch.shape.tokens_per_row
             lists.shared.plan(*self._rows_of_tokens(batch), tables.segments[group], tables.slot_segments[group], width)

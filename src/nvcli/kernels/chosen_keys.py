@@ -33,6 +33,20 @@ class TokenKeys(NamedTuple):
     """[slots, blocks] int32."""
 
 
+@with_kernel("attention.token_rows")
+def expand_rows(starts: Tensor, seq_lens: Tensor, slots: Tensor, token_lens: Tensor, token_slots: Tensor) -> None:
+    """Write the keys that each token of some rows sees, its own included, and its slot. Those of other tokens are left.
+
+    starts: [B + 1] int32, the first token of each row; seq_lens: [B] int32, its keys; slots: [B] int64; token_lens: [T]
+    int32; token_slots: [T] int64.
+    """
+    counts = starts.diff().long()
+    row = torch.repeat_interleave(torch.arange(len(slots), device=slots.device), counts)
+    token = starts[0] + torch.arange(len(row), dtype=starts.dtype, device=starts.device)
+    token_lens[token] = (seq_lens[row] - (starts[row + 1] - 1 - token)).clamp_(min=0)
+    token_slots[token] = slots[row]
+
+
 @with_kernel("elementwise.index_keys")
 def store_index_keys(
     queries: Tensor,

@@ -89,11 +89,14 @@ class AttentionLauncher:
     by_tma: the tokens and columns that a TMA load of the cache brings; None: kernels read it by address. With TMA, the
     distance between blocks must be a whole number of tokens.
     is_invariant: see `AttentionKind`.
+    has_gaps: other numbers may lie between the keys of tokens; kernels go by `AttentionKind.row_size`.
     """
 
-    def __init__(self, shape: AttentionShape, *, by_tma: int | None = None, is_invariant: bool = False) -> None:
+    def __init__(
+        self, shape: AttentionShape, *, by_tma: int | None = None, is_invariant: bool = False, has_gaps: bool = False
+    ) -> None:
         self.shape = shape
-        self._by_tma, self._is_invariant = by_tma, is_invariant
+        self._by_tma, self._is_invariant, self._has_gaps = by_tma, is_invariant, has_gaps
         self._kernels: dict[tuple[object, ...], KeptKernel] = {}
         self._descriptors: dict[tuple[int, ...], Any] = {}
 
@@ -137,7 +140,7 @@ class AttentionLauncher:
         row_size = strides[1] if has_shared else shape.num_kv_heads * key_dim
         assert layer.q.stride()[1:] == (key_dim, 1)
         assert strides == layer.v_cache.stride()
-        assert has_shared or strides[1:] == (row_size, key_dim, 1)
+        assert has_shared or self._has_gaps or strides[1:] == (row_size, key_dim, 1)
         assert not has_shared or self._by_tma is not None
         assert self._by_tma is None or (layer.window is None and strides[0] % row_size == 0)
         return AttentionKind(

@@ -37,7 +37,7 @@ from nvcli.kernels.triton.attention.invariant_attention import (
     invariant_draft_tile,
     invariant_registers,
 )
-from nvcli.kernels.triton.attention.latent_shares import LatentDecode, serves_latents
+from nvcli.kernels.triton.attention.latent_shares import LatentAttention, serves_latents
 from nvcli.kernels.triton.launch.dependent_launch import dependent
 from nvcli.kernels.triton.launch.multiprocessors import shared_memory_bytes
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
@@ -110,7 +110,6 @@ class DecodeAttention:
     many programs run on each.
     is_invariant: rows get the same bits in every batch (`invariant_attention.py`).
     has_plain_blocks: a layer's blocks lie one behind the other, with nothing but scales between their keys.
-    has_sinks: heads of some layers have sinks.
     """
 
     def __init__(
@@ -124,7 +123,6 @@ class DecodeAttention:
         is_beside: bool = False,
         is_invariant: bool = False,
         has_plain_blocks: bool = False,
-        has_sinks: bool = False,
     ) -> None:
         assert not is_invariant or shape.kv_dtype == shape.dtype
         self._shape, self._is_beside, self._is_invariant = shape, is_beside, is_invariant
@@ -139,10 +137,9 @@ class DecodeAttention:
         self._direct_kernel = _load_direct_kernel(shape, self._align)
         self._max_rows = max_rows
         self._lists = {window: self.work_list(window) for window in windows}
-        self._latents: LatentDecode | None = None
-        is_plain = has_plain_blocks and not is_beside and not is_invariant and not has_sinks
-        if is_plain and not any(self._lists) and serves_latents(shape):
-            self._latents = LatentDecode(shape, max_rows=max_rows, max_width=max_width)
+        self._latents: LatentAttention | None = None
+        if has_plain_blocks and not is_beside and not is_invariant and not any(self._lists) and serves_latents(shape):
+            self._latents = LatentAttention(shape, max_rows=max_rows, max_width=max_width)
         most_chunks = max(one.max_partials for one in self._lists.values())
         most_queries, most_tiles = most_chunks * shape.group, max(max_rows, most_chunks)
         self._has_tiles = not shape.has_values and not is_invariant

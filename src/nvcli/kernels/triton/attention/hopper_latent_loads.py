@@ -2,13 +2,14 @@
 multiply from.
 
 Keys in 16 bits come by TMA, and those in FP8 through registers, where they become float16, which represents them
-exactly.
+exactly. Chosen keys, each in a place of its own, are copied by address.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
@@ -68,7 +69,7 @@ def _store_numbers(numbers, tail, stages, stage):
 @gluon.jit
 def _load_by_tma(cache, work, stages, KIND: gl.constexpr):
     """Run the group of warps that loads keys in 16 bits."""
-    k_desc, numbers_of_cache, _, block_tables, block_table_stride = cache
+    k_desc, numbers_of_cache, _, block_tables, block_table_stride, _ = cache
     items, first_item, end_item = work
     k_smem, tail_smem, _, full, free = stages
     PANELS: gl.constexpr = KIND.head_dim // KEYS
@@ -106,7 +107,7 @@ def _load_by_tma(cache, work, stages, KIND: gl.constexpr):
 @gluon.jit
 def _load_fp8(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr):
     """Run the group of warps that loads keys in FP8. With AHEAD they hold two tiles in registers."""
-    _, words, scales, block_tables, block_table_stride = cache
+    _, words, scales, block_tables, block_table_stride, _ = cache
     items, first_item, end_item = work
     scale_smem = stages[2]
     free = stages[4]
@@ -144,9 +145,51 @@ def _load_fp8(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr):
+def _chosen_rows(numbers, chosen, table, keys, last, KIND: gl.constexpr):
+    """Return where chosen keys are in the cache; of those behind the one numbered `last`, where that one is."""
+    position = gl.load(chosen + gl.minimum(keys, last))
+    block = gl.load(table + position // KIND.block_size)
+    return numbers + (block.to(gl.int64) * KIND.block_stride + position % KIND.block_size * KIND.row_size)
+
+
+@gluon.jit
+def _load_chosen(cache, work, stages, KIND: gl.constexpr, CHOSEN_ROW: gl.constexpr):
+    """Run the group of warps that loads chosen keys in 16 bits. Behind the last one it is loaded again, as weights of 0
+    are multiplied with numbers that must be finite."""
+    _, numbers, _, block_tables, block_table_stride, chosen = cache
+    items, first_item, end_item = work
+    k_smem, tail_smem, _, full, free = stages
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    lanes = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    body = gl.arange(0, KIND.head_dim, gl.SliceLayout(0, layout))
+    tail = KIND.head_dim + gl.arange(0, KIND.tail_dim, gl.SliceLayout(0, layout))
+    i = 0
+    for index in range(first_item, end_item):
+        item = items + index * ITEM_FIELDS
+        begin = gl.load(item + 1)
+        end = gl.load(item + 2)
+        table = block_tables + gl.load(item + 6).to(gl.int64) * block_table_stride
+        own = chosen + gl.load(item).to(gl.int64) * CHOSEN_ROW
+        last = gl.maximum(end - 1, 0)
+        # The next tile's places are loaded ahead of their use.
+        next_rows = _chosen_rows(numbers, own, table, begin + lanes, last, KIND)
+        for start in range(begin, end, KEYS):
+            stage, phase = stage_of(i, STAGES)
+            i += 1
+            rows = next_rows[:, None]
+            next_rows = _chosen_rows(numbers, own, table, start + KEYS + lanes, last, KIND)
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            async_copy.async_copy_global_to_shared(k_smem.index(stage), rows + body[None, :])
+            async_copy.async_copy_global_to_shared(tail_smem.index(stage), rows + tail[None, :])
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def load_keys(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr, CHOSEN_ROW: gl.constexpr):
     """Run the group of warps that loads keys."""
-    if stages[2] is None:
+    if CHOSEN_ROW > 0:
+        _load_chosen(cache, work, stages, KIND, CHOSEN_ROW)
+    elif stages[2] is None:
         _load_by_tma(cache, work, stages, KIND)
     else:
         _load_fp8(cache, work, stages, KIND, AHEAD)

@@ -1,4 +1,5 @@
-"""Decode attention over latents on Hopper GPUs: the work list of `hopper_latent_kernel.py`, and its launch.
+"""Attention over latents on Hopper GPUs, of decode rows to all their keys and of any tokens to a choice of them: the
+work list of `hopper_latent_kernel.py`, and its launch.
 
 There is one program for each multiprocessor, and each takes an equal share of all rows' tiles of keys, one row behind
 another. A row that lies in several shares is reduced by the last of their programs to finish. A share of few long rows
@@ -25,6 +26,10 @@ _KEYS = tl.constexpr(64)
 """Keys of a tile."""
 _MOST_ROWS = 64
 """The most queries of a tile."""
+_ALL_KEYS = 2**31 - 1
+_FEWEST_CHOOSING_ROWS = 16
+"""The fewest rows with chosen keys that are served. With 2,048 keys each an H200 takes 22 and 44 µs for 16 rows of 16
+and of 128 heads, where `attend_chosen.py` takes 24 and 58, but 21 and 48 for 8, where that takes 19 and 35."""
 _MOST_ROWS_IN_16_BITS = 64
 """The most rows of a step that are served from a cache in 16 bits, with up to 64 heads. With 16 heads an H200 takes
 33 µs for 64 rows of 100 to 1,620 keys, where `decode_kernel.py` takes 37, but 81 for 256 of them, where that takes
@@ -34,13 +39,15 @@ _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
 
 
 @triton.jit
-def _tiles(seq_lens, rows, num_rows):
+def _tiles(seq_lens, rows, num_rows, most_keys):
     """Count the tiles of rows: one at least, as a row without keys, which is padding, has a result too."""
-    lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
+    lens = tl.minimum(tl.load(seq_lens + rows, mask=rows < num_rows, other=0), most_keys)
     return tl.where(rows < num_rows, tl.maximum(tl.cdiv(lens, _KEYS), 1), 0), lens
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_shares"], do_not_specialize_on_alignment=["seq_lens", "slots"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_shares", "most_keys"], do_not_specialize_on_alignment=["seq_lens", "slots"]
+)
 def plan_shares_kernel(
     seq_lens,  # [num_rows] int32, keys of each row
     slots,  # [num_rows] int64
@@ -50,16 +57,17 @@ def plan_shares_kernel(
     shares,  # [num_shares, 2] int32, written: the first item of each share, and the end of its items
     num_rows,
     num_shares,
+    most_keys,  # of a row
 ):
     """Program i lists the chunks of _ROWS rows. The chunk of row r in share s is item r + s."""
     columns = tl.arange(0, _COLUMNS)
     rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
-    num_tiles, lens = _tiles(seq_lens, rows, num_rows)
+    num_tiles, lens = _tiles(seq_lens, rows, num_rows, most_keys)
     first = tl.zeros([_ROWS], tl.int32)
     total = tl.zeros([_COLUMNS], tl.int32)
     for start in range(0, num_rows, _COLUMNS):
         others = start + columns
-        of_others, _ = _tiles(seq_lens, others, num_rows)
+        of_others, _ = _tiles(seq_lens, others, num_rows, most_keys)
         total += of_others
         first += tl.sum(tl.where(others[None, :] < rows[:, None], of_others[None, :], 0), 1)
     all_tiles = tl.sum(total, 0)
@@ -114,19 +122,22 @@ def serves_latents(shape: AttentionShape) -> bool:
     )
 
 
-class LatentDecode:
-    """Decode attention over latents: its work list and scratch memory, allocated once for a run.
+class LatentAttention:
+    """Attention over latents: its work list and scratch memory, allocated once for a run.
 
     Call `plan` each step, then `run` in each layer, as for `DecodeAttention`.
 
     max_width: the most tokens of a row.
+    top_k: the most keys of a row, which are chosen; rows then have one token, and a cache in 16 bits. None: rows attend
+    to all their keys.
     """
 
-    def __init__(self, shape: AttentionShape, *, max_rows: int, max_width: int) -> None:
+    def __init__(self, shape: AttentionShape, *, max_rows: int, max_width: int = 1, top_k: int | None = None) -> None:
         from nvcli.kernels.triton.attention import hopper_latent_kernel as kernels
 
-        self._shape, self._kernel = shape, kernels.hopper_latent_kernel
-        self._launch = AttentionLauncher(shape, by_tma=None if shape.is_fp8 else 64).launch
+        self._shape, self._kernel, self._top_k = shape, kernels.hopper_latent_kernel, top_k
+        by_tma = None if shape.is_fp8 or top_k is not None else 64
+        self._launch = AttentionLauncher(shape, by_tma=by_tma, has_gaps=top_k is not None).launch
         self._num_programs = num_multiprocessors(shape.device)
         most_queries = next_power_of_2(shape.group * max_width)
         num_tiles = ceil_div(most_queries, _MOST_ROWS)
@@ -139,8 +150,11 @@ class LatentDecode:
         self._partial_lse = torch.empty(of_shares, dtype=torch.float32, device=device)
 
     def takes(self, num_rows: int) -> bool:
-        """Tell whether steps of so many rows are served, as they take less time than with `decode_kernel.py`."""
+        """Tell whether steps of so many rows are served, as they take less time than with `decode_kernel.py`, or with
+        `attend_chosen.py`."""
         shape = self._shape
+        if self._top_k is not None:
+            return num_rows >= _FEWEST_CHOOSING_ROWS
         return shape.is_fp8 or shape.group > _MOST_ROWS or num_rows <= _MOST_ROWS_IN_16_BITS
 
     def _tile(self, tokens: RowTokens | None) -> tuple[int, int, int]:
@@ -154,12 +168,23 @@ class LatentDecode:
         """List the step's work; the arguments are those of `DecodeAttention.plan`."""
         num_rows = len(seq_lens)
         _, _, num_shares = self._tile(tokens)
+        most_keys = _ALL_KEYS if self._top_k is None else self._top_k
         plan_shares_kernel[(triton.cdiv(num_rows, _ROWS.value),)](
-            seq_lens, slots, self._items, self._shares, num_rows, num_shares, num_warps=4
+            seq_lens, slots, self._items, self._shares, num_rows, num_shares, most_keys, num_warps=4
         )
 
-    def run(self, layer: LayerInputs, out: Tensor, tokens: RowTokens | None = None) -> None:
-        """Attend as planned; the arguments are those of `DecodeAttention.run`."""
+    def run_chosen(
+        self, queries: Tensor, keys: Tensor, tables: Tensor, chosen: Tensor, out: Tensor, *, scale: float
+    ) -> None:
+        """Attend to the chosen keys as planned; keys: [blocks, block_size, 1, D and the tail], the rest as of
+        `nvcli.kernels.chosen_keys.attend_chosen`."""
+        self.run(LayerInputs(queries, keys, keys, tables, scale), out, chosen=chosen)
+
+    def run(
+        self, layer: LayerInputs, out: Tensor, tokens: RowTokens | None = None, chosen: Tensor | None = None
+    ) -> None:
+        """Attend as planned; the arguments are those of `DecodeAttention.run`. chosen: [B, top_k] int32, the positions
+        of each row's keys."""
         assert layer.window is None
         assert layer.soft_cap is None
         assert layer.sinks is None
@@ -168,6 +193,11 @@ class LatentDecode:
         starts = None if tokens is None else tokens.starts
         if self._shape.is_fp8:
             scales = cache.view(torch.bfloat16)
-        lists = out, self._items, self._shares, starts, self._partial_out, self._partial_lse, self._arrivals
-        memory = (scales, *lists) if scales is None else (cache.view(torch.int32), scales, *lists)
-        self._launch(self._kernel, (num_shares * num_tiles,), layer, memory, None, rows, num_tiles, launch_pdl=True)
+        lists = out, self._items, self._shares, starts, self._partial_out, self._partial_lse, self._arrivals, chosen
+        memory: tuple[Tensor | None, ...] = scales, *lists
+        if scales is not None:
+            memory = cache.view(torch.int32), *memory
+        elif chosen is not None:
+            memory = cache, *memory
+        constants = rows, num_tiles, 0 if chosen is None else chosen.stride(0)
+        self._launch(self._kernel, (num_shares * num_tiles,), layer, memory, None, *constants, launch_pdl=True)

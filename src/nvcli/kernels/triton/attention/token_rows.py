@@ -1,5 +1,5 @@
-"""Expands rows of several tokens into rows of one token each, for attention over shared segments: every token shares
-what its row shares, and is placed in tiles as a row is."""
+"""Expands rows of several tokens into rows of one token each, for attention over shared segments, where every token
+shares what its row shares, and for attention to chosen keys."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.triton.attention.decode_work_list import RowTokens
-from nvcli.kernels.whole_numbers import next_power_of_2
+_TOKENS = tl.constexpr(128)
+"""Tokens of a row that are written at a time."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["starts", "seq_lens", "slots"])
@@ -21,17 +21,22 @@ def expand_rows_kernel(
     slots,  # [B] int64
     token_lens,  # [T] int32, written
     token_slots,  # [T] int64, written
-    WIDTH: tl.constexpr,  # at least the tokens of a row
 ):
     """Program (row)."""
     row = tl.program_id(0)
     first = tl.load(starts + row)
-    num_tokens = tl.load(starts + row + 1) - first
-    number = tl.arange(0, WIDTH)
-    is_token = number < num_tokens
-    length = tl.load(seq_lens + row) - num_tokens + 1 + number
-    tl.store(token_lens + first + number, length, mask=is_token)
-    tl.store(token_slots + first + number, tl.load(slots + row) + tl.zeros([WIDTH], tl.int64), mask=is_token)
+    end = tl.load(starts + row + 1)
+    behind = tl.load(seq_lens + row) - end + 1
+    slot = tl.load(slots + row)
+    for start in tl.range(first, end, _TOKENS):
+        tokens = start + tl.arange(0, _TOKENS)
+        tl.store(token_lens + tokens, tl.maximum(behind + tokens, 0), mask=tokens < end)
+        tl.store(token_slots + tokens, slot + tl.zeros([_TOKENS], tl.int64), mask=tokens < end)
+
+
+def expand_rows(starts: Tensor, seq_lens: Tensor, slots: Tensor, token_lens: Tensor, token_slots: Tensor) -> None:
+    """See `nvcli.kernels.chosen_keys.expand_rows`."""
+    expand_rows_kernel[(len(slots),)](starts, seq_lens, slots, token_lens, token_slots, num_warps=1)
 
 
 class TokenRows(NamedTuple):
@@ -47,8 +52,3 @@ class TokenRows(NamedTuple):
         """Allocate the memory; every token sees no keys and has slot 0."""
         ints = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         return cls(ints, torch.zeros(max_tokens, dtype=torch.int64, device=device))
-
-    def fill(self, tokens: RowTokens, seq_lens: Tensor, slots: Tensor) -> None:
-        """Write the lengths and slots of the tokens of some rows. seq_lens: [B] int32; slots: [B] int64."""
-        width = next_power_of_2(tokens.width)
-        expand_rows_kernel[(len(slots),)](tokens.starts, seq_lens, slots, *self, WIDTH=width, num_warps=1)
