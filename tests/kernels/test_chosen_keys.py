@@ -77,7 +77,7 @@ def test_stored_index_keys(
 @pytest.mark.parametrize("num_heads", [3, 24])
 def test_chosen_keys(num_heads: int, max_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same keys, of numbers whose products are exact, so that many scores are equal; all of a short request's."""
-    monkeypatch.setattr(choose_keys, "_SELECTED", 32)
+    monkeypatch.setattr(choose_keys, "_SELECTED_ALONE", 32)
     monkeypatch.setattr(choose_keys, "_KEYS", 16)
     cache = random(NUM_BLOCKS, BLOCK_SIZE, 40).round()
     queries, weights = random(8, num_heads, 24, seed=1).round(), random(8, num_heads, seed=2).mul(4).round()
