@@ -77,8 +77,8 @@ def test_steps(latent_dim: int, ratio: int, block_size: int, kv_dtype: torch.dty
     bench.step((b, 4), (c, 4), shape=BatchShape(decode_rows=3, tokens_per_row=4))
 
 
-@pytest.mark.parametrize("num_heads", [20, 80])
-def test_chosen_keys(num_heads: int) -> None:
+@pytest.mark.parametrize(("num_heads", "has_sinks"), [(20, True), (80, False), (80, True)])
+def test_chosen_keys(num_heads: int, has_sinks: bool) -> None:
     """Rows of one token that attend to chosen keys, in one tile of queries and in two; padding. Other numbers lie
     behind each key."""
     latent_dim, dtype = (512, torch.bfloat16) if HAS_GPU else (64, torch.float32)
@@ -101,13 +101,14 @@ def test_chosen_keys(num_heads: int) -> None:
     tokens = TokenKeys(torch.tensor(seen, dtype=torch.int32).to(DEVICE), torch.arange(6).flip(0).to(DEVICE), tables)
     queries = torch.randn(6, num_heads, latent_dim + 64, generator=generator).to(DEVICE, dtype)
     expected = queries.new_empty(6, num_heads, latent_dim)
-    chosen_keys.attend_chosen(queries, keys[:, :, 0], tokens, chosen, expected, scale=0.1)
+    sinks = torch.linspace(-4, 6, num_heads, device=DEVICE) if has_sinks else None
+    chosen_keys.attend_chosen(queries, keys[:, :, 0], tokens, chosen, expected, scale=0.1, sinks=sinks)
     with nullcontext() if HAS_GPU else simulated():
         attention = LatentAttention(shape, max_rows=8, top_k=top_k)
     for _ in range(2):  # what the first launch counted must be forgotten
         out = torch.full_like(expected, float("nan"))
         attention.plan(tokens.seen, tokens.slots)
-        attention.run_chosen(queries, keys, tables, chosen, out, scale=0.1)
+        attention.run_chosen(queries, keys, tables, chosen, out, scale=0.1, sinks=sinks)
         tolerance = 1e-2 if HAS_GPU else 2e-5
         torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 

@@ -74,7 +74,7 @@ def _store_queries(
     """Load queries to shared memory: → [ROWS] float32, powers of 2 by which they were divided. Those for an FP8 cache
     become small numbers, which float16 has room for; others are divided by 1. Query i of a row is head i % G of its
     token i // G."""
-    q, _, _, q_stride = inputs
+    q, _, _, q_stride, _ = inputs
     q_smem, q_tail_smem = q_parts
     body: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     of_tail: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -121,6 +121,16 @@ def _weigh(scores, scale_smem, stage, start, ends, reference, by_key: gl.constex
 
 
 @gluon.jit
+def _load_sinks(sinks, queries, begin, KIND: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+    """Load the sinks of queries, times log2(e), which count in a row's first chunk alone: → [ROWS] float32."""
+    sink = gl.full([ROWS], _LEAST, gl.float32, layout)
+    if KIND.has_sinks:
+        sink = gl.load(sinks + queries % KIND.group) * 1.4426950408889634
+        sink = gl.where(begin == 0, sink, _LEAST)
+    return sink
+
+
+@gluon.jit
 def _wait_for_keys(full, stage, phase, IS_COPIED: gl.constexpr):
     """Wait until a tile of keys is there. Those copied by address are not visible to tensor cores before a fence."""
     mbarrier.wait(full.index(stage), phase)
@@ -134,7 +144,7 @@ def _attend(
     KIND: gl.constexpr, ROWS: gl.constexpr, IS_COPIED: gl.constexpr,
 ):  # fmt: skip
     """Run the group of warps that multiplies, if it is alone."""
-    _, starts, scale_log2, _ = inputs
+    _, starts, scale_log2, _, sinks = inputs
     query_tile = results[4]
     _, first_item, end_item = work
     k_smem, tail_smem, scale_smem, full, free = stages
@@ -158,7 +168,8 @@ def _attend(
 
         acc = gl.zeros([HEAD_DIM, ROWS], gl.float32, layout)
         weight_sums = gl.zeros([KEYS, ROWS], gl.float32, layout)
-        reference = gl.full([ROWS], _LEAST, gl.float32, by_query)
+        sink = _load_sinks(sinks, queries, begin, KIND, ROWS, by_query)
+        reference = sink
         for start in range(begin, end, KEYS):
             stage, phase = stage_of(i, STAGES)
             i += 1
@@ -180,6 +191,8 @@ def _attend(
             mbarrier.arrive(free.index(stage), count=1)
 
         weight_sum = gl.sum(weight_sums, 0)
+        if KIND.has_sinks:
+            weight_sum += gl.where(sink > _LEAST, gl.exp2(sink - reference), 0.0)
         divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
         acc = acc * (1.0 / divisor)[None, :]
         place = gl.arange(0, ROWS, by_query)
@@ -219,7 +232,7 @@ def _attend_half(
 
     SELF: 0 or 1, also the stage of the tiles whose weights it computes.
     """
-    _, starts, scale_log2, _ = inputs
+    _, starts, scale_log2, _, sinks = inputs
     query_tile = results[4]
     _, first_item, end_item = work
     k_smem, tail_smem, scale_smem, full, free = stages
@@ -252,8 +265,11 @@ def _attend_half(
         ends = gl.minimum(num_keys - num_tokens + 1 + queries // GROUP, end)
 
         acc = gl.zeros([ROWS, HALF], gl.float32, of_sums)
+        sink = _load_sinks(sinks, queries, begin, KIND, ROWS, by_query)
+        reference = sink
         weight_sum = gl.zeros([ROWS], gl.float32, by_query)
-        reference = gl.full([ROWS], _LEAST, gl.float32, by_query)
+        if KIND.has_sinks and SELF == 0:
+            weight_sum = gl.where(sink > _LEAST, 1.0, 0.0)
         for start in range(begin, end, KEYS):
             stage, phase = stage_of(i, STAGES)
             i += 1
@@ -394,7 +410,7 @@ def hopper_latent_kernel(
     k_desc,  # of the cache as [rows, D and the tail], a row for each token; of an FP8 cache its first number
     v_desc,
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
-    sinks,  # there are none
+    sinks,  # [H] float32, or anything if the heads have none
     cache,  # its first number; of an FP8 cache as int32, each four numbers
     scales,  # that of an FP8 cache as bfloat16; None: it is in 16 bits
     out,  # [T, H, D], contiguous
@@ -443,7 +459,7 @@ def hopper_latent_kernel(
         scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], plain)
         stages = k_smem, tail_smem, scale_smem, full, free
     work = items, first_item, end_item
-    inputs = q, starts, scale_log2, q_stride
+    inputs = q, starts, scale_log2, q_stride, sinks
     results = out, partial_out, partial_lse, arrivals, query_tile, TILES
     source = k_desc, cache, scales, block_tables, block_table_stride, chosen
     if IS_PAIR:

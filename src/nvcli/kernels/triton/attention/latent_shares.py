@@ -174,11 +174,19 @@ class LatentAttention:
         )
 
     def run_chosen(
-        self, queries: Tensor, keys: Tensor, tables: Tensor, chosen: Tensor, out: Tensor, *, scale: float
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        tables: Tensor,
+        chosen: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        sinks: Tensor | None = None,
     ) -> None:
         """Attend to the chosen keys as planned; keys: [blocks, block_size, 1, D and the tail], the rest as of
         `nvcli.kernels.chosen_keys.attend_chosen`."""
-        self.run(LayerInputs(queries, keys, keys, tables, scale), out, chosen=chosen)
+        self.run(LayerInputs(queries, keys, keys, tables, scale, sinks=sinks), out, chosen=chosen)
 
     def run(
         self, layer: LayerInputs, out: Tensor, tokens: RowTokens | None = None, chosen: Tensor | None = None
@@ -187,7 +195,6 @@ class LatentAttention:
         of each row's keys."""
         assert layer.window is None
         assert layer.soft_cap is None
-        assert layer.sinks is None
         rows, num_tiles, num_shares = self._tile(tokens)
         cache, scales = layer.k_cache, None
         starts = None if tokens is None else tokens.starts
