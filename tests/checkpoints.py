@@ -20,6 +20,11 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 IMAGE_TOKEN = 96
 """The id that stands for a token of an image in tiny checkpoints; no prompt of text has it."""
+THINKER = "Thinker"
+"""The end of the names of families whose files hold a part for speech besides."""
+_WITH_IMAGES = "ForConditionalGeneration"
+BEFORE_IMAGES = 8
+"""The id before the tokens of each image, by which transformers finds some families' images."""
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -109,6 +114,16 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
             "fullatt_block_indexes": [1],
         },
     ),
+    "Qwen2_5OmniThinker": (
+        "Qwen2_5OmniText",
+        "Qwen2_5OmniVisionEncoder",
+        {**_QWEN_OR_GLM, "depth": 3, "window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    "Qwen3OmniMoeThinker": (
+        "Qwen3OmniMoeText",
+        "Qwen3OmniMoeVisionEncoder",
+        {**_QWEN_OR_GLM, "depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [1, 0]},
+    ),
     "QianfanOCR": ("Qwen3", "QianfanOCRVision", {**_VISION, "num_hidden_layers": 2, "image_size": 32, "patch_size": 4}),
     "Mistral3": ("Ministral3", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
     "Glm4v": ("Glm4vText", "Glm4vVision", {**_QWEN_OR_GLM, "image_size": 24}),
@@ -182,7 +197,25 @@ _LAST_LAYER = {
     "vision_feature_layer": -1,
     "vision_feature_select_strategy": "full",
 }
+_AUDIO = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "output_dim": 32,
+    "num_mel_bins": 16,
+}
 _WHOLE: dict[str, dict[str, Any]] = {
+    "Qwen2_5OmniThinker": {
+        "image_token_index": IMAGE_TOKEN,
+        "vision_start_token_id": BEFORE_IMAGES,
+        "audio_config": _AUDIO,
+    },
+    "Qwen3OmniMoeThinker": {
+        "image_token_id": IMAGE_TOKEN,
+        "vision_start_token_id": BEFORE_IMAGES,
+        "audio_config": {**_AUDIO, "downsample_hidden_size": 8},
+    },
     "Gemma3": {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 16},
     "Mistral3": {"image_token_index": IMAGE_TOKEN},
     "Llava": {"image_token_index": IMAGE_TOKEN},
@@ -317,11 +350,26 @@ def write_tiny_model(
     model.save_pretrained(path, max_shard_size=max_shard_size)
     if family in ("QianfanOCR", "Kimi_K25"):  # save_pretrained mistakes the text part's layers for those of the tower
         edit_weights(path, _rename_text_layers)
+    if family.endswith(THINKER):
+        edit_weights(path, _put_beside_talker)
+        file = path / "config.json"
+        thinker = json.loads(file.read_text())
+        kind = thinker["model_type"].removesuffix(f"_{THINKER.lower()}")
+        whole = {"architectures": [f"{family.removesuffix(THINKER)}{_WITH_IMAGES}"], "model_type": kind}
+        file.write_text(json.dumps({**whole, "thinker_config": thinker, "talker_config": {}}))
     if family == "OlmoHybrid":  # save_pretrained cuts the convolutions into three equal parts
         edit_weights(path, _cut_convolutions)
     if dtype == "float32" and family not in WITH_VISION:
         _last_written[:] = [path, _changed_at(path), model]
     return path
+
+
+def _put_beside_talker(weights: dict[str, Tensor]) -> None:
+    import torch
+
+    for name in list(weights):
+        weights[f"thinker.{name}"] = weights.pop(name)
+    weights["talker.model.layers.0.input_layernorm.weight"] = torch.ones(8)
 
 
 def _rename_text_layers(weights: dict[str, Tensor]) -> None:
@@ -381,7 +429,7 @@ def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> An
         tie_word_embeddings=arguments["tie_word_embeddings"],
         **whole,
     )
-    return getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    return getattr(transformers, f"{family}{_WITH_IMAGES}")(config)
 
 
 def edit_json(file: Path, **values: Any) -> None:
@@ -448,7 +496,6 @@ def reference_model(path: Path) -> Any:
     Its plain attention is asked for: torch's, which is the default, leaves out Gemma 2's soft cap in some versions.
     """
     import torch
-    import transformers
 
     (name,) = json.loads((path / "config.json").read_text())["architectures"]
     family = name.partition("For")[0]
@@ -458,8 +505,15 @@ def reference_model(path: Path) -> Any:
         model = _last_written.pop()  # whoever asks for it may change it
         model.set_attn_implementation("eager")
         return model.eval()
-    model_class = getattr(transformers, name)
-    return scaled(model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval())
+    return scaled(class_of(name).from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval())
+
+
+def class_of(architecture: str) -> Any:
+    """Return transformers' class of a model, or of the part that reads text and images if it has one for speech."""
+    import transformers
+
+    thinker = architecture.replace(_WITH_IMAGES, f"{THINKER}{_WITH_IMAGES}")
+    return getattr(transformers, thinker, None) or getattr(transformers, architecture)
 
 
 def scaled(model: Any) -> Any:

@@ -67,6 +67,16 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
         },
     ),
+    "qwen 3-omni": (
+        "Qwen3OmniMoeThinker",
+        {
+            **_EXPERTS,
+            "num_experts": 6,
+            "norm_topk_prob": False,
+            "num_hidden_layers": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        },
+    ),
     "qwen2 moe": ("Qwen2Moe", {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 40}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}),

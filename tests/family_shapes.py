@@ -117,6 +117,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qianfan-ocr": ("QianfanOCR", {}),
     "qwen 2.5-vl": ("Qwen2_5_VL", QWEN2_5_VL),
     "qwen 3-vl": ("Qwen3VL", QWEN3_VL),
+    "qwen 2.5-omni": ("Qwen2_5OmniThinker", QWEN2_5_VL),
     "glm 4.6v-flash": ("Glm4v", {"rope_parameters": {**DEFAULT, "mrope_section": [1, 1, 2]}, "head_dim": 8}),
     "glm-ocr": ("GlmOcr", {"rope_parameters": {**DEFAULT, "mrope_section": [2, 1, 1]}, "head_dim": 8}),
     "internvl": ("InternVL", {"head_dim": 8}),

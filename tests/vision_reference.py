@@ -22,7 +22,7 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import P
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from checkpoints import SINCE, is_too_old, scaled
+from checkpoints import SINCE, class_of, is_too_old, scaled
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.vision_config import VisionConfig
 
@@ -41,7 +41,7 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
     (name,) = json.loads((path / "config.json").read_text())["architectures"]
     if is_too_old(family := name.partition("For")[0]):
         pytest.skip(f"needs transformers {SINCE[family]}")
-    model = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
+    model = class_of(name).from_pretrained(path).eval()
     if model.config.model_type == "gemma4_unified":
         modeling_gemma4_unified.create_masks_for_generate = modeling_gemma4_unified.create_masks_for_vision_model
     if model.config.model_type == "paddleocr_vl":

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from batches import RequestState
-from checkpoints import IMAGE_TOKEN, write_tiny_model
+from checkpoints import BEFORE_IMAGES, IMAGE_TOKEN, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from fake_runners import engine_config
 from family_shapes import SHAPES
@@ -42,6 +42,8 @@ FAMILIES = [
     "qwen 2.5-vl",
     "qwen 3-vl",
     "qwen 3-vl moe",
+    "qwen 2.5-omni",
+    "qwen 3-omni",
     "qwen 3.5 with vision",
     "gemma 3 with vision",
     "gemma 4 with vision, layer inputs and shared keys",
@@ -109,7 +111,7 @@ def test_towers_are_those_of_transformers(name: str, driver_of) -> None:
     sizes = [allowed_size(vision, *size) for size in SIZES]
     images = [make_image(*size, seed) for seed, size in enumerate(sizes)]
     with torch.inference_mode():
-        expected = reference.model.get_image_features(**pixel_inputs(vision, images, PROCESSOR), return_dict=True)
+        expected = reference.get_image_features(**pixel_inputs(vision, images, PROCESSOR), return_dict=True)
         found = driver.model.vision([torch.from_numpy(image) for image in images], PROCESSOR)
     deep = getattr(expected, "deepstack_features", None) or []
     parts = (expected.pooler_output, *deep)
@@ -127,10 +129,10 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
     vision = driver.model.config.vision
     sizes = [allowed_size(vision, *size) for size in [(2, 9), (1, 1), (5, 3)]]
     images = [make_image(*size, seed) for seed, size in enumerate(sizes)]
-    ids, spans = [3, 4, 5], []
+    ids, spans = [3, 4, BEFORE_IMAGES], []
     for rows, columns in sizes:
         spans.append(ImageSpan(len(ids), rows, columns))
-        ids += ([IMAGE_TOKEN] * columns + [TEXT_TOKEN] * breaks_rows(vision)) * rows + [7, 8]
+        ids += ([IMAGE_TOKEN] * columns + [TEXT_TOKEN] * breaks_rows(vision)) * rows + [7, BEFORE_IMAGES]
     ids += [11, 12, 13, 14]
     with torch.inference_mode():
         expected = reference(**model_inputs(vision, ids, images, PROCESSOR)).logits[0]

@@ -319,13 +319,17 @@ def _check_attention_dp(model: ModelConfig) -> None:
 def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> ModelConfig:
     """Read what the files say. Raises LoadError and ConfigError."""
     architecture, family = _family(config, lambda other: _read_model(other, generation, modelopt))
-    text = _text_config(config, family)
+    key = f"{family.part}_config"
+    part = config.object(key) if family.part and config.has(key) else config
+    text = _text_config(part, family)
     quantisation = read_quantisation(config, text, modelopt, family.quantisations)
     decoder = family.read(ModelFile(text.path, text.values, text.section, text.changed, text.names_in_file))
     vision = None
     layout = replace(decoder.layout, is_part=text.section != "")
-    if family.read_vision is not None and config.values.get(_VISION) is not None:
-        vision = family.read_vision(config, vision_section(config), text)
+    if family.part:
+        layout = replace(layout, starts=((f"{family.part}.", ""), *layout.starts))
+    if family.read_vision is not None and part.values.get(_VISION) is not None:
+        vision = family.read_vision(part, vision_section(part), text)
         layout = replace(layout, tower=vision.names)
     vocab_size, eos_ids = text.positive("vocab_size"), _eos_token_ids(generation, config, text)
     longest = text.positive("max_position_embeddings", least=2)  # a prompt and its answer
@@ -335,9 +339,9 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
         vision=vision,
         vocab_size=vocab_size,
         hidden_size=text.positive("hidden_size"),
-        tie_word_embeddings=_ties_embeddings(config, text, family),
+        tie_word_embeddings=_ties_embeddings(part, text, family),
         max_position_embeddings=min(longest, decoder.max_positions or longest),
-        dtype=_dtype(config, text),
+        dtype=_dtype(config, part, text),
         eos_token_ids=eos_ids,
         generation_defaults=_generation_defaults(generation, vocab_size, eos_ids),
         not_applied=_not_applied(generation),
@@ -375,7 +379,7 @@ def _text_config(config: JsonFile, family: Family) -> JsonFile:
     found = config.values.get(_TEXT)
     if found is not None and not isinstance(found, dict):
         raise config.error(_TEXT, f"{show(found)} is not an object")
-    text = config if found is None else config.with_values(found, f"{_TEXT}.")
+    text = config if found is None else config.with_values(found, f"{config.section}{_TEXT}.")
     return text.with_names(family.keys).with_defaults(family.defaults)
 
 

@@ -55,7 +55,6 @@ _ALIBI = "its scores fall with the distance of tokens (ALiBi), which nvcli does 
 _CLAMPS = "its gates are clamped by limits of each layer, which nvcli does not compute"
 _DSA = "its tokens attend to a sparse choice of keys (DSA), which nvcli does not compute"
 _KDA = "its linear attention (KDA) is not computed by nvcli"
-_OMNI = "its text is a part of files for audio and speech, which nvcli does not read"
 _RECURRENT = "its recurrent layers are of a kind that nvcli does not compute"
 _RELATIVE = "its scores depend on learned distances, and its layers convolve the stream, which nvcli does not compute"
 _SEVERAL_STREAMS = "its layers mix several residual streams, which nvcli does not compute"
@@ -95,11 +94,6 @@ _LACKING = {
     "OLMoForCausalLM": "its files are those of its own code; allenai's checkpoints whose names end in -hf run",
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
     "PaliGemmaForConditionalGeneration": "its prompts attend both ways, which nvcli does not compute",
-    "Qwen2_5OmniForConditionalGeneration": _OMNI,
-    "Qwen2_5OmniModel": _OMNI,
-    "Qwen2_5OmniThinkerForConditionalGeneration": _OMNI,
-    "Qwen3OmniMoeForConditionalGeneration": _OMNI,
-    "Qwen3OmniMoeThinkerForConditionalGeneration": _OMNI,
     "Qwen4ExpForCausalLM": _SEVERAL_STREAMS,
     "Qwen4ExpForConditionalGeneration": _SEVERAL_STREAMS,
     "RecurrentGemmaForCausalLM": _RECURRENT,

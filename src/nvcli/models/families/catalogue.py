@@ -45,11 +45,13 @@ from nvcli.models.families.plain_mlps import APERTUS, ARCEE, JAIS2, NANOCHAT, NE
 from nvcli.models.families.qwen import (
     LIGHTON_OCR,
     QWEN2,
+    QWEN2_5_OMNI,
     QWEN2_5_VL,
     QWEN2_MOE,
     QWEN2_VL,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_OMNI,
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
@@ -74,6 +76,8 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2_5_VL,
     QWEN3_VL,
     QWEN3_VL_MOE,
+    QWEN2_5_OMNI,
+    QWEN3_OMNI,
     LIGHTON_OCR,
     QWEN3_NEXT,
     QWEN3_5,

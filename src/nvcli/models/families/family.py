@@ -28,6 +28,9 @@ class Family:
     read_vision: Callable[[JsonFile, JsonFile, JsonFile], VisionConfig] | None = None
     """Reads the vision tower from config.json, its section of the tower and that of the decoder; None: the family has
     none that is computed."""
+    part: str = ""
+    """The part of the model that reads text and images, in files that hold a part for speech besides: its section of
+    config.json ends in `_config`, and its tensors' names begin with it. Empty: files hold nothing besides."""
     ties_embeddings: bool = False
     """The default of `tie_word_embeddings`."""
     ties_as_text: bool = False

@@ -15,10 +15,17 @@ from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.vision.pixtral import read_lighton_vision
-from nvcli.models.vision.qwen import read_qwen2_5_vision, read_qwen2_vision, read_qwen3_vision
+from nvcli.models.vision.qwen import (
+    read_qwen2_5_omni_vision,
+    read_qwen2_5_vision,
+    read_qwen2_vision,
+    read_qwen3_omni_vision,
+    read_qwen3_vision,
+)
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """The default of `max_window_layers` in transformers."""
+_THINKER = "thinker"
 
 
 def read_qwen2(config: ModelFile) -> DecoderConfig:
@@ -75,6 +82,19 @@ QWEN2_5_VL = Family(
     examples=("Qwen/Qwen2.5-VL-7B-Instruct", "allenai/olmOCR-2-7B-1025"),
     read=read_qwen2,
     read_vision=read_qwen2_5_vision,
+)
+QWEN2_5_OMNI = Family(
+    name="Qwen2.5-Omni",
+    architectures=(
+        "Qwen2_5OmniForConditionalGeneration",
+        "Qwen2_5OmniModel",
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+    ),
+    features="Qwen2.5-VL of files for speech too, of which text and images are read",
+    examples=("Qwen/Qwen2.5-Omni-7B", "Qwen/Qwen2.5-Omni-3B"),
+    read=read_qwen2,
+    read_vision=read_qwen2_5_omni_vision,
+    part=_THINKER,
 )
 QWEN3 = Family(
     name="Qwen3 dense",
@@ -164,4 +184,14 @@ QWEN3_VL_MOE = Family(
     examples=("Qwen/Qwen3-VL-30B-A3B-Instruct",),
     read=read_qwen3_vl_moe,
     read_vision=read_qwen3_vision,
+)
+QWEN3_OMNI = Family(
+    name="Qwen3-Omni",
+    architectures=("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+    features="Qwen3-VL with a mixture of experts, of files for speech too, of which text and images are read",
+    examples=("Qwen/Qwen3-Omni-30B-A3B-Instruct", "Qwen/Qwen3-Omni-30B-A3B-Thinking"),
+    read=read_qwen3_moe,
+    read_vision=read_qwen3_omni_vision,
+    part=_THINKER,
+    defaults={"norm_topk_prob": True},
 )

@@ -1,5 +1,6 @@
 """The towers of Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL (https://arxiv.org/abs/2502.13923), EXAONE 4.5,
-Qwen3-VL (https://arxiv.org/abs/2511.21631) and Qwen 3.5, as config.json spells them. Torch-free."""
+Qwen3-VL (https://arxiv.org/abs/2511.21631), Qwen 3.5, Qwen2.5-Omni and Qwen3-Omni, as config.json spells them.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -9,18 +10,21 @@ from typing import Any, Literal
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import layer_list, read_axes, read_sizes, square
+from nvcli.models.vision.vision_file import image_token, layer_list, read_axes, read_sizes, square
 
 _PREFIXES = (("visual.", f"{TOWER}."),)
 _QWEN2 = TowerNames(
     prefixes=_PREFIXES,
     renamed=(
         (".mlp.fc", ".mlp.linear_fc"),
-        ("merger.ln_q.", "merger.norm."),
-        ("merger.mlp.0.", "merger.linear_fc1."),
-        ("merger.mlp.2.", "merger.linear_fc2."),
+        (".ln_q.", ".norm."),
+        (".mlp.0.", ".linear_fc1."),
+        (".mlp.2.", ".linear_fc2."),
+        ("merger_list.", "deepstack_merger_list."),
+        *((f".attn.{part}.", f".attn.{part}_proj.") for part in "qkv"),
     ),
 )
+"""The names of all but Qwen3-VL and Qwen 3.5."""
 
 
 def read_qwen2_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
@@ -70,6 +74,17 @@ def read_qwen2_5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> V
         axes=read_axes(text, (16, 24, 24), is_interleaved=False),
         **_sizes(config, vision, text, "rms"),
     )
+
+
+def read_qwen2_5_omni_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Qwen2.5-Omni, which is Qwen2.5-VL's with queries, keys and values apart."""
+    config = config.replacing(image_token_id=image_token(config, 151_655))
+    return replace(read_qwen2_5_vision(config, vision, text), has_fused_qkv=False)
+
+
+def read_qwen3_omni_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Qwen3-Omni, which is Qwen3-VL's with other names."""
+    return replace(read_qwen3_vision(config, vision, text), names=_QWEN2)
 
 
 def read_qwen3_5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:

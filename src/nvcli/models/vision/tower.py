@@ -130,8 +130,7 @@ class VisionTower(nn.Module):
             (_, _, size) = images[0]
             x = x.view(-1, size, x.shape[-1])[:, 1:].flatten(0, 1)
         x = x if self.last_norm is None else self.last_norm(x)
-        ordered = [deep[config.deepstack_layers.index(layer)] for layer in sorted(config.deepstack_layers)]
-        merged: Tensor = torch.cat([self.merger(x), *ordered], dim=1)
+        merged: Tensor = torch.cat([self.merger(x), *deep], dim=1)
         assert len(merged) * squares == len(patches)
         inverse = _on_device(grid.inverse, device)
         return merged if inverse is None else merged[inverse]
