@@ -139,6 +139,7 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
             "max_position_embeddings": 16,
         },
     ),
+    "Glm46V": ("Glm4vMoeText", "Glm4vMoeVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "Glm4vMoe": ("Glm4vMoeText", "Glm4vMoeVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "GlmOcr": ("GlmOcrText", "GlmOcrVision", _QWEN_OR_GLM),
     "PaddleOCRVL": ("PaddleOCRText", "PaddleOCRVision", {**_VISION, "image_size": 24, "patch_size": 4}),

@@ -53,6 +53,22 @@ _GRANITE = {
     "embedding_scale": 0.4,
 }
 
+_GLM_4_6V: dict[str, Any] = {
+    **_EXPERTS,
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 2],
+    },
+}
+
 EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
     "qwen3 moe, dense layers, not renormalised": (
@@ -100,24 +116,8 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [SLIDING, SLIDING, FULL],
         },
     ),
-    "glm 4.6v": (
-        "Glm4vMoe",
-        {
-            **_EXPERTS,
-            "num_hidden_layers": 3,
-            "n_routed_experts": 8,
-            "n_shared_experts": 2,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 1,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [1, 1, 2],
-            },
-        },
-    ),
+    "glm 4.6v": ("Glm4vMoe", _GLM_4_6V),
+    "glm 4.6v of either size": ("Glm46V", _GLM_4_6V),
     "glm 4.5": (
         "Glm4Moe",
         {

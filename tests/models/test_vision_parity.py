@@ -53,6 +53,7 @@ FAMILIES = [
     "lighton-ocr",
     "glm 4.6v-flash",
     "glm 4.6v",
+    "glm 4.6v of either size",
     "glm-ocr",
     "internvl",
     "paddleocr-vl",

@@ -15,7 +15,7 @@ from nvcli.models.families.latent_attention import (
     read_latent_attention,
     with_indexers,
 )
-from nvcli.models.families.model_file import ModelFile
+from nvcli.models.families.model_file import ModelFile, read_by_type
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.vision.glm import read_glm4v_vision, read_glm_ocr_vision
 
@@ -67,14 +67,6 @@ def read_glm_ocr(config: ModelFile) -> DecoderConfig:
     return replace(decoder, layout=replace(decoder.layout, left=(f"model.layers.{config.num_layers()}.",)))
 
 
-GLM4V = Family(
-    name="GLM-4.1V, GLM-4.6V-Flash",
-    architectures=("Glm4vForConditionalGeneration",),
-    features="GLM-4-0414 with a vision tower; positions of three axes",
-    examples=("zai-org/GLM-4.6V-Flash", "zai-org/GLM-4.1V-9B-Thinking"),
-    read=read_glm4v,
-    read_vision=read_glm4v_vision,
-)
 GLM_OCR = Family(
     name="GLM-OCR",
     architectures=("GlmOcrForConditionalGeneration",),
@@ -101,6 +93,16 @@ GLM4_MOE = Family(
     features="a mixture of experts after dense layers, and an expert that all tokens share; half of each head rotated",
     examples=("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
     read=read_glm4_moe,
+)
+_TEXT_PARTS = {"glm4v_text": read_glm4v, "glm4v_moe_text": read_glm4_moe}
+"""Readers of the decoders in files of Glm46V."""
+GLM4V = Family(
+    name="GLM-4.1V, GLM-4.6V-Flash",
+    architectures=("Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration"),
+    features="GLM-4-0414 with a vision tower; positions of three axes",
+    examples=("zai-org/GLM-4.6V-Flash", "zai-org/GLM-4.1V-9B-Thinking"),
+    read=lambda config: read_by_type(config, _TEXT_PARTS, "glm4v_text"),
+    read_vision=read_glm4v_vision,
 )
 GLM4V_MOE = Family(
     name="GLM-4.5V, GLM-4.6V",

@@ -116,6 +116,7 @@ def _area_rule(
         for key, wanted, default in (("patch_size", vision.patch_size, 14), ("merge_size", vision.merge_size, 2)):
             if (found := file.get(key, int, default)) != wanted:
                 raise file.error(key, f"is {found}, and {wanted} in config.json")
+        file.only("patch_expand_factor", 1)
         edges = _object(file, "size")
         limited = file.replacing(
             min_pixels=file.values.get("min_pixels") or edges.values.get("shortest_edge") or least,
@@ -284,7 +285,9 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "gemma3": _Kind(("Gemma3",), _square_rule, 2, _HALF, _HALF),
     "gemma4": _Kind(("Gemma4", "Gemma4Unified"), _count_rule, 3, _NO_MEAN, _NO_STD, normalises=False),
     "pixtral": _Kind(("Pixtral",), _edge_rule, 3, _CLIP_MEAN, _CLIP_STD),
-    "glm46v": _Kind(("Glm46V", "Glm4v"), _area_rule(112 * 112, 28 * 28 * 15000, 2, "floor"), 3, _CLIP_MEAN, _CLIP_STD),
+    "glm46v": _Kind(
+        ("Glm46V", "Glm4v", "Glmga"), _area_rule(112 * 112, 28 * 28 * 15000, 2, "floor"), 3, _CLIP_MEAN, _CLIP_STD
+    ),
     "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),
     "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "cohere2_vision": _Kind(("Cohere2Vision",), _scaled_tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
