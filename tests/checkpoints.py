@@ -125,6 +125,19 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_QWEN_OR_GLM, "depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [1, 0]},
     ),
     "QianfanOCR": ("Qwen3", "QianfanOCRVision", {**_VISION, "num_hidden_layers": 2, "image_size": 32, "patch_size": 4}),
+    "HunYuanVL": (
+        "HunYuanVLText",
+        "HunYuanVLVision",
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "max_image_size": 28,
+        },
+    ),
     "Mistral3": ("Ministral3", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
     "Glm4v": ("Glm4vText", "Glm4vVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "Step3p7": (
@@ -268,7 +281,7 @@ SINCE = {
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
     **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
     **dict.fromkeys(("AXK1", "Dbrx", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
-    **dict.fromkeys(("DeepseekV32", "GlmMoeDsa", "HYV4", "KimiLinear"), "5.23"),
+    **dict.fromkeys(("DeepseekV32", "GlmMoeDsa", "HYV4", "HunYuanVL", "KimiLinear"), "5.23"),
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
 MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
@@ -283,6 +296,7 @@ _UNKNOWN_BEFORE = {
         "GraniteMoeSWA",
         "GraniteSWA",
         "HYV4",
+        "HunYuanVL",
         "Kimi_K25",
         "KimiLinear",
         "Kolibri1",

@@ -365,6 +365,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "hunyuan-ocr": (
+        "HunYuanVL",
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "factor": 1.0,
+                "alpha": 50.0,
+                "mrope_section": [2, 2, 2, 2],
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
     "arcee": ("Arcee", {"mlp_bias": True}),
     "jais 2": ("Jais2", {"hidden_act": "relu2"}),
     "nanochat": ("NanoChat", {"hidden_act": "relu2"}),

@@ -115,7 +115,7 @@ def _tokens(vision: VisionConfig, rows: int, columns: int, *, is_written: bool =
         row = [IMAGE_ID] * (1 if is_written else columns)
         return [*[*row, IMAGE_ID - 1] * (rows - 1), *row, IMAGE_ID + 1]
     if not parts_tiles(vision) or not vision.tile_tokens:
-        return [IMAGE_ID] * (1 if is_written else rows * columns)
+        return [IMAGE_ID] * (1 if is_written else vision.num_tokens(rows, columns))
     tile = [IMAGE_ID] * (1 if is_written else columns**2)
     return [token for number in range(rows // columns) for token in (IMAGE_ID - 1, *[7] * (number % 2), *tile)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
 
     In `forward`, Gemma 4 12B attends to images both ways in all of its layers; its masks for `generate`, and Google's
     code, do so only in those with a window (https://github.com/huggingface/transformers/issues/46711). Version 5.17
-    interpolates PaddleOCR-VL's positions from corner to corner, and version 5.23 from border to border.
+    interpolates PaddleOCR-VL's positions from corner to corner, and version 5.23 from border to border. HunyuanOCR's
+    code turns both halves of a head by the same axes, and enlarges the grid to which positions are interpolated.
     """
     (name,) = json.loads((path / "config.json").read_text())["architectures"]
     if is_too_old(family := name.partition("For")[0]):
@@ -46,7 +48,22 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
         modeling_gemma4_unified.create_masks_for_generate = modeling_gemma4_unified.create_masks_for_vision_model
     if model.config.model_type == "paddleocr_vl":
         model.model.visual.vision_model.embeddings.interpolation_align_corners = False
+    if model.config.model_type == "hunyuan_vl":
+        model.model.language_model.rotary_emb.recomposition_frequencies = lambda angles: torch.cat(
+            2 * [torch.cat([of_axis[axis] for axis, of_axis in enumerate(angles.split(2, dim=-1))], dim=-1)], dim=-1
+        )
+        model.model.vision_tower.embeddings.interpolate_pos_encoding = partial(
+            _enlarged, model.model.vision_tower.embeddings
+        )
     return scaled(model)
+
+
+def _enlarged(embeddings: Any, patches: Tensor, height: int, width: int) -> Tensor:
+    """Return HunyuanOCR's positions of an image: [1, height × width, H]."""
+    edge = embeddings.position_edge
+    table = embeddings.position_embedding.weight[1:].T.reshape(1, -1, edge, edge)
+    scale = float(height + 0.1) / edge, float(width + 0.1) / edge
+    return torch.nn.functional.interpolate(table, scale_factor=scale, mode="bilinear").flatten(2).transpose(1, 2)
 
 
 def allowed_size(vision: VisionConfig, rows: int, columns: int) -> tuple[int, int]:
@@ -81,6 +98,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
     own: dict[str, Any] = {
         "qwen2_vl": area,
         "glm46v": area,
+        "hunyuan_vl": area,
         "paddleocr_vl": area,
         "gemma4": {
             "patch_size": vision.patch_size,
@@ -97,6 +115,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "gemma4": Gemma4ImageProcessorPil,
         "pixtral": PixtralImageProcessorPil,
         "glm46v": Glm46VImageProcessorPil,
+        "hunyuan_vl": getattr(transformers, "HunYuanVLImageProcessorPil", None),  # not in version 5.10
         "got_ocr2": GotOcr2ImageProcessorPil,
         "paddleocr_vl": PaddleOCRVLImageProcessorPil,
         "idefics3": Idefics3ImageProcessorPil,

@@ -25,6 +25,7 @@ from nvcli.models.layer_config import LearnedPositions
 from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.models.rope import rope_frequencies
+from nvcli.models.rope_config import RopeConfig
 from nvcli.tools.bench.shapes import SHAPES
 from nvcli.worker.distributed.stage import Stage
 
@@ -438,6 +439,23 @@ def test_deepseek_of_the_hub(tmp_path: Path) -> None:
         spec = mixer.kv_spec(size)
         assert (spec.num_heads, spec.head_dim, spec.result_dim) == (16 // size, 576, 512)
         assert spec.token_bytes("bfloat16") == 2 * 576
+
+
+def test_hunyuan_ocr_of_the_hub(tmp_path: Path) -> None:
+    """Its files have no section of the decoder, and other names for its rotation."""
+    text = tiny_model_config(tie_word_embeddings=True)
+    rope = {"type": "xdrope", "alpha": 50.0, "factor": 1.0, "xdrope_section": [3, 1, 2, 2]}
+    del text["rope_parameters"]
+    values = {**text, "rope_theta": 10_000.0, "rope_scaling": rope, "image_token_id": 5}
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 24}
+    values |= {"architectures": ["HunYuanVLForConditionalGeneration"], "vision_config": sizes | {"patch_size": 16}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = load_model_config(tmp_path)
+    assert model.tie_word_embeddings
+    assert rope_of(model) == RopeConfig(rope_type="default", theta=10_000.0 * 50 ** (16 / 14))
+    assert model.vision is not None
+    assert model.vision.axes == (0, 0, 0, 2, 1, 1, 3, 3)
+    assert model.decoder.layout.decoder_name("model.norm.weight") == "model.norm.weight"
 
 
 def test_kimi_linear_of_the_hub(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from nvcli.attention.whole_images import WholeImage
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.image_size import EdgeRule
 from nvcli.models.vision.patch_grid import patch_grid
-from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
+from nvcli.models.vision.positions import ImageSpan, angle_positions, numbered_positions, offset_behind
 from nvcli.models.vision.vision_config import VisionConfig
 from nvcli.sizing.images import largest_tower_batch, tower_batch_tokens, tower_bytes
 from vision_reference import allowed_size, breaks_rows, load_reference, make_image, model_inputs, pixel_inputs
@@ -55,6 +55,7 @@ FAMILIES = [
     "glm 4.6v",
     "glm 4.6v of either size",
     "glm-ocr",
+    "hunyuan-ocr",
     "internvl",
     "paddleocr-vl",
     "idefics 3",
@@ -117,7 +118,7 @@ def test_towers_are_those_of_transformers(name: str, driver_of) -> None:
     deep = getattr(expected, "deepstack_features", None) or []
     parts = (expected.pooler_output, *deep)
     whole = torch.cat([part.flatten(0, -2) if torch.is_tensor(part) else torch.cat(part) for part in parts], dim=1)
-    assert [len(each) for each in found] == [rows * columns for rows, columns in sizes]
+    assert [len(each) for each in found] == [vision.num_tokens(*size) for size in sizes]
     torch.testing.assert_close(torch.cat(found), whole, atol=2e-5, rtol=1e-4)
     assert whole.std() > 0.1
 
@@ -132,8 +133,10 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
     images = [make_image(*size, seed) for seed, size in enumerate(sizes)]
     ids, spans = [3, 4, BEFORE_IMAGES], []
     for rows, columns in sizes:
-        spans.append(ImageSpan(len(ids), rows, columns))
-        ids += ([IMAGE_TOKEN] * columns + [TEXT_TOKEN] * breaks_rows(vision)) * rows + [7, BEFORE_IMAGES]
+        border = int(vision.has_borders)
+        spans.append(ImageSpan(len(ids), rows, columns + border, border))
+        row = [IMAGE_TOKEN] * (columns + border) + [TEXT_TOKEN] * breaks_rows(vision)
+        ids += [*[IMAGE_TOKEN] * border, *row * rows, *[IMAGE_TOKEN] * border, 7, BEFORE_IMAGES]
     ids += [11, 12, 13, 14]
     with torch.inference_mode():
         expected = reference(**model_inputs(vision, ids, images, PROCESSOR)).logits[0]
@@ -151,9 +154,11 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
         whole = tuple(whole_images(vision, spans, start, end))
         positions = None
         if vision.axes:
-            positions = torch.from_numpy(angle_positions(spans, start, end))
+            of_axes = numbered_positions if vision.numbers_images else angle_positions
+            positions = torch.from_numpy(of_axes(spans, start, end))
             if start >= spans[-1].end:
-                positions = torch.arange(start, end) + offset_behind(spans, start)
+                offset = 0 if vision.numbers_images else offset_behind(spans, start)
+                positions = torch.arange(start, end) + offset
         found += driver.step(
             (request, ids[start:end]),
             images=ImageTokens(rows, picked[0], tuple(picked[1:])) if here else None,

@@ -217,8 +217,8 @@ class ForwardBatch:
     adapters: BatchAdapters | None = None
     """The LoRA adapters of the tokens; None: they have none."""
     angle_positions: Tensor | None = None
-    """[T] int32, the positions by which tokens are rotated, or [3, T] where those of time, height and width differ;
-    None: `positions`."""
+    """[T] int32, the positions by which tokens are rotated, or [3, T] where those of time, height and width differ,
+    or [4, T] with the image's number; None: `positions`."""
     gathered_rows: Tensor | None = None
     """[M] int64, where ranks have different rows: the places, among the N rows of each rank that need logits, rank by
     rank, of the hidden states that all ranks get. None: all have the same rows."""

@@ -6,7 +6,7 @@ import msgspec
 
 MAX_PROMPT_IMAGES = 64
 """The most images of a prompt, with all their tiles."""
-MOST_IMAGE_BYTES = 145
+MOST_IMAGE_BYTES = 146
 """The most bytes of an image in a message, or of a tile that is an image of its own."""
 
 
@@ -38,6 +38,8 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Tokens that lie beside each other in the image, whose tokens follow each other row by row."""
     gap: int = 0
     """Tokens of text after each row."""
+    border: int = 0
+    """Tokens of the image before its first row, and as many after its last."""
     key: bytes
     """A digest of its pixels, 16 bytes."""
     file: str
@@ -51,9 +53,16 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     @property
     def end(self) -> int:
         """The position after its last token, and what follows its last row."""
-        return self.first + self.rows * (self.columns + self.gap)
+        return self.first + self.num_tokens + self.rows * self.gap
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens, without text between them."""
+        return self.rows * self.columns + 2 * self.border
 
     def num_before(self, position: int) -> int:
         """Return how many of its tokens stand before a position of the prompt, from `first` to `end`."""
+        if not self.gap:
+            return position - self.first
         row, column = divmod(position - self.first, self.columns + self.gap)
         return row * self.columns + min(column, self.columns)

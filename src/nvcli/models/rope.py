@@ -51,11 +51,12 @@ class RotaryTable(DerivedModule):
     table: Tensor
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, axes: tuple[int, ...] = ()) -> None:
-        """`axes`: which of three positions turns each frequency, where tokens have three (`VisionConfig.axes`)."""
+        """`axes`: which of its positions turns each frequency, where tokens have several (`VisionConfig.axes`)."""
         super().__init__()
         self.axes = axes[: head_dim // 2]
         self.columns: list[Tensor] = []
-        """The columns of the table that are turned by a token's second and third position, once it is derived."""
+        """The columns of the table that are turned by each of a token's positions but its first, once it is
+        derived."""
         self.rope = rope
         self.head_dim = head_dim
         self.register_buffer("table", torch.empty(max_positions, head_dim, dtype=torch.float32), persistent=False)
@@ -73,15 +74,15 @@ class RotaryTable(DerivedModule):
         torch.mul(angles.sin(), attention_factor, out=sines[:, :turned])
         self.table = table
         half = self.head_dim // 2
-        by_axis = [[column for column, of in enumerate(self.axes) if of == axis] for axis in (1, 2)]
+        by_axis = [[column for column, of in enumerate(self.axes) if of == axis] for axis in (1, 2, 3)]
         self.columns = [torch.tensor([*of, *(half + n for n in of)], device=device) for of in by_axis]
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Look up positions: [T], or [3, T] where each token has three."""
+        """Look up positions: [T], or [3 or 4, T] where each token has several."""
         if positions.dim() == 1:
             return self.table.index_select(0, positions)
         angles = self.table.index_select(0, positions[0])
-        for columns, of_axis in zip(self.columns, positions[1:], strict=True):
+        for columns, of_axis in zip(self.columns, positions[1:], strict=False):
             angles.index_copy_(1, columns, self.table.index_select(0, of_axis)[:, columns])
         return angles
 

@@ -77,7 +77,6 @@ _LACKING = {
     "Gemma3nForConditionalGeneration": _SEVERAL_STREAMS,
     "Glm5NextForConditionalGeneration": _SEVERAL_STREAMS,
     "GraniteDoclingForConditionalGeneration": f"{_NO_TOWER}; that of Granite Docling 258M is",
-    "HunYuanVLForConditionalGeneration": "learned vectors stand among those of its images, which nvcli lacks",
     "Inkling2ForCausalLM": _RELATIVE,
     "Inkling2ForConditionalGeneration": _RELATIVE,
     "InklingForCausalLM": _RELATIVE,

@@ -31,6 +31,7 @@ FAMILIES = [
     "glm 4.6v-flash",
     "glm 4.6v",
     "glm-ocr",
+    "hunyuan-ocr",
     "paddleocr-vl",
     "internvl",
     "idefics 3",

@@ -159,7 +159,7 @@ class RowImages:
         pictures = list(chain(*of_images))
         if len(places) != sum(each.rows if gap else 1 for each in pictures):
             raise _other_count(len(places), len(pixels))
-        num_tokens = tuple(sum(each.rows * each.columns for each in image) for image in of_images)
+        num_tokens = tuple(sum(each.num_tokens for each in image) for image in of_images)
         expanded: list[int] = []
         images: list[PromptImage] = []
         start, runs = 0, iter(places)
@@ -174,7 +174,7 @@ class RowImages:
                 expanded += ids[start:place]
                 if not number:
                     images.append(msgspec.structs.replace(picture, first=len(expanded), gap=gap))
-                expanded += [self._token_id] * (picture.columns if gap else picture.rows * picture.columns)
+                expanded += [self._token_id] * (picture.columns if gap else picture.num_tokens)
                 start = place + 1
         return [*expanded, *ids[start:]], PromptImages(images, tuple(pixels), num_tokens, self._token_id)
 
@@ -192,6 +192,7 @@ class RowImages:
                 first=0, rows=1, columns=count, key=pixels.key, file=pixels.file, offset=offset, tiles=tiles
             )
             return
+        border = int(isinstance(self._processor.rule, AreaRule) and self._processor.rule.has_borders)
         parts = pixels.fit.pictures
         if self._text is None or not self._text.parts_tiles:
             parts = [(sum(height for height, _ in parts), pixels.fit.width)]
@@ -199,8 +200,10 @@ class RowImages:
             key = pixels.key
             if len(parts) > 1:
                 key = blake2b(b"%d" % number, key=key, digest_size=16).digest()
-            rows, columns = height // side, width // side
-            yield PromptImage(first=0, rows=rows, columns=columns, key=key, file=pixels.file, offset=offset)
+            rows, columns = height // side, width // side + border
+            yield PromptImage(
+                first=0, rows=rows, columns=columns, border=border, key=key, file=pixels.file, offset=offset
+            )
             offset += 3 * height * width
 
     def _read_one(self, part: dict[str, Any], is_alone: bool) -> Pixels | RowError:

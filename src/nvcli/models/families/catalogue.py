@@ -21,7 +21,7 @@ from nvcli.models.families.gpt2 import BIGCODE, CODEGEN, GPT2, GPT_NEO, GPTJ
 from nvcli.models.families.gpt_neox import GPT_NEOX, PERSIMMON
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA, HYPERCLOVAX
-from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3, HUNYUAN_V4
+from nvcli.models.families.hunyuan import HUNYUAN_OCR, HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3, HUNYUAN_V4
 from nvcli.models.families.idefics3 import IDEFICS3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
 from nvcli.models.families.kimi_linear import KIMI_LINEAR
@@ -152,6 +152,7 @@ FAMILIES: tuple[Family, ...] = (
     ERNIE_MOE,
     PADDLEOCR_VL,
     HUNYUAN_V1,
+    HUNYUAN_OCR,
     HUNYUAN_V1_MOE,
     HUNYUAN_V3,
     HUNYUAN_V4,

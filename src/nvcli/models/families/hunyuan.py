@@ -27,6 +27,7 @@ from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import GATE, AttentionConfig, OutputGate
 from nvcli.models.rope_config import RopeConfig, rope_section
+from nvcli.models.vision.hunyuan import read_hunyuan_vision
 
 _MOST_STREAMS = 16
 """The most residual streams; more than any model has."""
@@ -150,6 +151,16 @@ HUNYUAN_V1 = Family(
     features="queries and keys normed after the rotation",
     examples=("tencent/Hunyuan-7B-Instruct", "tencent/Hunyuan-1.8B-Instruct"),
     read=read_v1,
+)
+HUNYUAN_OCR = Family(
+    name="HunyuanOCR",
+    architectures=("HunYuanVLForConditionalGeneration",),
+    features="Hunyuan V1 with a vision tower; positions of four axes",
+    examples=("tencent/HunyuanOCR",),
+    read=read_v1,
+    read_vision=read_hunyuan_vision,
+    ties_embeddings=True,
+    ties_as_text=True,
 )
 HUNYUAN_V1_MOE = Family(
     name="Hunyuan V1 MoE",

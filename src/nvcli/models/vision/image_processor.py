@@ -77,6 +77,8 @@ class _Kind:
     normalises: bool = True
     resizes_always: bool = False
     """Whether it does so whatever `do_resize` says."""
+    resamples_alike: bool = False
+    """Whether it does so whatever `resample` says."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -95,7 +97,7 @@ def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
     for key in ("do_resize", "do_rescale")[kind.resizes_always :]:
         file.only(key, True)
     normalises = kind.normalises if file.values.get("do_normalize") is None else file.get("do_normalize", bool)
-    number = file.get("resample", int, kind.resample)
+    number = kind.resample if kind.resamples_alike else file.get("resample", int, kind.resample)
     if number not in _RESAMPLING:
         raise file.error("resample", f"{number} is not supported; supported: {', '.join(map(str, _RESAMPLING))}")
     return ImageProcessor(
@@ -126,6 +128,7 @@ def _area_rule(
             side=vision.token_pixels,
             min_pixels=-(-limited.positive("min_pixels") // frames),
             max_pixels=limited.positive("max_pixels") // frames,
+            has_borders=vision.has_borders,
             enlarges=enlarges,
         )
 
@@ -288,6 +291,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "glm46v": _Kind(
         ("Glm46V", "Glm4v", "Glmga"), _area_rule(112 * 112, 28 * 28 * 15000, 2, "floor"), 3, _CLIP_MEAN, _CLIP_STD
     ),
+    "hunyuan_vl": _Kind(("HunYuanVL",), _area_rule(512**2, 2048**2), 3, _CLIP_MEAN, _CLIP_STD, resamples_alike=True),
     "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),
     "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "cohere2_vision": _Kind(("Cohere2Vision",), _scaled_tile_rule, 3, _CLIP_MEAN, _CLIP_STD),

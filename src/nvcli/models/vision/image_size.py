@@ -94,13 +94,17 @@ class AreaRule(SizeRule):
 
     min_pixels: int
     max_pixels: int
+    has_borders: bool = False
+    """`VisionConfig.has_borders`"""
     enlarges: Literal["", "floor", "round", "side"] = ""
     """How the sides of an image that is smaller than a token are rounded when it is enlarged, before anything else;
     side: only its shorter side is enlarged; empty: it is not enlarged."""
 
     @property
     def max_tokens(self) -> int:
-        return max(1, self.max_pixels // self.side**2)
+        inner = max(1, self.max_pixels // self.side**2)
+        most_rows = min(inner, math.ceil(math.sqrt(2 * _MOST_RATIO * inner)))  # sides are rounded
+        return inner + (most_rows + 2 if self.has_borders else 0)
 
     @property
     def most_pixels(self) -> int:

@@ -114,6 +114,30 @@ class GatedMerger(nn.Module):
         return out
 
 
+class BorderedMerger(nn.Module):
+    """Normed patches merged by a convolution, two projections and a norm, and the vectors that stand around an image's
+    tokens (HunyuanOCR): [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.count = config.merge_size**2
+        self.norm, self.last_norm = (Norm(build, f"{path}.{name}", config.merger.eps) for name in ("norm", "last_norm"))
+        self.merging = Linear(build, f"{path}.merging_layer")
+        self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")
+        self.begin, self.newline, self.end = (Weights(build, f"{path}.{name}") for name in ("begin", "newline", "end"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.merging(side_by_side(self.norm(x), self.count, by_channel=True))
+        out: Tensor = self.last_norm(self.second(self.first(F.gelu(x))))
+        return out
+
+    def borders(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the vectors before an image's tokens, after each row of them, and after the last: [1, O] each."""
+        newline = self.second(self.newline.weight[None])
+        begin, row_end, end = (self.last_norm(x) for x in (self.begin.weight[None], newline, self.end.weight[None]))
+        return begin, row_end, end
+
+
 def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Module:
     """Make the merger after the last layer."""
     kind = config.merger.kind
@@ -125,5 +149,6 @@ def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Modu
         "project": ProjectingMerger,
         "patches": PatchMerger,
         "gated": GatedMerger,
+        "bordered": BorderedMerger,
     }
     return kinds[kind](build, path, config)

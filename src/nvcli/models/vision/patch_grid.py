@@ -19,6 +19,8 @@ from nvcli.kernels.patch_types import Runs
 from nvcli.models.vision.vision_config import VisionConfig
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+_ENLARGED = 0.1
+"""The part of a patch by which a grid counts as larger where positions are interpolated to an enlarged one."""
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
@@ -152,7 +154,8 @@ def _interpolation(places: Ints, rows: int, columns: int, vision: VisionConfig) 
         if vision.interpolation == "corners":
             at = place * np.float32(side - 1) / np.float32(max(size - 1, 1))
         else:
-            at = (place + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
+            across = size + _ENLARGED * (vision.interpolation == "enlarged")
+            at = (place + np.float32(0.5)) * np.float32(side) / np.float32(across) - np.float32(0.5)
         reach = max(1.0, side / size) if vision.interpolation == "antialiased" else 1.0
         floor, around = np.floor(at), np.arange(1 - math.ceil(reach), 1 + math.ceil(reach))
         taps = floor.astype(np.int64)[:, None] + around

@@ -19,7 +19,7 @@ from nvcli.kernels.patch_attention import Segments, attend_segments, make_segmen
 from nvcli.kernels.patch_types import HeadNorms, Runs
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.image_processor import ImageProcessor
-from nvcli.models.vision.merger import SquareMerger, make_merger
+from nvcli.models.vision.merger import BorderedMerger, SquareMerger, make_merger
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
 from nvcli.models.vision.tower_parts import Linear, Norm, Scale, Weights, activate_and_multiply
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
@@ -53,7 +53,8 @@ class VisionTower(nn.Module):
 
     def forward(self, images: Sequence[Tensor], processor: ImageProcessor) -> list[Tensor]:
         """Return the embeddings of each image's tokens, [N, outputs × O]: first those of the merger, then those of
-        each deepstack layer. `images`: [height, width, 3] uint8, whole tokens high and wide, on the tower's device.
+        each deepstack layer; N: `VisionConfig.num_tokens`. `images`: [height, width, 3] uint8, whole tokens high and
+        wide, on the tower's device.
 
         Under `batch_invariant` each image is computed by itself, so that its bits depend on no other.
         """
@@ -62,8 +63,16 @@ class VisionTower(nn.Module):
         side = self.config.patch_size
         grids = [(image.shape[0] // side, image.shape[1] // side) for image in images]
         patches = torch.cat([self._patches(image, processor) for image in images])
-        sizes = [rows * columns // self.config.merge_size**2 for rows, columns in grids]
-        return list(torch.split(self._compute(patches, patch_grid(self.config, grids)), sizes))
+        merge = self.config.merge_size
+        sizes = [rows * columns // merge**2 for rows, columns in grids]
+        outputs = list(torch.split(self._compute(patches, patch_grid(self.config, grids)), sizes))
+        if isinstance(self.merger, BorderedMerger):
+            begin, newline, end = self.merger.borders()
+            for number, (output, (_, columns)) in enumerate(zip(outputs, grids, strict=True)):
+                rows = output.view(-1, columns // merge, output.shape[1])
+                ended = torch.cat([rows, newline.expand(len(rows), 1, -1)], dim=1)
+                outputs[number] = torch.cat([begin, ended.flatten(0, 1), end])
+        return outputs
 
     def in_rows(self, embeddings: Tensor, tiles: TileGrid) -> Tensor:
         """Return the embeddings of an image's tokens with those of the ends of rows (`pack_image_features`), from those
@@ -154,7 +163,7 @@ class VisionTower(nn.Module):
         taps, weights = _on_device(grid.taps, device), _on_device(grid.tap_weights, device)
         assert taps is not None
         assert weights is not None
-        table = positions.weight.view(-1, x.shape[-1])[int(self.config.has_class_token) :]
+        table = positions.weight.view(-1, x.shape[-1])[self.config.num_other_positions :]
         return x + F.embedding_bag(taps, table.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
 
     def _with_class_token(self, x: Tensor, images: Runs) -> tuple[Tensor, Runs]:

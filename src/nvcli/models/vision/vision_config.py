@@ -26,6 +26,7 @@ ProcessorKind = Literal[
     "gemma4",
     "pixtral",
     "glm46v",
+    "hunyuan_vl",
     "got_ocr2",
     "paddleocr_vl",
     "idefics3",
@@ -93,12 +94,13 @@ class ImageText:
 class MergerConfig:
     """The way from the square of patches that make up a token to its embedding."""
 
-    kind: Literal["squares", "linear", "pool", "project", "patches", "gated"]
+    kind: Literal["squares", "linear", "pool", "project", "patches", "gated", "bordered"]
     """squares: their vectors side by side go through an MLP; linear: they are projected; pool: their mean is normed and
     projected; project: likewise, with a norm that has no weights; patches: they are normed and merged before an MLP;
-    gated: they are merged and normed before a gated MLP."""
+    gated: they are merged and normed before a gated MLP; bordered: they are normed and merged, then projected twice and
+    normed, and learned vectors stand around them (`VisionConfig.has_borders`)."""
     size: int
-    """The size between the two projections of its MLP; linear, pool, project: 0."""
+    """The size between the two projections of its MLP, or the last two; linear, pool, project: 0."""
     is_gated: bool = False
     """Whether the second half of the first projection of `squares` is a gate (SwiGLU)."""
     has_norm: bool = True
@@ -194,15 +196,24 @@ class VisionConfig:
     num_positions: int = 0
     """Entries of the table of learned positions, a square that is interpolated to the image's grid, or a table for each
     axis; 0: there is none."""
-    interpolation: Literal["corners", "borders", "antialiased", "bicubic", "axes", "turns"] = "corners"
+    has_unused_position: bool = False
+    """Whether files hold another entry before them, which nothing reads."""
+    interpolation: Literal["corners", "borders", "enlarged", "antialiased", "bicubic", "axes", "turns"] = "corners"
     """corners: bilinear, with the corners of the grid on those of the table; borders: bilinear, with their borders on
-    each other; antialiased: likewise, over more entries where the grid is smaller; bicubic: likewise; axes: none, the
-    entries of a column and a row are added; turns: likewise, columns and rows taking turns in one table."""
+    each other; enlarged: likewise, as if the grid were a tenth of a patch larger; antialiased: like borders, over more
+    entries where the grid is smaller; bicubic: likewise; axes: none, the entries of a column and a row are added;
+    turns: likewise, columns and rows taking turns in one table."""
     deepstack_layers: tuple[int, ...] = ()
     """The layers whose results are merged, too, and added to the residual stream after the decoder's first layers."""
     axes: tuple[int, ...] = ()
-    """For each of the decoder's rotary frequencies, which of a token's positions turns it: 0 (time), 1 (height) or 2
-    (width). Frequencies after the last entry are turned by time. Empty: tokens have one position, images or not."""
+    """For each of the decoder's rotary frequencies, which of a token's positions turns it: 0 (time), 1 (height), 2
+    (width) or 3 (image). Frequencies after the last entry are turned by time. Empty: tokens have one position, images
+    or not."""
+    numbers_images: bool = False
+    """Whether a token's positions are those of `numbered_positions`."""
+    has_borders: bool = False
+    """Whether learned vectors stand before the first of an image's tokens, after each row of them, and after the
+    last row."""
     attends_both_ways: Literal["", "windows", "all"] = ""
     """The decoder's layers in which the tokens of an image attend to all of it, also after them: none, those with a
     window, or all."""
@@ -236,7 +247,16 @@ class VisionConfig:
         """The shape of the table of learned positions, without its last dimension."""
         count = self.num_positions
         by_axis = {"axes": (2, count), "turns": (count, 2)}
-        return by_axis.get(self.interpolation, (count + self.has_class_token,))
+        return by_axis.get(self.interpolation, (count + self.num_other_positions,))
+
+    @property
+    def num_other_positions(self) -> int:
+        """Entries of the table before those of patches."""
+        return int(self.has_class_token or self.has_unused_position)
+
+    def num_tokens(self, rows: int, columns: int) -> int:
+        """Return the vectors that the tower gives for an image of so many rows and columns of tokens."""
+        return rows * (columns + 1) + 2 if self.has_borders else rows * columns
 
     @property
     def longest_side(self) -> int:
@@ -336,6 +356,16 @@ class VisionConfig:
         if merger.kind == "patches":
             yield _tensor(dtype, f"{path}.merging_layer.weight", hidden, merged)
             merged = hidden
+        if merger.kind == "bordered":
+            yield _tensor(dtype, f"{path}.merging_layer.weight", 2 * hidden, hidden, side, side)
+            yield _tensor(dtype, f"{path}.merging_layer.bias", 2 * hidden)
+            yield _tensor(dtype, f"{path}.linear_fc1.weight", merger.size, 2 * hidden, 1, 1)
+            yield _tensor(dtype, f"{path}.linear_fc1.bias", merger.size)
+            yield from _linear(dtype, f"{path}.linear_fc2", out, merger.size, has_bias=bias)
+            for name, size in (("begin", out), ("newline", merger.size), ("end", out)):
+                yield _tensor(dtype, f"{path}.{name}.weight", size)
+            yield from _norm(dtype, f"{path}.last_norm", out, merger.norm)
+            return
         yield from _linear(dtype, f"{path}.linear_fc1", merger.size, merged, has_bias=bias)
         yield from _linear(dtype, f"{path}.linear_fc2", out, merger.size // (1 + merger.is_gated), has_bias=bias)
 

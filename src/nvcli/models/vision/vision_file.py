@@ -10,7 +10,6 @@ from nvcli.models.json_file import JsonFile
 from nvcli.models.rope_config import rope_section
 from nvcli.models.vision.vision_config import CHANNELS, TOWER
 
-_AXES = 3
 PREFIXES = (("vision_tower.", f"{TOWER}."), ("multi_modal_projector.", f"{TOWER}.merger."))
 """`TowerNames.prefixes` of many families."""
 MLP_NAMES = (("linear_1.", "linear_fc1."), ("linear_2.", "linear_fc2."))
@@ -87,18 +86,21 @@ def layer_list(vision: JsonFile, key: str, default: tuple[int, ...]) -> tuple[in
     return tuple(value)
 
 
-def read_axes(text: JsonFile, default: tuple[int, int, int], *, is_interleaved: bool) -> tuple[int, ...]:
-    """Read `mrope_section`, the numbers of frequencies for time, height and width: one after the other, or those of
+def read_axes(
+    text: JsonFile, default: tuple[int, ...], *, is_interleaved: bool = False, order: tuple[int, ...] = (0, 1, 2)
+) -> tuple[int, ...]:
+    """Read `mrope_section`, the numbers of frequencies for each axis of `order`: one after the other, or those of
     height and width at every third place (`recomposition_frequencies` in transformers)."""
     rope = rope_section(text)
-    sections = rope.values.get("mrope_section", list(default))
-    whole = isinstance(sections, list) and len(sections) == _AXES
+    key = "xdrope_section" if rope.has("xdrope_section") else "mrope_section"
+    sections, num_axes = rope.values.get(key, list(default)), len(order)
+    whole = isinstance(sections, list) and len(sections) == num_axes
     if not whole or not all(isinstance(n, int) and n >= 0 for n in sections):
-        raise rope.error("mrope_section", f"{show(sections)} is not a list of {_AXES} numbers of frequencies")
+        raise rope.error(key, f"{show(sections)} is not a list of {num_axes} numbers of frequencies")
     if not is_interleaved:
-        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+        return tuple(axis for axis, count in zip(order, sections, strict=True) for _ in range(count))
     axes = [0] * sum(sections)
     for axis in (1, 2):
-        for place in range(axis, min(sections[axis] * _AXES, len(axes)), _AXES):
+        for place in range(axis, min(sections[axis] * num_axes, len(axes)), num_axes):
             axes[place] = axis
     return tuple(axes)

@@ -75,9 +75,8 @@ class ImageEncoder:
         images = [
             torch.zeros(rows * side, columns * side, 3, dtype=torch.uint8, device=device) for rows, columns in sizes
         ]
-        self._of_all_ranks(
-            self._tower(images, self._processor), [[rows * columns for rows, columns in sizes]] * self._group.size
-        )
+        counts = [vision.num_tokens(*size) for size in sizes]
+        self._of_all_ranks(self._tower(images, self._processor), [counts] * self._group.size)
 
     def _shares(self, images: Iterable[PromptImage]) -> list[list[PromptImage]]:
         """Divide images among the ranks, so that each computes about as many tokens."""
@@ -145,7 +144,7 @@ class ImageEncoder:
                 self._files.pop(next(iter(self._files))).close()
             file = self._files[image.file] = PixelFile(image.file)
         side, device = self._tower.config.token_pixels, self._device
-        rows, columns = image.rows, image.columns
+        rows, columns = image.rows, image.columns - self._tower.config.has_borders
         if image.tiles is not None:
             columns = self._tower.config.tile_tokens
             rows = (image.tiles.rows * image.tiles.columns + 1) * columns
@@ -155,4 +154,4 @@ class ImageEncoder:
 
 
 def _num_tokens(image: PromptImage) -> int:
-    return image.rows * image.columns
+    return image.num_tokens

@@ -27,7 +27,7 @@ from nvcli.core.messages import StepInput
 from nvcli.core.prompt_image import PromptImage
 from nvcli.kernels.step_tensors import StepRows
 from nvcli.models.causal_lm import CausalLM
-from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
+from nvcli.models.vision.positions import ImageSpan, angle_positions, numbered_positions, offset_behind
 from nvcli.sizing.images import image_buffer_bytes
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.worker.runner.image_encoder import ImageEncoder
@@ -70,7 +70,7 @@ class ImagePlan:
     rows: np.ndarray
     """The rows of their tokens in the batch."""
     positions: np.ndarray
-    """[3, rows] int32, the time, height and width of each of these tokens."""
+    """[3, rows] int32, the time, height and width of each of these tokens, or [4, rows] with its image's number."""
     own: ImageRows
     """The tokens that stand for parts of images."""
     ahead: ImageRows
@@ -89,6 +89,8 @@ class StepImages:
         vision, tower, head = model.config.vision, model.vision, model.config.draft_head
         assert vision is not None
         self._vision, self._device = vision, device
+        self._angle_positions = numbered_positions if vision.numbers_images else angle_positions
+        self._num_axes = len(self._angle_positions((), 0, 0))
         self._kinds = [
             (spec.window, spec.kv_group) for spec in model.attention_kinds if vision.is_whole_in(spec.window)
         ]
@@ -136,7 +138,7 @@ class StepImages:
                 continue
             if vision.axes:
                 rows.append(np.arange(starts[row], starts[row] + counts[row]))
-                positions.append(angle_positions(_spans(images), first, end))
+                positions.append(self._angle_positions(_spans(images), first, end))
             start = int(starts[row])
             for begin, stop in own.add(images, first, end, start):
                 if vision.attends_both_ways:
@@ -149,7 +151,7 @@ class StepImages:
         nothing = np.empty(0, dtype=np.int64)
         return ImagePlan(
             np.concatenate([nothing, *rows]),
-            np.concatenate(positions, axis=1) if positions else nothing.reshape(3, 0),
+            np.concatenate(positions, axis=1) if positions else nothing.reshape(self._num_axes, 0),
             own,
             ahead,
             tuple(whole),
@@ -157,7 +159,7 @@ class StepImages:
 
     def apply(self, step: StepInput) -> None:
         """Record the offsets of new slots on the device, where images shift positions."""
-        if self._vision.axes:
+        if self._vision.axes and not self._vision.numbers_images:
             of_slots = {new.slot: new.images for new in step.new_slots}
             self._offsets.set(
                 {
@@ -205,13 +207,13 @@ class StepImages:
         return ImageTokens(rows, own, tuple(deep))
 
     def _positions(self, rows: StepRows, batch: ForwardBatch) -> Tensor:
-        """Return the positions by which tokens are rotated: [T], or [3, T] where chunks begin before the end of their
-        request's last image."""
+        """Return the positions by which tokens are rotated: [T], or [3 or 4, T] where chunks begin before the end of
+        their request's last image."""
         plan, offsets = self._plan, self._offsets.of_tokens(rows, batch.num_tokens)
         positions = torch.add(batch.positions, offsets).clamp_(min=0)  # padding has the offset of some slot
         if plan is None:
             return positions
-        by_axis = positions.repeat(3, 1)
+        by_axis = positions.repeat(self._num_axes, 1)
         by_axis[:, to_device(plan.rows, self._device)] = to_device(plan.positions, self._device)
         return by_axis
 
@@ -221,4 +223,4 @@ class StepImages:
 
 
 def _spans(images: Sequence[PromptImage]) -> list[ImageSpan]:
-    return [ImageSpan(image.first, image.rows, image.columns) for image in images]
+    return [ImageSpan(image.first, image.rows, image.columns, image.border) for image in images]
