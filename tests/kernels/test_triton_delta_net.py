@@ -15,12 +15,13 @@ from combinations import full
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, TOLERANCE
 from nvcli.kernels import advance_states as advance_reference
 from nvcli.kernels import causal_conv as conv_reference
+from nvcli.kernels import channel_scan as channel_reference
 from nvcli.kernels import delta_net as reference
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import selective_scan as scan_reference
 from nvcli.kernels.kept_inputs import KeptInputs, PendingTokens
 from nvcli.kernels.recurrence import RecurrentInputs
-from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, ScanGates, unit_length
+from nvcli.kernels.recurrent_types import ChannelGates, DeltaGates, RecurrentHeads, ScanGates, unit_length
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.elementwise import norm
 from nvcli.kernels.triton.recurrent import (
@@ -50,19 +51,23 @@ STEPS = {
 }
 """(tokens before, tokens) of each row, block tables, block size, single rows, tokens of nobody."""
 NUM_BLOCKS = 21
+CPU = torch.device("cpu")
 HEADS = [
     RecurrentHeads(2, 16, 4, 32),
     RecurrentHeads(1, 24, 3, 20, beta_scale=2.0),
     RecurrentHeads(2, 24, 4, 20, rule="scan"),
     RecurrentHeads(3, 24, 3, 20, decays_by_channel=True),
     RecurrentHeads(2, 24, 2, 20, decays_by_channel=True, lowest_decay=-5.0),
+    RecurrentHeads(1, 12, 1, 40, rule="channel scan"),
 ]
 if HAS_GPU:
     HEADS += [RecurrentHeads(1, 128, 2, 128), RecurrentHeads(1, 128, 2, 64, rule="scan")]
     HEADS += [RecurrentHeads(2, 128, 2, 128, decays_by_channel=True)]
+    HEADS += [RecurrentHeads(1, 16, 1, 1024, rule="channel scan")]
 RULES = {
     "delta": (rules.delta_rule, reference.delta_rule),
     "scan": (rules.selective_scan, scan_reference.selective_scan),
+    "channel scan": (rules.channel_scan, channel_reference.channel_scan),
 }
 """The kernel and the reference of each rule."""
 
@@ -70,7 +75,7 @@ RULES = {
 def with_heads(steps: Iterable[str]) -> list[Any]:
     """Each step with each heads, but of those of a delta rule without a GPU one after the other."""
     return [
-        (step, heads) if HAS_GPU or heads.rule == "scan" or (i + j) % 2 else full((step, heads), in_parts=True)
+        (step, heads) if HAS_GPU or "scan" in heads.rule or (i + j) % 2 else full((step, heads), in_parts=True)
         for i, step in enumerate(steps)
         for j, heads in enumerate(HEADS)
     ]
@@ -82,16 +87,24 @@ def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def num_steps(heads: RecurrentHeads) -> int:
     """The numbers of a token that decays are computed from."""
-    return heads.num_value_heads * (heads.key_dim if heads.decays_by_channel else 1)
+    return heads.num_value_heads * {"head": 1, "key": heads.key_dim, "value": heads.value_dim}[heads.decays]
 
 
-def gates_of(heads: RecurrentHeads, both: Tensor, of_heads: Tensor) -> DeltaGates | ScanGates:
-    """The gates of tokens, whose numbers are `both` [T, Hv + steps], and those of heads, in `of_heads` [3, steps]."""
+def inputs_of(
+    heads: RecurrentHeads, qkv: Tensor, both: Tensor, of_heads: Tensor, device: torch.device
+) -> tuple[Tensor, DeltaGates | ScanGates | ChannelGates]:
+    """Queries, keys and values (by channels: values alone), and the gates of tokens, whose numbers are `both` [T, Hv +
+    steps], and those of heads, in `of_heads` [3, steps]."""
+    qkv, both, of_heads = (tensor.to(device, copy=True) for tensor in (qkv, both, of_heads))
     num_heads = heads.num_value_heads
     first, second, (rates, biases, skip) = both[:, :num_heads], both[:, num_heads:], of_heads
     if heads.rule == "delta":
-        return DeltaGates(first, second, rates[:num_heads], biases)
-    return ScanGates(second, rates, biases, skip)
+        return qkv, DeltaGates(first, second, rates[:num_heads], biases)
+    if heads.rule == "scan":
+        return qkv, ScanGates(second, rates, biases, skip)
+    q, k, x = qkv.split((heads.key_dim, heads.key_dim, heads.value_dim), dim=1)
+    rates = rates.unsqueeze(1) + torch.linspace(-2, 2, heads.key_dim, device=device).to(rates.dtype)
+    return x, ChannelGates(k, q, second, rates, biases, skip)
 
 
 def on_device(rows: StateRows) -> StateRows:
@@ -138,9 +151,8 @@ def test_rules(step: str, heads: RecurrentHeads, dtype: torch.dtype) -> None:
     pool = rand(NUM_BLOCKS, num_heads, heads.key_dim, heads.value_dim, dtype=torch.float32, seed=5)
     found_pool = pool.to(DEVICE, copy=True)
     kernel, rule = RULES[heads.rule]
-    gates = gates_of(heads, both.to(DEVICE), of_heads.to(DEVICE))
-    found = kernel(qkv.to(DEVICE, copy=True), gates, found_pool, on_device(rows), heads)
-    expected = rule(qkv, gates_of(heads, both, of_heads), pool, rows, heads)
+    found = kernel(*inputs_of(heads, qkv, both, of_heads, DEVICE), found_pool, on_device(rows), heads)
+    expected = rule(*inputs_of(heads, qkv, both, of_heads, CPU), pool, rows, heads)
     assert_close(found, expected, dtype)
     assert_close(found_pool[1:], pool[1:], dtype)
 
@@ -163,7 +175,7 @@ def test_rows_with_drafts(step: str, heads: RecurrentHeads, dtype: torch.dtype) 
     assert rows.pending is not None
     rows.pending.earlier[: num_drafts - 1] = torch.arange(num_drafts - 2, -1, -1)
     num_tokens, num_heads, channels = len(rows.slot_mapping), heads.num_value_heads, heads.num_channels
-    state = num_heads, heads.key_dim, heads.value_dim
+    state, by_number = (num_heads, heads.key_dim, heads.value_dim), heads.decays == "value"
     x, weight = rand(num_tokens, channels, dtype=dtype), rand(channels, 4, dtype=dtype, seed=1)
     both = rand(num_tokens, num_heads + num_steps(heads), dtype=dtype, seed=2)
     of_heads, bias = rand(3, num_steps(heads), dtype=dtype, seed=3), rand(channels, dtype=dtype, seed=4)
@@ -176,14 +188,15 @@ def test_rows_with_drafts(step: str, heads: RecurrentHeads, dtype: torch.dtype) 
         moved = on_device(rows) if device == DEVICE else rows
         conv_pool, pool = (tensor.to(device, copy=True) for tensor in (conv_pools, pools))
         sizes = num_tokens + 2, state, channels, heads.num_key_heads * heads.key_dim
-        kept = KeptInputs.empty(2, *sizes, dtype, device, num_decays=num_steps(heads) // num_heads)
-        gates = gates_of(heads, both.to(device), of_heads.to(device))
+        num_decays = num_steps(heads) // num_heads
+        kept = KeptInputs.empty(2, *sizes, dtype, device, num_decays=num_decays, has_rates=by_number)
         outs = []
         for _ in range(3):  # the second step goes on from what the first one keeps of its rows in another order
             for layer in range(2):
                 own = kept.layer(layer)
                 outs += [conv(x.to(device), weight.to(device), conv_pool[layer], moved, own, bias.to(device))]
-                outs += [rule(x.to(device, copy=True), gates, pool[layer], moved, heads, own)]
+                inputs = inputs_of(heads, x, both, (1 + layer) * of_heads, device)
+                outs += [rule(*inputs, pool[layer], moved, heads, own)]
             end(kept, conv_pool, moved, counts.to(device))
             moved.pending.turn.bitwise_xor_(1)
         advance(kept, pool, moved.pending, chosen.to(device), has_unit_keys=heads.rule == "delta")
@@ -191,9 +204,8 @@ def test_rows_with_drafts(step: str, heads: RecurrentHeads, dtype: torch.dtype) 
 
     kernel, wanted_rule = RULES[heads.rule]
     found = run(DEVICE, causal_conv.causal_conv, kernel, advance_states.end_drafts, advance_states.advance_states)
-    cpu = torch.device("cpu")
     wanted_end, wanted_advance = advance_reference.end_drafts, advance_reference.advance_states
-    expected = run(cpu, conv_reference.causal_conv, wanted_rule, wanted_end, wanted_advance)
+    expected = run(CPU, conv_reference.causal_conv, wanted_rule, wanted_end, wanted_advance)
     for one, wanted in zip(found, expected, strict=True):
         assert_close(one, wanted, dtype)
 
@@ -275,6 +287,14 @@ def test_gated_norm(shape: tuple[int, ...], settings: dict[str, Any], dtype: tor
     found = norm.gated_rms_norm(x.to(DEVICE), moved, weight.to(DEVICE), 1e-6, **settings)
     expected = norm_reference.gated_rms_norm(x, gate, weight, 1e-6, **settings)
     assert_close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_norms_of_parts(has_weight: bool, dtype: torch.dtype) -> None:
+    x, sizes = rand(5, 75, dtype=dtype), (50, 12, 13)
+    weight = rand(75, dtype=dtype, seed=1) if has_weight else None
+    found = norm.norm_parts(x.to(DEVICE), weight if weight is None else weight.to(DEVICE), 1e-6, sizes)
+    assert_close(found, norm_reference.norm_parts(x, weight, 1e-6, sizes), dtype)
 
 
 @pytest.mark.gpu

@@ -29,6 +29,7 @@ class KeptStates:
                 spec.dtype,
                 device,
                 num_decays=state.num_decays,
+                has_rates=state.has_rates,
             )
             for group in spec.state_groups
             if (state := spec.group_states[group]) is not None

@@ -116,7 +116,9 @@ class StateSpec:
     has_unit_keys: bool = True
     """Whether states are written along keys of length 1, as delta nets do."""
     num_decays: int = 1
-    """The decays of a head: one, or one for each number of its key."""
+    """The decays of a head: one, or one for each number of its key, or of its value if the state has rates."""
+    has_rates: bool = False
+    """Whether each number of a state decays at a rate of its own, and the convolution has values alone."""
     kv_group: int = 0
 
     is_state: ClassVar[bool] = True
@@ -126,9 +128,9 @@ class StateSpec:
     @property
     def key_size(self) -> int:
         """The size of a token's keys, of which the convolution's channels have two, queries and keys, besides the
-        values; without a convolution each head has its own, and without a recurrent state it is 0."""
+        values; where it has none of them each head has its own, and without a recurrent state it is 0."""
         num_heads, key_dim, value_dim = self.recurrent_shape
-        if not self.conv_shape[1]:
+        if self.has_rates or not self.conv_shape[1]:
             return num_heads * key_dim
         return (self.conv_shape[1] - num_heads * value_dim) // 2 if num_heads else 0
 
@@ -137,12 +139,13 @@ class StateSpec:
         size = 4 * math.prod(self.recurrent_shape) + element_bytes * math.prod(self.conv_shape)
         return -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
-    def kept_bytes(self, element_bytes: int) -> int:
-        """The bytes that a layer has for each token of rows with drafts (`kernels/kept_inputs.py`)."""
-        num_heads, _, value_dim = self.recurrent_shape
-        return element_bytes * self.conv_shape[1] + 2 * (
+    def kept_bytes(self, element_bytes: int, num_tokens: int) -> int:
+        """The bytes that a layer has for so many tokens of rows with drafts (`kernels/kept_inputs.py`)."""
+        num_heads, key_dim, value_dim = self.recurrent_shape
+        of_token = element_bytes * self.conv_shape[1] + 2 * (
             element_bytes * self.key_size + 4 * num_heads * (value_dim + self.num_decays)
         )
+        return num_tokens * of_token + (4 * key_dim * value_dim if self.has_rates else 0)
 
     def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:
         """The bytes of a layer's state in a block; each block has one."""

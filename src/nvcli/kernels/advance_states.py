@@ -60,6 +60,8 @@ def advance_states(
             continue
         state = pool[:, source].clone() if source else torch.zeros(num_layers, *pool.shape[2:])
         for token in range(start, start + count):
-            state = state * kept.decay[:, token].exp().unsqueeze(-1)
+            decay = kept.decay[:, token]  # [L, Hv, 1], [L, Hv, Dk] or [L, Hv, Dv]
+            logarithms = decay.unsqueeze(2) * kept.rates.unsqueeze(1) if kept.rates.numel() else decay.unsqueeze(3)
+            state = state * logarithms.exp()
             state = state + keys[:, token].unsqueeze(-1) * kept.written[:, token].unsqueeze(-2)
         pool[:, target] = state

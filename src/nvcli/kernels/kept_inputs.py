@@ -34,7 +34,11 @@ class KeptInputs(NamedTuple):
     written: Tensor
     """[2 T, Hv, Dv] float32, what each token adds to the state along its key: w in S ← S + k wᵀ."""
     decay: Tensor
-    """[2 T, Hv, 1] float32, the logarithms of the decays; [2 T, Hv, Dk] where each row of a state has its own."""
+    """[2 T, Hv, 1] float32, the logarithms of the decays; [2 T, Hv, Dk] where each row of a state has its own; where
+    there are `rates`, [2 T, Hv, Dv] step sizes."""
+    rates: Tensor
+    """[Dk, Dv] float32, the logarithms of the decays of a state's numbers in a step of size 1, which each step with
+    drafts writes anew; [0, Dv] where a token's decays say all."""
 
     @classmethod
     def empty(
@@ -48,10 +52,11 @@ class KeptInputs(NamedTuple):
         device: torch.device,
         *,
         num_decays: int = 1,
+        has_rates: bool = False,
     ) -> KeptInputs:
         """Allocate the kept data of `num_layers` layers, whose states have the shape (Hv, Dk, Dv); `key_size` is the
-        size of a token's keys, `num_decays` the number of a head's decays: 1 or Dk."""
-        num_heads, _, value_dim = recurrent_shape
+        size of a token's keys, `num_decays` the number of a head's decays: 1, Dk or, if it `has_rates`, Dv."""
+        num_heads, key_dim, value_dim = recurrent_shape
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(num_layers, *shape, dtype=dtype, device=device)
@@ -61,6 +66,7 @@ class KeptInputs(NamedTuple):
             keys=make(2 * num_tokens, key_size, dtype=dtype),
             written=make(2 * num_tokens, num_heads, value_dim),
             decay=make(2 * num_tokens, num_heads, num_decays),
+            rates=make(key_dim if has_rates else 0, value_dim),
         )
 
     def layer(self, index: int) -> KeptInputs:

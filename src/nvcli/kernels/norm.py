@@ -84,3 +84,12 @@ def gated_rms_norm(
     if gates_first:
         return rms_norm(x.float() * factor, weight, eps).to(x.dtype)
     return (rms_norm(x.float(), weight, eps) * factor).to(x.dtype)
+
+
+@with_kernel("elementwise.norm")
+def norm_parts(x: Tensor, weight: Tensor | None, eps: float, sizes: tuple[int, ...]) -> Tensor:
+    """Norm neighbouring parts of each row, of these sizes, each by itself: [T, H] → [T, H]. weight: [H]; None: there is
+    none."""
+    ones = torch.ones(x.shape[1], device=x.device) if weight is None else weight
+    parts = zip(torch.split(x, list(sizes), dim=1), torch.split(ones, list(sizes)), strict=True)
+    return torch.cat([rms_norm(part, own, eps) for part, own in parts], dim=1)

@@ -28,9 +28,10 @@ class RecurrentInputs(NamedTuple):
     v: Tensor
     """[T, Hv, Dv]."""
     decay: Tensor
-    """[T, Hv], logarithms; [T, Hv, Dk] where each row of a state has its own."""
+    """[T, Hv], logarithms; [T, Hv, Dk] where each row of a state has its own; [T, Hv, Dv] step sizes in a scan by
+    channels."""
     factor: Tensor
-    """[T, Hv], the factor of what a token writes."""
+    """[T, Hv] or, in a scan by channels, [T, Hv, Dv]: the factor of what a token writes."""
 
     def part(self, tokens: slice) -> RecurrentInputs:
         return RecurrentInputs(*(tensor[tokens] for tensor in self))

@@ -1,5 +1,5 @@
-"""Inputs of recurrent layers (`delta_net.py`, `selective_scan.py`) besides queries, keys and values. T tokens, Hv value
-heads, Dk the size of their keys."""
+"""Inputs of recurrent layers (`delta_net.py`, `selective_scan.py`, `channel_scan.py`) besides queries, keys and values.
+T tokens, Hv value heads, Dk and Dv the sizes of their keys and values."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from torch import Tensor
 
 _NORM_EPS = 1e-6
 
-Rule = Literal["delta", "scan"]
-"""How a token changes a state: by the gated delta rule, or by the selective scan of Mamba-2."""
+Rule = Literal["delta", "scan", "channel scan"]
+"""How a token changes a state: by the gated delta rule, or by the selective scan of Mamba-2 or of Mamba-1."""
+
+Decays = Literal["head", "key", "value"]
+"""The parts of a token that each have a decay: its heads, the numbers of its keys, or those of its values."""
 
 
 def unit_length(x: Tensor) -> Tensor:
@@ -39,6 +42,13 @@ class RecurrentHeads:
     lowest_decay: float | None = None
     """With decays by channel, the lowest logarithm that a decay may have; None: there is none. See
     `DeltaGates.decay`."""
+
+    @property
+    def decays(self) -> Decays:
+        """The parts of a token that each have a decay."""
+        if self.rule == "channel scan":
+            return "value"
+        return "key" if self.decays_by_channel else "head"
 
     @property
     def num_channels(self) -> int:
@@ -89,6 +99,32 @@ class ScanGates(NamedTuple):
     def decay(self) -> Tensor:
         """The logarithm g of each token's decay: [T, Hv] float32, at most 0."""
         return -self.log_rate.float().exp() * self.step_sizes()
+
+
+class ChannelGates(NamedTuple):
+    """The inputs of the scan of Mamba-1 besides its values: keys and queries, which all its channels share, and the
+    tensors that step sizes and rates are computed from."""
+
+    keys: Tensor
+    """[T, Dk], rows as far apart as those of `queries`."""
+    queries: Tensor
+    """[T, Dk]."""
+    step: Tensor
+    """[T, Dv], see `step_sizes`."""
+    log_rate: Tensor
+    """[Dv, Dk], see `rates`."""
+    step_bias: Tensor
+    """[Dv]."""
+    skip: Tensor
+    """[Dv]; a channel's own value times this number is added to its result."""
+
+    def step_sizes(self) -> Tensor:
+        """The step size Δ of each token and channel, the factor of what it writes: [T, Dv] float32, above 0."""
+        return _step_sizes(self.step, self.step_bias)
+
+    def rates(self) -> Tensor:
+        """The logarithm of a state's decay in a step of size 1: [Dk, Dv] float32, below 0."""
+        return -self.log_rate.float().exp().T
 
 
 def _step_sizes(step: Tensor, bias: Tensor) -> Tensor:

@@ -231,8 +231,8 @@ def _kept_states(config: EngineConfig, model: ModelConfig) -> int:
     """Return the size of `attention.kept_states.KeptStates`."""
     size = model.attention_ranks(config.tensor_parallel_size)
     specs = [mixer.kv_spec(size) for layer in model.layers for mixer in layer.mixers]
-    of_token = sum(spec.kept_bytes(DTYPE_BYTES[config.dtype]) for spec in specs if isinstance(spec, StateSpec))
-    return config.max_draft_step_tokens * of_token
+    sizes = DTYPE_BYTES[config.dtype], config.max_draft_step_tokens
+    return sum(spec.kept_bytes(*sizes) for spec in specs if isinstance(spec, StateSpec))
 
 
 def _projected_row_bytes(config: EngineConfig, model: ModelConfig) -> int:

@@ -182,6 +182,47 @@ def gated_rms_norm(
     return out
 
 
+@triton.jit
+def _norm_parts_kernel(
+    x_ptr,  # [T, SIZE]
+    weight_ptr,  # [SIZE]; None: there is none
+    out_ptr,  # [T, SIZE], written
+    eps,
+    SIZE: tl.constexpr,
+    SIZES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (row). SIZES are those of the parts, whose sum is SIZE and BLOCK its next power of two."""
+    await_kernel_before(DEPENDENT)
+    place = tl.program_id(0).to(tl.int64) * SIZE
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    factor = tl.zeros([BLOCK], tl.float32)
+    start = 0
+    for part in tl.static_range(len(SIZES)):
+        end = start + SIZES[part]
+        is_own = (column >= start) & (column < end)
+        mean_square = tl.sum(tl.where(is_own, x * x, 0.0), axis=0) / SIZES[part]
+        factor = tl.where(is_own, tl.rsqrt(mean_square + eps), factor)
+        start = end
+    out = x * factor
+    if weight_ptr is not None:
+        out *= tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place + column, out.to(out_ptr.dtype.element_ty), mask=column < SIZE)
+
+
+def norm_parts(x: Tensor, weight: Tensor | None, eps: float, sizes: tuple[int, ...]) -> Tensor:
+    """See `nvcli.kernels.norm.norm_parts`. x: contiguous."""
+    assert x.is_contiguous()
+    out, size = torch.empty_like(x), sum(sizes)
+    block = next_power_of_2(size)
+    _norm_parts_kernel[(len(x),)](
+        x, weight, out, eps, SIZE=size, SIZES=sizes, BLOCK=block, **dependent(x.device), num_warps=warps_of_row(block)
+    )
+    return out
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False, bias: Tensor | None = None) -> Tensor:
     """See `nvcli.kernels.norm.rms_norm`. x: [..., H], its last dimension dense → [..., H], contiguous."""
     rows = x.reshape(-1, x.shape[-1])

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.kept_inputs import KeptInputs, PendingTokens
+from nvcli.kernels.recurrent_types import Decays
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.recurrent.delta_chunks import NORM_EPS
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
@@ -44,16 +45,17 @@ def add_pending(
     head,
     i,
     j,
+    rates,  # [i, j] float32, as in `KeptInputs`, with DECAYS "value"
     kept,  # `KeptInputs`
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     UNIT_KEYS: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
+    DECAYS: tl.constexpr,
 ):
-    """Add `count` kept tokens, from number `first` (int64) on, to columns `j` of one head's state [i, j], whose rows
-    each have a decay of their own with BY_CHANNEL."""
+    """Add `count` kept tokens, from number `first` (int64) on, to columns `j` of one head's state [i, j]. DECAYS: as in
+    `RecurrentHeads`."""
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     for index in range(count):
         at = first + index
@@ -61,7 +63,10 @@ def add_pending(
         if UNIT_KEYS:
             k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
         written = tl.load(kept.written + (at * VALUE_HEADS + head) * VALUE_DIM + j, mask=j < VALUE_DIM, other=0.0)
-        if BY_CHANNEL:
+        if DECAYS == "value":
+            step_ptrs = kept.decay + (at * VALUE_HEADS + head) * VALUE_DIM + j
+            state *= tl.exp(rates * tl.load(step_ptrs, mask=j < VALUE_DIM, other=0.0)[None, :])
+        elif DECAYS == "key":
             decay_ptrs = kept.decay + (at * VALUE_HEADS + head) * KEY_DIM + i
             state *= tl.exp(tl.load(decay_ptrs, mask=i < KEY_DIM, other=0.0))[:, None]
         else:
@@ -86,7 +91,7 @@ def _advance_kernel(
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     UNIT_KEYS: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
+    DECAYS: tl.constexpr,
 ):
     """Program (tile of a state's columns and value head, chosen row, layer)."""
     TILES: tl.constexpr = (VALUE_DIM + VALUE_TILE - 1) // VALUE_TILE
@@ -103,8 +108,12 @@ def _advance_kernel(
         places = layer * layer_stride + head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
         state = tl.load(pool_ptr + places + source * pool_stride, mask=inside & (source > 0), other=0.0)
         count = tl.load(pending.counts + row)
+        rates = 0.0
+        if DECAYS == "value":
+            of_layer = layer * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
+            rates = tl.load(kept.rates + of_layer, mask=inside, other=0.0)
         state = add_pending(
-            state, first, count, head, i, j, kept, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, UNIT_KEYS, BY_CHANNEL
+            state, first, count, head, i, j, rates, kept, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, UNIT_KEYS, DECAYS
         )
         tl.store(pool_ptr + places + target * pool_stride, state, mask=inside)
 
@@ -187,6 +196,7 @@ def advance_states(
     assert all(tensor.is_contiguous() for tensor in kept)
     assert pool[0, 0].is_contiguous()
     tile = min(_TILE, next_power_of_2(value_dim))
+    decays: Decays = "value" if kept.rates.numel() else "key" if kept.decay.shape[-1] > 1 else "head"
     _advance_kernel[num_heads * ceil_div(value_dim, tile), len(chosen), num_layers](
         kept,
         pool,
@@ -202,6 +212,6 @@ def advance_states(
         KEY_TILE=next_power_of_2(key_dim),
         VALUE_TILE=tile,
         UNIT_KEYS=has_unit_keys,
-        BY_CHANNEL=kept.decay.shape[-1] > 1,
+        DECAYS=decays,
         num_warps=_WARPS,
     )

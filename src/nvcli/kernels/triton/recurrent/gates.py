@@ -39,6 +39,13 @@ def read_decays(gates, token, head, channel, mask, step_stride, HEADS: tl.conste
 
 
 @triton.jit
+def read_step_sizes(step_ptr, j, mask, bias):
+    """Return the step sizes of channels `j` of a token whose numbers begin at `step_ptr`; 0 outside `mask`."""
+    step = tl.load(step_ptr + j, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(mask, _softplus(step + bias), 0.0)
+
+
+@triton.jit
 def read_gates(
     gates, token, head, is_token, beta_stride, step_stride, RULE: tl.constexpr, BETA_SCALE: tl.constexpr = 1.0
 ):

@@ -1,7 +1,7 @@
-"""Decode rows of recurrent layers in Triton, by either rule. For a row of one token, each program updates some columns
+"""Decode rows of recurrent layers in Triton, by any rule. For a row of one token, each program updates some columns
 of one head's state in a single pass. For a row with drafts, it first adds what is pending to the stored state; then it
 computes one token after another, and stores none of their states. All other rows are computed in chunks
-(`delta_chunks.py`, `channel_chunks.py`, `scan_chunks.py`).
+(`delta_chunks.py`, `channel_chunks.py`, `scan_chunks.py`, `channel_walk.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.kept_inputs import KeptInputs
-from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, ScanGates
+from nvcli.kernels.recurrent_types import ChannelGates, DeltaGates, RecurrentHeads, ScanGates
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.recurrent.advance_states import add_pending
 from nvcli.kernels.triton.recurrent.delta_chunks import NORM_EPS
-from nvcli.kernels.triton.recurrent.gates import read_beta, read_decays, read_gates
+from nvcli.kernels.triton.recurrent.gates import read_beta, read_decays, read_gates, read_step_sizes
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -31,10 +31,28 @@ tokens: 32 µs; 33.5, 41 and 38. Loads of which fewer wait for each other, and d
 
 
 @triton.jit
-def _add_token(state, token, head, i, j, qkv_ptr, gates, beta_stride, step_stride, HEADS: tl.constexpr):
-    """Add one token, whose queries, keys and values begin at `qkv_ptr`, to columns `j` of one head's state [i, j].
-    Returns the state, the token's result, what it wrote, and the logarithm of the decay that it applied, or those of
-    rows `i`."""
+def _read_rates(gates, i, j, inside, HEADS: tl.constexpr):
+    """Return the `rates` of columns `j` of a state [i, j] in a scan by channels; 0 outside, and by another rule."""
+    rates = 0.0
+    if HEADS.rule == "channel scan":
+        log_rates = tl.load(gates.log_rate + j[None, :] * HEADS.key_dim + i[:, None], mask=inside, other=0.0)
+        rates = tl.where(inside, -tl.exp(log_rates.to(tl.float32)), 0.0)
+    return rates
+
+
+@triton.jit
+def _key_ptr(qkv_ptr, gates, token, beta_stride, HEADS: tl.constexpr):
+    """Return where a token's keys begin."""
+    if HEADS.rule == "channel scan":
+        return gates.keys + token * beta_stride
+    return qkv_ptr + HEADS.num_key_heads * HEADS.key_dim
+
+
+@triton.jit
+def _add_token(state, token, head, i, j, rates, qkv_ptr, gates, beta_stride, step_stride, HEADS: tl.constexpr):
+    """Add one token (int64), whose queries, keys and values (by channels: values alone) begin at `qkv_ptr`, to columns
+    `j` of one head's state [i, j]. Returns the state, the token's result, what it wrote, and the logarithm of the decay
+    that it applied, or those of rows `i`, or the step sizes of columns `j`."""
     KEY_HEADS: tl.constexpr = HEADS.num_key_heads
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     KEY_DIM: tl.constexpr = HEADS.key_dim
@@ -42,11 +60,20 @@ def _add_token(state, token, head, i, j, qkv_ptr, gates, beta_stride, step_strid
     RULE: tl.constexpr = HEADS.rule
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     in_key, in_value = i < KEY_DIM, j < VALUE_DIM
-    q = tl.load(qkv_ptr + key_head * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
-    k = tl.load(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
-    v = tl.load(qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j, mask=in_value, other=0.0).to(tl.float32)
-    token = token.to(tl.int64)
-    if HEADS.decays_by_channel:
+    key_ptr = _key_ptr(qkv_ptr, gates, token, beta_stride, HEADS)
+    if RULE == "channel scan":
+        query_ptr, value_ptr = gates.queries + token * beta_stride, qkv_ptr
+    else:
+        query_ptr, value_ptr = qkv_ptr, qkv_ptr + 2 * KEY_HEADS * KEY_DIM
+    q = tl.load(query_ptr + key_head * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
+    k = tl.load(key_ptr + key_head * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
+    v = tl.load(value_ptr + head * VALUE_DIM + j, mask=in_value, other=0.0).to(tl.float32)
+    if RULE == "channel scan":
+        bias = tl.load(gates.step_bias + j, mask=in_value, other=0.0).to(tl.float32)
+        factor = read_step_sizes(gates.step + token * step_stride, j, in_value, bias)
+        decay = factor
+        state *= tl.exp(rates * factor[None, :])
+    elif HEADS.decays_by_channel:
         factor = read_beta(gates, token, head, True, beta_stride, HEADS.beta_scale)
         decay = read_decays(gates, token, head, i, in_key, step_stride, HEADS)
         state *= tl.exp(decay)[:, None]
@@ -62,14 +89,18 @@ def _add_token(state, token, head, i, j, qkv_ptr, gates, beta_stride, step_strid
     else:
         written = v * factor
         state += k[:, None] * written[None, :]
-        out = tl.sum(state * q[:, None], 0) + v * tl.load(gates.skip + head).to(tl.float32)
+        if RULE == "channel scan":
+            skip = tl.load(gates.skip + j, mask=in_value, other=0.0)
+        else:
+            skip = tl.load(gates.skip + head)
+        out = tl.sum(state * q[:, None], 0) + v * skip.to(tl.float32)
     return state, out, written, decay
 
 
 @triton.jit
 def _step_kernel(
     qkv_ptr,  # [T, NUM_CHANNELS]
-    gates,  # `DeltaGates` or `ScanGates`, rows beta_stride and step_stride apart
+    gates,  # `DeltaGates`, `ScanGates` or `ChannelGates`, rows beta_stride (by channels: of keys) and step_stride apart
     pool_ptr,  # [num_blocks, VALUE_HEADS, KEY_DIM, VALUE_DIM] float32, blocks pool_stride apart, read and written
     out_ptr,  # [T, VALUE_HEADS, VALUE_DIM], written
     rows,  # `RowTensors`
@@ -91,15 +122,17 @@ def _step_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1)
     token, _, _, source = row_of(row, rows, BLOCK_SIZE)
+    token = token.to(tl.int64)
     i = tl.arange(0, KEY_TILE)
     j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
     in_value = j < VALUE_DIM
-    qkv_ptr += token.to(tl.int64) * qkv_stride
+    qkv_ptr += token * qkv_stride
     places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
     inside = (i < KEY_DIM)[:, None] & in_value[None, :]
     state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
-    state, out, _, _ = _add_token(state, token, head, i, j, qkv_ptr, gates, beta_stride, step_stride, HEADS)
-    out_ptr += (token.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM
+    rates = _read_rates(gates, i, j, inside, HEADS)
+    state, out, _, _ = _add_token(state, token, head, i, j, rates, qkv_ptr, gates, beta_stride, step_stride, HEADS)
+    out_ptr += (token * VALUE_HEADS + head) * VALUE_DIM
     tl.store(out_ptr + j, out.to(out_ptr.dtype.element_ty), mask=in_value)
     target = tl.load(rows.places + token) // BLOCK_SIZE
     tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & (target > 0))
@@ -131,6 +164,7 @@ def _draft_kernel(
     KEY_DIM: tl.constexpr = HEADS.key_dim
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     HEADS_OF_KEY: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    DECAYS: tl.constexpr = HEADS.decays
     head = tl.program_id(1)
     row = tl.program_id(0)
     start, end, _, source = row_of(row, rows, BLOCK_SIZE)
@@ -146,6 +180,7 @@ def _draft_kernel(
     inside = in_key[:, None] & in_value[None, :]
     places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
     state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
+    rates = _read_rates(gates, i, j, inside, HEADS)
     state = add_pending(
         state,
         first,
@@ -153,14 +188,17 @@ def _draft_kernel(
         head,
         i,
         j,
+        rates,
         kept,
         KEY_HEADS,
         VALUE_HEADS,
         KEY_DIM,
         VALUE_DIM,
         HEADS.rule == "delta",
-        HEADS.decays_by_channel,
+        DECAYS,
     )
+    if HEADS.rule == "channel scan":
+        tl.store(kept.rates + i[:, None] * VALUE_DIM + j[None, :], rates, mask=inside & (row == 0))
     tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & is_behind)
     own = tl.load(pending.turn).to(tl.int64) * num_tokens
     keeps_head = tl.program_id(2) == 0
@@ -169,25 +207,28 @@ def _draft_kernel(
         token = start.to(tl.int64) + index
         token_ptr = qkv_ptr + token * qkv_stride
         state, out, written, decay = _add_token(
-            state, token, head, i, j, token_ptr, gates, beta_stride, step_stride, HEADS
+            state, token, head, i, j, rates, token_ptr, gates, beta_stride, step_stride, HEADS
         )
+        key_ptr = _key_ptr(token_ptr, gates, token, beta_stride, HEADS)
         values = head * VALUE_DIM + j
         tl.store(out_ptr + token * VALUE_HEADS * VALUE_DIM + values, out.to(out_ptr.dtype.element_ty), mask=in_value)
         token += own
         tl.store(kept.written + token * VALUE_HEADS * VALUE_DIM + values, written, mask=in_value)
-        if HEADS.decays_by_channel:
+        if HEADS.rule == "channel scan":
+            tl.store(kept.decay + token * VALUE_HEADS * VALUE_DIM + values, decay, mask=in_value)
+        elif HEADS.decays_by_channel:
             decay_ptrs = kept.decay + (token * VALUE_HEADS + head) * KEY_DIM + i
             tl.store(decay_ptrs, decay, mask=in_key & keeps_head)
         else:
             tl.store(kept.decay + token * VALUE_HEADS + head, decay, mask=keeps_head)
         key = (head // HEADS_OF_KEY) * KEY_DIM + i
-        k = tl.load(token_ptr + KEY_HEADS * KEY_DIM + key, mask=in_key & keeps_key, other=0.0)
+        k = tl.load(key_ptr + key, mask=in_key & keeps_key, other=0.0)
         tl.store(kept.keys + token * KEY_HEADS * KEY_DIM + key, k, mask=in_key & keeps_key)
 
 
 def compute_decode_rows(
     qkv: Tensor,
-    gates: DeltaGates | ScanGates,
+    gates: DeltaGates | ScanGates | ChannelGates,
     pool: Tensor,
     rows: StateRows,
     heads: RecurrentHeads,
@@ -196,7 +237,12 @@ def compute_decode_rows(
     """Compute the leading rows, of one token or with drafts, as `nvcli.kernels.recurrence.compute_rows` does. Return
     its result, in which those of the rows behind them are undefined yet."""
     assert pool[0].is_contiguous()
-    beta = gates.beta if isinstance(gates, DeltaGates) else gates.step
+    if isinstance(gates, ChannelGates):
+        beta = gates.keys
+        assert gates.queries.stride() == beta.stride()
+        assert gates.log_rate.is_contiguous()
+    else:
+        beta = gates.beta if isinstance(gates, DeltaGates) else gates.step
     assert qkv.stride(1) == beta.stride(1) == gates.step.stride(1) == 1
     strides = qkv.stride(0), beta.stride(0), gates.step.stride(0), pool.stride(0)
     out = torch.empty(len(qkv), heads.num_value_heads, heads.value_dim, dtype=qkv.dtype, device=qkv.device)
