@@ -136,6 +136,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "kimi-linear-48b-a3b",
         {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": {"num_experts": 32}},
     ),
+    "Jamba with drafts": (
+        "jamba-mini-1.7",
+        {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": {"num_hidden_layers": 8}},
+    ),
     "Qwen3-VL-8B": ("qwen3-vl-8b", {"images": "always"}),
     "lightning attention with drafts": (
         "mixtral-8x7b",

@@ -51,6 +51,16 @@ MAMBA = {
     "num_hidden_layers": 4,
 }
 
+JAMBA = {
+    "num_hidden_layers": 4,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mamba_d_state": 16,
+    "mamba_proj_bias": True,
+}
+
 NEMOTRON = {
     "layers_block_type": [LINEAR, "moe", FULL, "mlp", LINEAR, FULL],
     "num_hidden_layers": 6,
@@ -324,6 +334,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "mamba": ("Mamba", {"state_size": 8, "num_hidden_layers": 3, "tie_word_embeddings": True}),
+    "falcon mamba": ("FalconMamba", {"state_size": 16, "num_hidden_layers": 3, "use_bias": True}),
+    "jamba": ("Jamba", JAMBA),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3], "mamba_proj_bias": True}),
     "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "cohere 2": (

@@ -123,6 +123,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "with vision": ("gemma 3 with vision", {"target_modules": list(LINEAR)}),
     "delta nets": ("qwen 3-next", {"target_modules": "all-linear"}),
+    # transformers leaves `dt_proj` as it is.
+    "mamba 1": ("jamba", {"target_modules": ["in_proj", "x_proj", "out_proj"]}),
     "mamba": ("bamba", {"target_modules": "all-linear"}),
     "lightning attention": ("minimax text 01", {"target_modules": "all-linear"}),
     "experts": (

@@ -22,6 +22,7 @@ from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.families.catalogue import FAMILIES
 from nvcli.models.geometry import model_tensors
 from nvcli.models.layer_config import LearnedPositions
+from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.models.rope import rope_frequencies
@@ -394,6 +395,13 @@ NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
             {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_combination_strategy": "max"},
             ["`shared_expert_combination_strategy`", "max"],
         ),
+        (
+            "JambaForCausalLM",
+            {"mamba_d_conv": 4, "attn_layer_offset": 8},
+            ["`attn_layer_offset`", "8 is not from 0 to 7"],
+        ),
+        ("MambaForCausalLM", {"conv_kernel": 4, "state_size": 128}, ["`state_size`", "128 is too large"]),
+        ("MambaForCausalLM", {"conv_kernel": 4, "hidden_act": "gelu"}, ["`hidden_act`", "supported: silu"]),
         ("Mistral3ForConditionalGeneration", {"text_config": {"model_type": "x"}}, ["`text_config.model_type`", "x"]),
         ("Gemma3ForConditionalGeneration", {"text_config": "x"}, ["`text_config`", "x", "not an object"]),
     ],
@@ -456,6 +464,22 @@ def test_hunyuan_ocr_of_the_hub(tmp_path: Path) -> None:
     assert model.vision is not None
     assert model.vision.axes == (0, 0, 0, 2, 1, 1, 3, 3)
     assert model.decoder.layout.decoder_name("model.norm.weight") == "model.norm.weight"
+
+
+def test_jamba_and_falcon_mamba_of_the_hub(tmp_path: Path) -> None:
+    """Falcon Mamba's `intermediate_size` counts, and not what `expand` says; a Jamba of one expert has MLPs."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["falcon-mamba-7b"]))
+    config = load_model_config(tmp_path)
+    spec = config.layers[0].mixer.kv_spec(2)
+    assert isinstance(spec, StateSpec)
+    assert (spec.conv_shape, spec.recurrent_shape, spec.key_size) == ((3, 4096), (1, 16, 4096), 16)
+    assert spec.kept_bytes(2, 3) == 4 * 16 * 4096 + 3 * (2 * 4096 + 2 * (2 * 16 + 4 * 2 * 4096))
+    dense = {**SHAPES["jamba-mini-1.7"], "num_experts": 1}
+    for shape, sparse in ((SHAPES["jamba-mini-1.7"], [*range(1, 32, 2)]), (dense, [])):
+        (tmp_path / "config.json").write_text(json.dumps(shape))
+        layers = load_model_config(tmp_path).layers
+        assert [number for number, layer in enumerate(layers) if layer.mlp.routing is not None] == sparse
+        assert [n for n, one in enumerate(layers) if isinstance(one.mixer, AttentionConfig)] == [4, 12, 20, 28]
 
 
 def test_kimi_linear_of_the_hub(tmp_path: Path) -> None:

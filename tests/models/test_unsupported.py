@@ -55,7 +55,7 @@ NONE = "its config.json fits no supported family"
         ("OtherLMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, NONE),
         ("OtherForCausalLM", {**LLAMA, **MLA, "index_topk": 64}, "a sparse choice of keys (DSA)"),
         ("OtherForCausalLM", {**LLAMA, **MLA}, "it has multi-head latent attention in layers of a form"),
-        ("JambaForCausalLM", {**LLAMA, "mamba_d_conv": 4}, "it has Mamba layers of a kind"),
+        ("ZambaForCausalLM", {**LLAMA, "mamba_d_conv": 4}, "it has Mamba layers of a kind"),
         ("BertModel", {**LLAMA, "type_vocab_size": 2}, "it is an encoder, and nvcli serves decoders"),
         ("ModernBertForMaskedLM", LLAMA, "it is an encoder, and nvcli serves decoders"),
         ("T5ForConditionalGeneration", {"d_model": 64, "is_encoder_decoder": True}, "it is an encoder with a decoder"),

@@ -208,6 +208,8 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("granite-3.3-8b", 8.17),
         ("granite-4.0-h-small", 32.21),
         ("mamba-codestral-7b", 7.29),
+        ("jamba-mini-1.7", 51.57),
+        ("falcon-mamba-7b", 7.28),
         ("nemotron-3-nano-30b-a3b", 31.58),
         ("glm-4-9b", 9.40),
         ("glm-4-32b", 32.57),

@@ -238,6 +238,7 @@ def few_tokens_requests() -> list[Request]:
 TWO_LAYERS = {
     "qwen 3.5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    "jamba": {"num_hidden_layers": 2},
     "kimi linear": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "minimax text 01": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
@@ -266,10 +267,11 @@ def with_states(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
         ("qwen 3.5", {"max_num_seqs": 12, "num_kv_tokens": 200, "max_draft_tokens": 2}),
         ("qwen 3.5", {"max_num_seqs": 64, "max_draft_tokens": 15, "enable_prefix_caching": False}),
         ("bamba", {"max_num_seqs": 4, "max_num_batched_tokens": 25}),
+        ("jamba", {"max_num_seqs": 4, "max_num_batched_tokens": 25}),
         ("kimi linear", {"max_num_seqs": 4, "max_num_batched_tokens": 25}),
         ("minimax text 01", {"max_num_seqs": 4, "max_num_batched_tokens": 25}),
     ],
-    ids=["chunked, prefix hits", "preempted", "wide", "mamba", "kimi linear", "lightning"],
+    ids=["chunked, prefix hits", "preempted", "wide", "mamba", "mamba 1", "kimi linear", "lightning"],
 )
 def test_recurrent_states_take_in_only_what_is_right(
     with_states: Callable[[str], tuple[Path, dict[int, RequestOutput]]], name: str, config: dict[str, Any]

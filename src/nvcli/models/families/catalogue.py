@@ -24,6 +24,7 @@ from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA, HYPERC
 from nvcli.models.families.hunyuan import HUNYUAN_OCR, HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3, HUNYUAN_V4
 from nvcli.models.families.idefics3 import IDEFICS3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
+from nvcli.models.families.jamba import JAMBA
 from nvcli.models.families.kimi_linear import KIMI_LINEAR
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3
 from nvcli.models.families.ling import LING
@@ -31,6 +32,7 @@ from nvcli.models.families.llama import CWM, HELIUM, INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.llama4 import LLAMA4
 from nvcli.models.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
 from nvcli.models.families.longcat import LONGCAT_FLASH
+from nvcli.models.families.mamba1 import FALCON_MAMBA, MAMBA1
 from nvcli.models.families.mamba2 import MAMBA2
 from nvcli.models.families.mimo import MIMO_V2_FLASH
 from nvcli.models.families.minicpm import MINICPM3
@@ -123,6 +125,9 @@ FAMILIES: tuple[Family, ...] = (
     BAMBA,
     FALCON_H1,
     MAMBA2,
+    JAMBA,
+    FALCON_MAMBA,
+    MAMBA1,
     LFM2,
     LFM2_VL,
     LFM2_MOE,

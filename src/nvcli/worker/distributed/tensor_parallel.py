@@ -74,7 +74,8 @@ class TensorParallelGroup:
         return None if memory is None else memory.part(shape[0], first=first)
 
     def sum(self, part: Tensor) -> Tensor:
-        """Sum `part` over the ranks: [T, H] → [T, H], maybe in place. It is the first sum of a forward pass."""
+        """Sum `part` over the ranks: [T, H] → [T, H], maybe in place. It is the first sum of a forward pass, or rows of
+        another size than the residual stream's."""
         memory = self._peer_memory_for(part.shape, part.dtype)
         return self._all_reduce(part) if memory is None else memory.sum(part)
 
