@@ -27,6 +27,7 @@ from nvcli.kernels.triton.elementwise import norm
 from nvcli.kernels.triton.recurrent import (
     advance_states,
     causal_conv,
+    channel_walk,
     chunk_walk,
     delta_chunks,
     rules,
@@ -138,7 +139,8 @@ def test_causal_conv(step: str, taps: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("step", "heads"), with_heads(STEPS))
-def test_rules(step: str, heads: RecurrentHeads, dtype: torch.dtype) -> None:
+def test_rules(step: str, heads: RecurrentHeads, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_walk, "_PART", 32)
     work, tables, block_size, num_single, padding = STEPS[step]
     rows = make_rows(work, tables, block_size=block_size, num_single=num_single, padding=padding)
     if heads.key_dim == 128 and dtype == torch.float32:

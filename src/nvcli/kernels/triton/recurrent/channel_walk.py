@@ -1,27 +1,111 @@
 """The selective scan of Mamba-1 for the tokens of prompts, in Triton. Each number of a state decays by itself, so there
-are no products of matrices: a program has the states of some channels in registers, and walks through a row's tokens.
-It reads several tokens at a time, so that the states do not wait for each of them.
+are no products of matrices: a program has the states of some channels in registers, and walks through tokens. It reads
+several of them at a time, so that the states do not wait for each.
+
+Where rows and channels make enough programs, each walks through a whole row. Otherwise rows are cut into parts, which
+programs walk through twice: first from zeros, to find what a part adds to the state that it begins with. Another kernel
+joins these, and then the parts are computed from the states that they really begin with.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.recurrent_types import ChannelGates, RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
+from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
+from nvcli.kernels.triton.recurrent.chunk_walk import find_chunk, first_program, num_chunk_programs
 from nvcli.kernels.triton.recurrent.gates import LOG2_E, read_step_sizes
-from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
+from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_of, chunk_tokens, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _TILE, _TOKENS, _WARPS = 32, 4, 1
 """Channels of a program, the tokens that it reads at a time, and its warps: with one, no sum over a channel's state
 waits for other warps, and with as many channels as threads a step size is computed once."""
+_PART = 256
+"""The most tokens of a part of a row."""
+_ENOUGH = 8
+"""The programs for each multiprocessor from which on rows are not cut into parts."""
+
+
+@triton.jit
+def _read_rates(gates, i, j, inside, KEY_DIM: tl.constexpr):
+    """Return the logarithms to base 2 of the decays of states [j, i] in a step of size 1."""
+    log_rates = tl.load(gates.log_rate + j[:, None] * KEY_DIM + i[None, :], mask=inside, other=0.0)
+    return -tl.exp(log_rates.to(tl.float32)) * LOG2_E
+
+
+@triton.jit
+def _walk(
+    state,  # [TILE, KEY_TILE] float32
+    first,
+    count,
+    x_ptr,
+    gates,
+    out_ptr,
+    x_stride,
+    key_stride,
+    step_stride,
+    i,
+    j,
+    rates,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WRITES: tl.constexpr,
+):
+    """Add `count` tokens, from number `first` (int64) on, to the states of channels `j`, and with WRITES store their
+    results. Returns the states and the sum of all step sizes."""
+    VALUE_DIM: tl.constexpr = HEADS.value_dim
+    in_key, in_value = i < HEADS.key_dim, j < VALUE_DIM
+    bias = tl.load(gates.step_bias + j, mask=in_value, other=0.0).to(tl.float32)
+    skip = tl.load(gates.skip + j, mask=in_value, other=0.0).to(tl.float32)
+    total = tl.zeros_like(bias)
+    for some in range(0, count, TOKENS):
+        values = ()
+        steps = ()
+        keys = ()
+        queries = ()
+        for number in tl.static_range(TOKENS):
+            is_token = some + number < count
+            is_value, is_key = in_value & is_token, in_key & is_token
+            token = first + some + number
+            value = tl.load(x_ptr + token * x_stride + j, mask=is_value, other=0.0).to(tl.float32)
+            values += (value,)  # type: ignore[assignment]
+            step = read_step_sizes(gates.step + token * step_stride, j, is_value, bias)
+            steps += (step,)  # type: ignore[assignment]
+            key = tl.load(gates.keys + token * key_stride + i, mask=is_key, other=0.0).to(tl.float32)
+            keys += (key,)  # type: ignore[assignment]
+            if WRITES:
+                query = tl.load(gates.queries + token * key_stride + i, mask=is_key, other=0.0).to(tl.float32)
+                queries += (query,)  # type: ignore[assignment]
+        for number in tl.static_range(TOKENS):
+            # After the last token a step's size is 0: such tokens write nothing and decay nothing.
+            state *= tl.exp2(rates * steps[number][:, None])
+            state += (steps[number] * values[number])[:, None] * keys[number][None, :]
+            if WRITES:
+                out = tl.sum(state * queries[number][None, :], 1) + skip * values[number]
+                out_ptrs = out_ptr + (first + some + number) * VALUE_DIM + j
+                tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_value & (some + number < count))
+            else:
+                total += steps[number]
+    return state, total
+
+
+@triton.jit
+def _clear(out_ptr, first, count, j, VALUE_DIM: tl.constexpr):
+    """Store zeros as the results of channels `j` of `count` tokens, which belong to no row."""
+    nothing = tl.zeros_like(j).to(out_ptr.dtype.element_ty)
+    for number in range(count):
+        tl.store(out_ptr + (first.to(tl.int64) + number) * VALUE_DIM + j, nothing, mask=j < VALUE_DIM)
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "num_tokens"])
-def _scan_kernel(
+def _rows_kernel(
     x_ptr,  # [T, VALUE_DIM], rows x_stride apart
     gates,  # `ChannelGates`, rows of keys and queries key_stride, of step sizes step_stride apart
     pool_ptr,  # [num_blocks, 1, KEY_DIM, VALUE_DIM] float32, blocks pool_stride apart, read and written
@@ -47,51 +131,143 @@ def _scan_kernel(
     start, end, before, source = row_of(row, rows, BLOCK_SIZE)
     i = tl.arange(0, KEY_TILE)
     j = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    in_key, in_value = i < KEY_DIM, j < VALUE_DIM
-    inside = in_value[:, None] & in_key[None, :]
+    inside = (j < VALUE_DIM)[:, None] & (i < KEY_DIM)[None, :]
     places = i[None, :] * VALUE_DIM + j[:, None]
     state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
-    log_rates = tl.load(gates.log_rate + j[:, None] * KEY_DIM + i[None, :], mask=inside, other=0.0).to(tl.float32)
-    rates = -tl.exp(log_rates) * LOG2_E
-    bias = tl.load(gates.step_bias + j, mask=in_value, other=0.0).to(tl.float32)
-    skip = tl.load(gates.skip + j, mask=in_value, other=0.0).to(tl.float32)
+    rates = _read_rates(gates, i, j, inside, KEY_DIM)
     first = start
     while first < end:
         # The tokens of one block, at whose end the state is stored.
         last = tl.minimum(end, first + BLOCK_SIZE - (before + first - start) % BLOCK_SIZE)
-        for some in range(0, last - first, TOKENS):
-            values = ()
-            steps = ()
-            keys = ()
-            queries = ()
-            for number in tl.static_range(TOKENS):
-                token = first.to(tl.int64) + some + number
-                is_value, is_key = in_value & (token < last), in_key & (token < last)
-                key_place = token * key_stride + i
-                value = tl.load(x_ptr + token * x_stride + j, mask=is_value, other=0.0).to(tl.float32)
-                values += (value,)  # type: ignore[assignment]
-                step = read_step_sizes(gates.step + token * step_stride, j, is_value, bias)
-                steps += (step,)  # type: ignore[assignment]
-                key = tl.load(gates.keys + key_place, mask=is_key, other=0.0).to(tl.float32)
-                keys += (key,)  # type: ignore[assignment]
-                query = tl.load(gates.queries + key_place, mask=is_key, other=0.0).to(tl.float32)
-                queries += (query,)  # type: ignore[assignment]
-            for number in tl.static_range(TOKENS):
-                token = first.to(tl.int64) + some + number
-                # Behind the block a step's size is 0: such tokens write nothing and decay nothing.
-                state *= tl.exp2(rates * steps[number][:, None])
-                state += (steps[number] * values[number])[:, None] * keys[number][None, :]
-                out = tl.sum(state * queries[number][None, :], 1) + skip * values[number]
-                mask = in_value & (token < last)
-                tl.store(out_ptr + token * VALUE_DIM + j, out.to(out_ptr.dtype.element_ty), mask=mask)
+        state, _ = _walk(
+            state,
+            first.to(tl.int64),
+            last - first,
+            x_ptr,
+            gates,
+            out_ptr,
+            x_stride,
+            key_stride,
+            step_stride,
+            i,
+            j,
+            rates,
+            HEADS,
+            TOKENS,
+            True,
+        )
         target = tl.load(rows.places + last - 1) // BLOCK_SIZE
         tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & (target > 0))
         first = last
     if row == num_rows - 1:
-        # Tokens after the last row.
-        nothing = tl.zeros([TILE], out_ptr.dtype.element_ty)
-        for number in range(num_tokens - end):
-            tl.store(out_ptr + (end.to(tl.int64) + number) * VALUE_DIM + j, nothing, mask=in_value)
+        _clear(out_ptr, end, num_tokens - end, j, VALUE_DIM)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_halvings"])
+def _parts_kernel(
+    x_ptr,  # as in _rows_kernel
+    gates,
+    states_ptr,  # [programs, KEY_DIM, VALUE_DIM] float32: with WRITES the states before the parts, else written
+    totals_ptr,  # [programs, VALUE_DIM] float32, written without WRITES: the sums of step sizes
+    out_ptr,  # as in _rows_kernel; written with WRITES
+    rows,
+    first_row,
+    num_rows,
+    num_halvings,
+    x_stride,
+    key_stride,
+    step_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PART: tl.constexpr,
+    WRITES: tl.constexpr,
+):
+    """Program (part, tile of channels). With WRITES it computes the part's results, else what the part makes of a state
+    of zeros."""
+    KEY_DIM: tl.constexpr = HEADS.key_dim
+    VALUE_DIM: tl.constexpr = HEADS.value_dim
+    first, count = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, PART)
+    i = tl.arange(0, KEY_TILE)
+    j = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (j < VALUE_DIM)[:, None] & (i < KEY_DIM)[None, :]
+    program = tl.program_id(0).to(tl.int64)
+    state_ptrs = states_ptr + program * KEY_DIM * VALUE_DIM + i[None, :] * VALUE_DIM + j[:, None]
+    if count > 0:
+        state = tl.load(state_ptrs, mask=inside & WRITES, other=0.0)
+        rates = _read_rates(gates, i, j, inside, KEY_DIM)
+        state, total = _walk(
+            state,
+            first.to(tl.int64),
+            count,
+            x_ptr,
+            gates,
+            out_ptr,
+            x_stride,
+            key_stride,
+            step_stride,
+            i,
+            j,
+            rates,
+            HEADS,
+            TOKENS,
+            WRITES,
+        )
+        if not WRITES:
+            tl.store(state_ptrs, state, mask=inside)
+            tl.store(totals_ptr + program * VALUE_DIM + j, total, mask=j < VALUE_DIM)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_tokens"])
+def _join_kernel(
+    gates,  # as in _rows_kernel
+    states_ptr,  # [programs, KEY_DIM, VALUE_DIM] float32, what parts make of zeros → the states before them
+    totals_ptr,  # [programs, VALUE_DIM] float32
+    pool_ptr,  # as in _rows_kernel
+    out_ptr,
+    rows,
+    first_row,
+    num_rows,
+    num_tokens,
+    pool_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Program (row - first_row, tile of channels): the states before each part of a row, and those after blocks; the
+    results of tokens after the last row."""
+    KEY_DIM: tl.constexpr = HEADS.key_dim
+    VALUE_DIM: tl.constexpr = HEADS.value_dim
+    PARTS: tl.constexpr = (BLOCK_SIZE + PART - 1) // PART
+    row = tl.program_id(0) + first_row
+    start, end, before, source = row_of(row, rows, BLOCK_SIZE)
+    i = tl.arange(0, KEY_TILE)
+    j = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (j < VALUE_DIM)[:, None] & (i < KEY_DIM)[None, :]
+    places = i[None, :] * VALUE_DIM + j[:, None]
+    state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
+    rates = _read_rates(gates, i, j, inside, KEY_DIM)
+    program = first_program(start, row, tl.load(rows.starts + first_row), first_row, PARTS, BLOCK_SIZE).to(tl.int64)
+    first_part = chunk_of(before, BLOCK_SIZE, PART)
+    num_parts = chunk_of(before + end - start - 1, BLOCK_SIZE, PART) - first_part + 1
+    num_parts = tl.where(end > start, num_parts, 0)
+    for number in range(num_parts):
+        part_ptrs = states_ptr + (program + number) * KEY_DIM * VALUE_DIM + places
+        added = tl.load(part_ptrs, mask=inside, other=0.0)
+        total = tl.load(totals_ptr + (program + number) * VALUE_DIM + j, mask=j < VALUE_DIM, other=0.0)
+        tl.store(part_ptrs, state, mask=inside)
+        state = state * tl.exp2(rates * total[:, None]) + added
+        part = first_part + number
+        if (number == num_parts - 1) | ((part + 1) % PARTS == 0):
+            first, count = chunk_tokens(part, start, end, before, BLOCK_SIZE, PART)
+            target = tl.load(rows.places + first + count - 1) // BLOCK_SIZE
+            tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & (target > 0))
+    if row == num_rows - 1:
+        _clear(out_ptr, end, num_tokens - end, j, VALUE_DIM)
 
 
 def compute_chunks(
@@ -100,7 +276,11 @@ def compute_chunks(
     """Compute the rows after the decode rows into `out`, as `nvcli.kernels.channel_scan.channel_scan` does, with zeros
     for tokens after the last row."""
     num_rows, first_row = len(rows.slots), rows.num_decode_rows
-    _scan_kernel[num_rows - first_row, ceil_div(heads.value_dim, _TILE)](
+    num_tiles = ceil_div(heads.value_dim, _TILE)
+    if (num_rows - first_row) * num_tiles < _ENOUGH * num_multiprocessors(x.device):
+        _compute_parts(x, gates, pool, rows, heads, out)
+        return
+    _rows_kernel[num_rows - first_row, num_tiles](
         x,
         gates,
         pool,
@@ -113,10 +293,67 @@ def compute_chunks(
         gates.keys.stride(0),
         gates.step.stride(0),
         pool.stride(0),
-        BLOCK_SIZE=rows.block_size,
-        HEADS=heads,
-        KEY_TILE=next_power_of_2(heads.key_dim),
-        TILE=_TILE,
+        **_sizes(rows, heads),
         TOKENS=_TOKENS,
         num_warps=_WARPS,
     )
+
+
+def _compute_parts(
+    x: Tensor, gates: ChannelGates, pool: Tensor, rows: StateRows, heads: RecurrentHeads, out: Tensor
+) -> None:
+    """Compute the rows in parts."""
+    num_rows, first_row = len(rows.slots), rows.num_decode_rows
+    num_tiles, num_parts = ceil_div(heads.value_dim, _TILE), num_chunk_programs(len(x), rows, _PART)
+    states = torch.empty(num_parts, heads.key_dim, heads.value_dim, dtype=torch.float32, device=x.device)
+    totals = torch.empty(num_parts, heads.value_dim, dtype=torch.float32, device=x.device)
+    row_tensors, sizes = RowTensors.of(rows), _sizes(rows, heads)
+
+    def walk(*, writes: bool) -> None:
+        _parts_kernel[num_parts, num_tiles](
+            x,
+            gates,
+            states,
+            totals,
+            out,
+            row_tensors,
+            first_row,
+            num_rows,
+            (num_rows - first_row).bit_length(),
+            x.stride(0),
+            gates.keys.stride(0),
+            gates.step.stride(0),
+            **sizes,
+            TOKENS=_TOKENS,
+            PART=_PART,
+            WRITES=writes,
+            num_warps=_WARPS,
+        )
+
+    walk(writes=False)
+    _join_kernel[num_rows - first_row, num_tiles](
+        gates,
+        states,
+        totals,
+        pool,
+        out,
+        row_tensors,
+        first_row,
+        num_rows,
+        len(x),
+        pool.stride(0),
+        **sizes,
+        PART=_PART,
+        num_warps=_WARPS,
+    )
+    walk(writes=True)
+
+
+def _sizes(rows: StateRows, heads: RecurrentHeads) -> dict[str, Any]:
+    """Return the sizes that are constants of all kernels."""
+    return {
+        "BLOCK_SIZE": rows.block_size,
+        "HEADS": heads,
+        "KEY_TILE": next_power_of_2(heads.key_dim),
+        "TILE": _TILE,
+    }

@@ -58,7 +58,7 @@ class ChunkParts(NamedTuple):
 
 
 @triton.jit
-def _first_program(start, row, origin, first_row, CHUNKS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def first_program(start, row, origin, first_row, CHUNKS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Return the program of a row's first chunk, where `start` is the row's first token."""
     return (start - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (row - first_row)
 
@@ -73,11 +73,11 @@ def find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.co
     high = num_rows
     for _ in range(num_halvings):
         middle = (low + high) // 2
-        first = _first_program(tl.load(rows.starts + middle), middle, origin, first_row, CHUNKS, BLOCK_SIZE)
+        first = first_program(tl.load(rows.starts + middle), middle, origin, first_row, CHUNKS, BLOCK_SIZE)
         low = tl.where(first <= index, middle, low)
         high = tl.where(first <= index, high, middle)
     start, end, before = row_span(low, rows)
-    index -= _first_program(start, low, origin, first_row, CHUNKS, BLOCK_SIZE)
+    index -= first_program(start, low, origin, first_row, CHUNKS, BLOCK_SIZE)
     chunk = chunk_of(before, BLOCK_SIZE, CHUNK) + index
     return chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
 
@@ -146,7 +146,7 @@ def _walk_kernel(
     stride = VALUE_HEADS * num_tokens
     if BY_CHANNEL:
         of_left = n[:, None] * (VALUE_HEADS * KEY_DIM) + i[None, :]
-        program = _first_program(start, row, tl.load(rows.starts + first_row), first_row, CHUNKS, BLOCK_SIZE)
+        program = first_program(start, row, tl.load(rows.starts + first_row), first_row, CHUNKS, BLOCK_SIZE)
     else:
         scales_ptr = parts.scales + head * num_tokens
     for number in tl.range(0, num_chunks, num_stages=NUM_STAGES):
@@ -205,10 +205,11 @@ def _walk_kernel(
             first += CHUNK
 
 
-def num_chunk_programs(num_tokens: int, rows: StateRows) -> int:
-    """Return how many programs `find_chunk` needs for the rows after the decode rows of a step of `num_tokens`."""
+def num_chunk_programs(num_tokens: int, rows: StateRows, chunk: int = CHUNK) -> int:
+    """Return how many programs `find_chunk` needs for the rows after the decode rows of a step of `num_tokens`, which
+    are cut into chunks of `chunk` tokens."""
     first_row, num_rows = rows.num_decode_rows, len(rows.slots)
-    num_chunks: int = (num_tokens - first_row) * ceil_div(rows.block_size, CHUNK) // rows.block_size
+    num_chunks: int = (num_tokens - first_row) * ceil_div(rows.block_size, chunk) // rows.block_size
     num_chunks += _MORE_CHUNKS.value * (num_rows - first_row)
     return num_chunks
 
