@@ -153,13 +153,17 @@ def test_template_variables_of_both_forms() -> None:
 
 def test_prompts_that_are_conversations() -> None:
     """As in TRL's data sets."""
-    row = {"prompt": [USER], "completion": [{"role": "assistant", "content": "ho"}]}
+    row = {"prompt": [USER], "none": "a column", "completion": [{"role": "assistant", "content": "ho"}]}
     _, message = error_of(parse(row, parser_of()))
     assert message.endswith("allowed: text; --messages-field prompt reads conversations there")
     run = load_run_config(None, settings={"model": "m", "job": {"messages_field": "prompt"}})
-    job = parse(row, parser_of(row_keys(run.job)))
+    parser = parser_of(row_keys(run.job))
+    job, line = parse(row, parser), parser.parse("hi", index=1, where="line 2")
     assert isinstance(job, Job)
-    assert (job.messages, job.context.extra.keys()) == ([USER], {"completion"})
+    assert isinstance(line, Job)
+    assert (job.messages, job.context.extra.keys()) == ([USER], {"none", "completion"})
+    assert (line.prompt, line.context.extra) == ("hi", {})
+    assert error_of(parse({}, parser))[1].endswith("none of `prompt` and `prompt_token_ids` is given; give one")
 
 
 def test_null_in_sampling_is_as_good_as_absent() -> None:

@@ -46,7 +46,8 @@ _NEVER_NULL = {key for key, value in msgspec.structs.asdict(SamplingParams()).it
 class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of a row that mean something to nvcli; all others are passed through."""
 
-    prompt: str = PROMPT_KEY
+    prompt: str | None = PROMPT_KEY
+    """The key of a prompt's text; None: rows have none, because conversations stand under its usual key."""
     messages: str = MESSAGES_KEY
     prompt_token_ids: str = "prompt_token_ids"
     id: str = "id"
@@ -61,7 +62,13 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        return self.prompt, self.messages, self.prompt_token_ids
+        others = self.messages, self.prompt_token_ids
+        return others if self.prompt is None else (self.prompt, *others)
+
+    @property
+    def line(self) -> str:
+        """The column of a row that is a line of text."""
+        return self.messages if self.prompt is None else self.prompt
 
     @property
     def are_defaults(self) -> bool:
@@ -128,7 +135,7 @@ def native_job(
     that of its prompt, `becomes_message` says whether a text of this kind becomes a conversation, and `image` is the
     part of a row that is an image itself."""
     variables = row.get(keys.chat_template_kwargs)
-    prompt = row.get(keys.prompt)
+    prompt = None if keys.prompt is None else row.get(keys.prompt)
     images = [] if image is None else [image]
     if keys.image is not None and (given_images := row.get(keys.image)) is not None:
         images += image_parts(given_images, keys.image)
@@ -182,14 +189,16 @@ def _given_prompt(
     """Return the prompt in a row. Parts of its messages that name no image take the next of `images`. Raises RowError
     and InvalidValue."""
     given = [key for key in keys.prompts if key in row]
+    if kind is PromptKind.OTHER_TEXT:
+        return {"prompt": row[keys.line]}
     if kind is PromptKind.INSTRUCTION:
         about = row.get(_INPUT)
         return {"prompt": f"{row[_INSTRUCTION]}\n\n{about}" if about else str(row[_INSTRUCTION])}
     if kind is PromptKind.CONVERSATIONS:
         given = [_CONVERSATIONS]
     if not given:
-        names = "`{}`, `{}` and `{}`".format(*keys.prompts)
-        raise RowError("missing_prompt", f"none of {names} is given; give one")
+        *others, last = [f"`{key}`" for key in keys.prompts]
+        raise RowError("missing_prompt", f"none of {', '.join(others)} and {last} is given; give one")
     if len(given) > 1:
         names = " and ".join(f"`{key}`" for key in given)
         raise RowError("conflicting_prompts", f"{names} are given; give one of them")

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from nvcli.core.job_config import PROMPT_KEY
 from nvcli.core.validation import InvalidValue, list_some, show
 from nvcli.errors import RowError
 from nvcli.job.job import Caller, Job, JobId, JobResult, RowContext, RowForm, failed
@@ -120,9 +121,9 @@ class RowParser:
             not self.rules.has_template and self.keys.are_defaults and self._own_keys.isdisjoint(KNOWN_KEYS)
         )
         """Whether rows without a prompt may have a well-known form, because the job names no keys."""
-        self._prompt_key, self._messages_key = self.keys.prompt, self.keys.messages
+        self._messages_key = self.keys.messages
         self._is_plain = not self.rules.has_template and self.keys.deciding is None and not self.keys.names_prompt
-        """Whether a row with only the prompt key has a plain prompt."""
+        """Whether a row with only the usual key of prompts has a plain prompt."""
         self.warnings = RowWarnings(self.rules.columns | self._own_keys)
         self.kinds: set[PromptKind] = set()
         """Kinds of prompts seen so far."""
@@ -259,7 +260,7 @@ class RowParser:
 
     def _kind_and_keys(self, row: Row, given: Mapping[str, Any]) -> tuple[PromptKind | None, frozenset[str]]:
         """Return the kind of a native row's text prompt, and the keys of the row that mean something to nvcli."""
-        if self._is_plain and self._messages_key not in given and not is_null(given.get(self._prompt_key)):
+        if self._is_plain and self._messages_key not in given and not is_null(given.get(PROMPT_KEY)):
             return PromptKind.PROMPT, self._own_keys  # most rows
         kind = self._kind_of(row, given)
         return kind, self._keys_of_native(given, kind)
@@ -280,10 +281,12 @@ class RowParser:
         if self.rules.has_template:
             return PromptKind.PROMPT if self.rules.prompt_template is not None else None
         keys = self.keys
+        if isinstance(row, str):
+            return PromptKind.OTHER_TEXT if keys.names_prompt else PromptKind.PROMPT
         if keys.deciding == keys.messages and not is_null(given.get(keys.messages)):
             return None
-        if not is_null(given.get(keys.prompt)):
-            return PromptKind.OTHER_TEXT if isinstance(row, str) and keys.names_prompt else PromptKind.PROMPT
+        if keys.prompt is not None and not is_null(given.get(keys.prompt)):
+            return PromptKind.PROMPT
         if not self._knows_forms or any(not is_null(given.get(key)) for key in keys.prompts):
             return None
         return known_form(given)
@@ -360,7 +363,7 @@ class RowParser:
         if isinstance(row, dict):
             return row, None
         if isinstance(row, str):
-            return {self.keys.prompt: row}, None
+            return {self.keys.line: row}, None
         raise row
 
 

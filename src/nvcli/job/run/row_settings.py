@@ -195,8 +195,7 @@ def row_keys(job: JobConfig) -> RowKeys:
     named = [prompt] if prompt != PROMPT_KEY else []
     named += [messages] if job.messages_field is not None else []
     return RowKeys(
-        # A key that no row has, as --messages-field none names one: what is under it are conversations.
-        prompt=prompt if prompt != messages else "none",
+        prompt=prompt if prompt != messages else None,
         messages=messages,
         id=job.id_field,
         image=job.image_field,
