@@ -100,6 +100,7 @@ BAD_ROWS = [
     (b"null", "not_an_object", "null"),
     (b'{"id": 1.5, "prompt": "a"}', "invalid_id", "`id` is 1.5"),
     (b'{"id": true, "prompt": "a"}', "invalid_id", "`id` is true"),
+    (b'{"id": 9007199254740992.0, "prompt": "a"}', "invalid_id", "`id` is 9007199254740992.0"),
     (b'{"id": 9223372036854775808, "prompt": "a"}', "invalid_id", "64 bits"),
     (b"{}", "missing_prompt", "`prompt_token_ids`"),
     (b'{"text": "a"}', "missing_prompt", "none of"),
@@ -175,6 +176,7 @@ def test_an_error_row_keeps_its_id_and_foreign_keys(read_rows: ReadRows) -> None
         ([b'{"id":"a","prompt":""}', b'{"id":"b","prompt":""}', b'{"id":"a","prompt":""}'], [2]),
         ([b'{"id":1,"prompt":""}', b'{"id":"1","prompt":""}'], []),
         ([b'{"id":5,"prompt":""}', b'{"id":5,"prompt":""}'], [1]),
+        ([b'{"id":-5.0,"prompt":""}', b'{"id":-5,"prompt":""}', b'{"id":5e0,"prompt":""}'], [1]),
         ([b'{"id":2,"prompt":""}', b'{"prompt":""}', b'{"id":1,"prompt":""}', b"bad", b'{"id":3,"prompt":""}'], []),
         ([b'{"id":"row-1","prompt":""}', b'{"prompt":""}', b'{"id":"row-1-2","prompt":""}'], [2]),
         ([b"bad", b'{"id":"row-0","prompt":""}'], [1]),  # the error row answers to it

@@ -24,6 +24,8 @@ NO_IDS = "; to have no ids read: --id-field none, with --overwrite"
 """End of a message about an id that cannot be used."""
 ADAPTER_KEY = "lora"
 """The key that names a row's LoRA adapter, where adapters have names."""
+_MAX_EXACT = 2**53
+"""All integers below it differ as floating-point numbers too."""
 _CONVERSATIONS = "conversations"
 """ShareGPT's key of a conversation."""
 _INSTRUCTION, _INPUT = "instruction", "input"
@@ -112,9 +114,12 @@ class RowDefaults:
 
 
 def native_id(value: Any, key: str) -> JobId | None:
-    """Return the id in a row's `key`; None if there is none."""
+    """Return the id in a row's `key`; None if there is none. Writers of tables make numbers with a decimal point of
+    integers in a column with gaps."""
     if value is None or isinstance(value, str) or is_integer(value, -MAX_INT64 - 1, MAX_INT64):
         return value
+    if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT:
+        return int(value)
     raise RowError("invalid_id", f"`{key}` is {show(value)}; allowed: text or an integer of 64 bits{NO_IDS}")
 
 
