@@ -56,6 +56,8 @@ def test_ids_that_cannot_be_used_hide_no_other_fault(tmp_path: Path, bad_ids: li
         read(path)
     assert len(read(file_of(tmp_path / "good.jsonl", [*rows, GOOD]))) == len(rows) + 1
     assert len(read(file_of(tmp_path / "alike.jsonl", [{"id": 1.5}] * 2))) == 2
+    prompts = [{"id": own_id, **GOOD} for own_id in bad_ids]
+    assert len(read(file_of(tmp_path / "prompts.jsonl", [*prompts, OTHER]))) == len(rows) + 1
 
 
 @pytest.mark.parametrize(

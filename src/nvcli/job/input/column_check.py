@@ -38,8 +38,8 @@ class ColumnsError(ConfigError):
 
 
 Fault = Literal["no prompt", "two prompts", "no chat template", "no JSON", "bad id"]
-"""A fault that all rows of an input are likely to share. Nothing else of a row with a bad id was looked at: it may have
-any other fault too."""
+"""A fault that all rows of an input are likely to share. A row with a bad id has no prompt either where the job looks
+for one; nothing else of it was looked at, so it may have any other fault too."""
 
 _FAULTS: dict[str, Fault] = {
     **dict.fromkeys(("missing_prompt", "missing_column"), "no prompt"),
@@ -65,14 +65,16 @@ class ReadRow(NamedTuple):
     is_binary: bool = False
 
 
-def with_fault(row: Job | JobResult, line: Row, num_bytes: int, rules: PromptRules) -> ReadRow:
+def with_fault(row: Job | JobResult, line: Row, num_bytes: int, parser: RowParser) -> ReadRow:
     """Return a row with its fault. `line` is what was read, and takes `num_bytes`."""
     fault: Fault | None = None
     if isinstance(row, Job):
-        if row.messages is not None and not rules.has_chat_template:
+        if row.messages is not None and not parser.rules.has_chat_template:
             fault = "no chat template"
     elif row.error is not None:
         fault = _FAULTS.get(row.error.type)
+        if fault == "bad id" and parser.finds_prompt(line):
+            fault = None
     if fault == "no JSON" and isinstance(line, bytes):
         return ReadRow(row, num_bytes, fault, line[:8], len(line) != len(line.translate(None, _CONTROLS)))
     return ReadRow(row, num_bytes, fault if fault != "no JSON" or isinstance(line, DroppedLine) else None)

@@ -218,7 +218,7 @@ class RowReader:
             if row is not None:
                 num_bytes = self._num_bytes(line)
                 if self._looks_for_faults:
-                    yield with_fault(row, line, num_bytes, self._parser.rules)
+                    yield with_fault(row, line, num_bytes, self._parser)
                 else:
                     yield ReadRow(row, num_bytes)
             if self._is_at_limit:

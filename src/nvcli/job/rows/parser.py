@@ -144,6 +144,11 @@ class RowParser:
             return True
         return "body" in columns or any(key in columns for key in self.keys.prompts)
 
+    def finds_prompt(self, row: Row) -> bool:
+        """Tell whether a row that can be read has something where this job looks for prompts. Raises RowError."""
+        given, _ = self._values_of(row)
+        return self.has_prompt([key for key, value in given.items() if not is_null(value)])
+
     def parse(self, row: Row, *, index: int, where: str, defaults: RowDefaults | None = None) -> Job | JobResult:
         """Parse one row. `where` names its line in messages. `defaults` replace those of all rows."""
         return self._parse(row, index, where, self.warnings, defaults or self._defaults)
