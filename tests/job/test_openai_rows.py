@@ -73,6 +73,21 @@ def test_a_completion_row(read_rows: ReadRows, prompt: Any, text: str | None, id
     assert job.sampling == SamplingParams(logprobs=2, best_of=1)
 
 
+@pytest.mark.parametrize("url", [CHAT, COMPLETION, RESPONSE])
+def test_urls_of_other_services(read_rows: ReadRows, url: str) -> None:
+    """Azure's have no version, and files for Mistral, Together and Fireworks no url."""
+    without_version = parse(read_rows, line(url, outer={"url": url.removeprefix("/v1")}))
+    assert without_version == parse(read_rows, line(url))
+    without_url = parse(read_rows, line(url, outer={"url": None}))
+    if url != RESPONSE:
+        assert without_url == parse(read_rows, line(url))
+    else:
+        assert isinstance(without_url, JobResult)
+        assert without_url.error is not None
+        assert "`url` is null; allowed: " in without_url.error.message
+        assert "`nvcli embed` answers such rows" in without_url.error.message
+
+
 def test_a_completion_row_takes_the_additions_of_vllm(read_rows: ReadRows) -> None:
     own: dict[str, Any] = {
         "best_of": 3, "rank_by": "sum", "bad_words": ["a"], "allowed_token_ids": [3], "echo": True,

@@ -26,6 +26,8 @@ URLS = {
     "/v1/completions": RowForm.COMPLETION,
     "/v1/responses": RowForm.RESPONSE,
 }
+_URLS_BY_KEY = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings"}
+"""Urls of requests that have none, by a key of the body."""
 _COMMANDS = {**dict.fromkeys(URLS, "generate"), "/v1/embeddings": "embed"}
 """Commands by the URLs that they answer."""
 MAX_PROMPTS = 2048
@@ -88,8 +90,18 @@ def openai_form(row: dict[str, Any]) -> RowForm:
 
     It is COMPLETION for a url that is not served: the error row has no part that a chat's form has alone.
     """
-    url = row.get("url")
-    return URLS.get(url, RowForm.COMPLETION) if isinstance(url, str) else RowForm.COMPLETION
+    return URLS.get(_url_of(row) or "", RowForm.COMPLETION)
+
+
+def _url_of(row: dict[str, Any]) -> str | None:
+    """Return the url of a row as OpenAI's files have it; None if it has no text as its url. Azure's have no version,
+    and files for Mistral, Together and Fireworks no url: there it stands in the request for the whole batch."""
+    url, body = row.get("url"), row.get("body")
+    if url is None and isinstance(body, dict):
+        return next((url for key, url in _URLS_BY_KEY.items() if body.get(key) is not None), None)
+    if not isinstance(url, str):
+        return None
+    return f"/v1{url}" if f"/v1{url}" in _COMMANDS else url
 
 
 def openai_id(row: dict[str, Any]) -> str:
@@ -111,11 +123,11 @@ def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
     InvalidValue."""
     if row.get("method", "POST") != "POST":
         raise RowError("invalid_value", f'`method` is {show(row["method"])}; allowed: "POST"')
-    url, body = row.get("url"), row.get("body")
-    if not isinstance(url, str) or url not in urls:
-        command = _COMMANDS.get(url) if isinstance(url, str) else None
+    url, body = _url_of(row), row.get("body")
+    if url not in urls:
+        command = _COMMANDS.get(url or "")
         hint = f"; `nvcli {command}` answers such rows" if command else ""
-        raise RowError("unsupported_url", f"`url` is {show(url)}; allowed: {', '.join(urls)}{hint}")
+        raise RowError("unsupported_url", f"`url` is {show(row.get('url'))}; allowed: {', '.join(urls)}{hint}")
     if not isinstance(body, dict):
         raise RowError("invalid_value", f"`body` is {show(body)}; expected an object with the request's parameters")
     given = {key: value for key, value in body.items() if value is not None}
