@@ -92,7 +92,7 @@ BAD_ROWS = [
     (b'{"prompt": "a", "id": ' + b"9" * 5000 + b"}", "invalid_json", "`id` holds a number that is too large"),
     (b'{"prompt": "a", "x": [1, NaN], }', "invalid_json", "not valid JSON: "),
     (b'{"prompt": "a", "x": 1NaN}', "invalid_json", "not valid JSON: "),
-    (b'{"prompt": NaN, "x": NaN}', "invalid_json", "`prompt` is not a finite"),
+    (b'{"prompt": NaN, "x": NaN}', "missing_prompt", "none of"),
     (b'{"prompt": "a", "x": "\xff"}', "invalid_json", "not UTF-8"),
     (b"[1,", "invalid_json", "not valid JSON"),
     (b"3", "not_an_object", "got 3"),

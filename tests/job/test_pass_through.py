@@ -67,9 +67,9 @@ def test_keys_with_the_names_of_output_keys_go_under_input(
     assert {key: value for key, value in written.items() if key in without} == without
 
 
-def test_nan_and_infinity_are_copied_as_null(tmp_path: Path) -> None:
-    """Python's `json` writes them."""
-    own = {"id": "a", "prompt": "p"}
+def test_nan_and_infinity_are_null(tmp_path: Path) -> None:
+    """Python's `json` writes them. As values of nvcli's own keys they are gaps, as in tables of pandas."""
+    own = {"id": float("nan"), "prompt": "p", "messages": float("nan"), "sampling": float("nan")}
     copied = {"m": float("nan"), "o": {"NaN": [1.5, float("inf"), -float("inf")]}, "t": '":NaN,', "big": 1}
     lines = tmp_path / "in.jsonl"
     good = json.dumps({"prompt": "q", "m": 1.5, "t": "NaN"})
@@ -80,13 +80,14 @@ def test_nan_and_infinity_are_copied_as_null(tmp_path: Path) -> None:
         parser = RowParser({})
         first, second = (row for batch in RowReader([str(source)], parser).batches() for row in batch)
         assert isinstance(first, Job)
+        assert (first.context.id, first.prompt, first.messages) == ("row-0", "p", None)
         values = {key: json.loads(bytes(value)) for key, value in first.context.extra.items()}
         big = values.pop("big")
         assert big == (float("inf") if source == lines else 1)  # a number of any size is JSON
         assert values == {"m": None, "o": {"NaN": [1.5, None, None]}, "t": '":NaN,'}
         assert json.loads(bytes(second.context.extra["m"])) == 1.5
         (warning,) = parser.warnings.take_new()
-        assert warning.startswith(f"warning: {place} has NaN or Infinity in what is copied")
+        assert warning.startswith(f"warning: {place} has NaN or Infinity, which JSON does not have")
         assert parser.warnings.totals() == ["NaN or Infinity became null in 1 row"]
 
 

@@ -393,7 +393,7 @@ def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
         marked = mark_nonfinite(line)
         if marked is None:
             raise RowError("invalid_json", explain_bad_json(line, str(error))) from None
-        return _split_line(marked.line)[0], marked
+        return marked.with_null_values(_split_line(marked.line)[0]), marked
     if is_deeper(line, MAX_LEVELS):
         raise RowError("invalid_json", str(NestedTooDeep()))
     if b"\n" in line:  # an item of an array: copied, its values stand on one line of the output
@@ -418,7 +418,7 @@ def _own_values(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str,
 def _own_objects(given: Mapping[str, Any], own_keys: frozenset[str], keys: RowKeys) -> dict[str, Any]:
     """Return the objects of nvcli's own keys as plain values, without those that are null, and with images as texts
     that name them. Raises RowError."""
-    own = {key: value for key, value in given.items() if key in own_keys and value is not None}
+    own = {key: value for key, value in given.items() if key in own_keys and not is_null(value)}
     if keys.image in own:
         own[keys.image] = named_images(own[keys.image], keys.image)
     if keys.messages in own:

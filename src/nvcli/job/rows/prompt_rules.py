@@ -7,7 +7,6 @@ conversations of every form.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -80,7 +79,7 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
 
         def value_of(column: str) -> str:
             value = row.get(column)
-            if is_null(value) or (isinstance(value, float) and not math.isfinite(value)):
+            if is_null(value):
                 raise RowError("missing_column", f"no column `{shorten(column)}`, which `{key}` names; {_shown(row)}")
             try:
                 return as_text(value)

@@ -39,8 +39,11 @@ class NestedTooDeep(msgspec.DecodeError):
 
 
 def is_null(value: Any) -> bool:
-    """Tell whether a value is null, which in every format is the same as a missing key."""
-    return value is None or (isinstance(value, msgspec.Raw) and bytes(memoryview(value)[:4]) == _NULL)
+    """Tell whether a value is null, which in every format is the same as a missing key. So are NaN and Infinity, as
+    which pandas has the gaps of its columns."""
+    if isinstance(value, msgspec.Raw):
+        return bytes(memoryview(value)[:4]) == _NULL
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 def as_json(value: Any) -> msgspec.Raw:
@@ -125,7 +128,7 @@ def is_deeper(text: bytes, levels: int) -> bool:
 class MarkedLine(msgspec.Struct, frozen=True):
     """A line in which a number that no float can hold replaces NaN and Infinity.
 
-    nvcli's own keys refuse such a number; in all other values it becomes null.
+    Inside the values of nvcli's own keys such a number is refused; anywhere else it becomes null.
     """
 
     line: bytes
@@ -135,6 +138,10 @@ class MarkedLine(msgspec.Struct, frozen=True):
     def with_nulls(self, values: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
         """Return the values of the line with null instead of the mark."""
         return {key: msgspec.Raw(bytes(value).replace(self.mark, _NULL)) for key, value in values.items()}
+
+    def with_null_values(self, values: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+        """Return the values of the line with null for those that are the mark."""
+        return {key: msgspec.Raw(_NULL) if bytes(value) == self.mark else value for key, value in values.items()}
 
 
 def mark_nonfinite(line: bytes) -> MarkedLine | None:

@@ -55,7 +55,7 @@ class RowRemark(Enum):
     )
     """A row is not a conversation, although the job has settings for conversations."""
     NONFINITE = (
-        "{} has NaN or Infinity in what is copied, which JSON does not have; null is written instead",
+        "{} has NaN or Infinity, which JSON does not have; null is read instead",
         "NaN or Infinity became null in {}",
     )
     ANSWERED = (
