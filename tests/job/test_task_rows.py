@@ -33,7 +33,20 @@ def scored(row: Any) -> ScoreTask:
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"), [(1, 1), ("B", 1), ("b", 1), ("1", 1), ("A", 0), (None, None), ("C", 2), ("0", 0)]
+    ("answer", "expected"),
+    [
+        (1, 1),
+        ("B", 1),
+        ("b", 1),
+        ("1", 1),
+        ("A", 0),
+        (None, None),
+        ("", None),
+        (-1, None),
+        ("C", 2),
+        ("0", 0),
+        (1.0, 1),
+    ],
 )
 def test_the_right_choice_is_named_in_three_ways(answer: Any, expected: int | None) -> None:
     """A text that is a choice comes before letters and numbers."""

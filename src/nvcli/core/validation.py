@@ -107,6 +107,12 @@ def is_integer(value: object, least: float = -math.inf, most: float = math.inf) 
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
+def whole_number(value: object) -> object:
+    """Return a number without a fraction as an integer, and any other value unchanged: writers of tables make 7.0 of 7
+    in a column with gaps. So are numbers from 2⁵³ on, of which floating point knows only some."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
 def is_text(value: str) -> bool:
     """Tell whether UTF-8 can hold a text.
 

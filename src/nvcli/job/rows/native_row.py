@@ -13,7 +13,7 @@ import msgspec
 from nvcli.core.config_types import MAX_INT64
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.core.sampling_params import SamplingParams
-from nvcli.core.validation import InvalidValue, convert, is_integer, show
+from nvcli.core.validation import InvalidValue, convert, is_integer, show, whole_number
 from nvcli.errors import RowError
 from nvcli.job.job import Job, JobId, PromptTask, RowContext
 from nvcli.job.rows.conversation import check_messages, conversation_options, image_parts, with_images
@@ -24,8 +24,6 @@ NO_IDS = "; to have no ids read: --id-field none, with --overwrite"
 """End of a message about an id that cannot be used."""
 ADAPTER_KEY = "lora"
 """The key that names a row's LoRA adapter, where adapters have names."""
-_MAX_EXACT = 2**53
-"""All integers below it differ as floating-point numbers too."""
 _CONVERSATIONS = "conversations"
 """ShareGPT's key of a conversation."""
 _INSTRUCTION, _INPUT = "instruction", "input"
@@ -114,12 +112,12 @@ class RowDefaults:
 
 
 def native_id(value: Any, key: str) -> JobId | None:
-    """Return the id in a row's `key`; None if there is none. Writers of tables make numbers with a decimal point of
-    integers in a column with gaps."""
-    if value is None or isinstance(value, str) or is_integer(value, -MAX_INT64 - 1, MAX_INT64):
+    """Return the id in a row's `key`; None if there is none."""
+    if value is None or isinstance(value, str):
         return value
-    if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT:
-        return int(value)
+    number = whole_number(value)
+    if is_integer(number, -MAX_INT64 - 1, MAX_INT64):
+        return number
     raise RowError("invalid_id", f"`{key}` is {show(value)}; allowed: text or an integer of 64 bits{NO_IDS}")
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.task_config import EmbeddingEncoding, ScoreConfig
-from nvcli.core.validation import convert, is_integer, show
+from nvcli.core.validation import convert, is_integer, show, whole_number
 from nvcli.errors import RowError
 from nvcli.job.job import EmbedTask, Job, PromptTask, RowContext, RowForm, ScoreTask
 from nvcli.job.rows.openai_row import check_request, job_of, prompts_of
@@ -125,17 +125,20 @@ def _listed(value: Any) -> Any:
 def _answer(value: Any, key: str, choices: tuple[str, ...]) -> int | None:
     """Return the number of the right choice, which a row names by number, text, or letter (A is the first).
 
-    None: the row does not say. Raises RowError for a value that names none of the choices.
+    None: the row does not say, also by an empty text or -1, as in data sets that keep their answers to themselves.
+    Raises RowError for a value that names none of the choices.
     """
     if is_null(value):
         return None
     try:
-        found = decode(value) if isinstance(value, msgspec.Raw) else value
+        found = whole_number(decode(value) if isinstance(value, msgspec.Raw) else value)
     except msgspec.DecodeError:  # a number that we cannot hold
         found = as_text(value)
     number: int | None = None
     if isinstance(found, str) and found in choices:
         return choices.index(found)
+    if isinstance(found, str | int) and found in ("", "-1", -1):
+        return None
     if isinstance(found, str) and len(found) == 1 and found in string.ascii_uppercase:
         number = string.ascii_uppercase.index(found)
     elif isinstance(found, str) and found.isascii() and found.isdigit() and len(found) < 10:
