@@ -56,11 +56,11 @@ def test_sampling_keeps_only_the_keys_that_were_set(tmp_path: Path) -> None:
     assert run.sampling == {"temperature": 1.0, "logit_bias": {5: -100}}
 
 
-def test_keys_dates_and_times_in_yaml_are_the_texts_that_were_written(tmp_path: Path) -> None:
-    schema = "{properties: {on: {enum: [2024-01-31, 12:30]}, no: {}}}"
+def test_keys_dates_times_yes_and_no_in_yaml_are_the_texts_that_were_written(tmp_path: Path) -> None:
+    schema = "{properties: {on: {enum: [2024-01-31, 12:30, No, true]}, no: {}}}"
     run = load_run_config(write(tmp_path, f"model: m\nsampling: {{structured: {{json_schema: {schema}}}}}\n"))
     assert run.sampling["structured"]["json_schema"] == {
-        "properties": {"on": {"enum": ["2024-01-31", "12:30"]}, "no": {}}
+        "properties": {"on": {"enum": ["2024-01-31", "12:30", "No", True]}, "no": {}}
     }
 
 
@@ -182,10 +182,7 @@ ERRORS_IN_FILES += [
         "model: m\njob:\n  id_field: chat_template_kwargs\n  keep_input: true",
         r"run.yaml:3: the key `chat_template_kwargs` of a row cannot be two things",
     ),
-    (
-        "model: m\nsampling:\n  stop: [no]",
-        r"run.yaml:3: `sampling.stop\[0\]` is false; allowed: text; .* quotes around",
-    ),
+    ("model: m\nenforce_eager: On", r'run.yaml:2: `enforce_eager` is "On"; allowed: true or false'),
     (
         "model: m\njob:\n  messages_field: prompt\n  prompt_field: prompt",
         r"run.yaml:4: the key `prompt` of a row cannot be two things",

@@ -276,8 +276,6 @@ def load_sourced_config(
     except InvalidValue as error:
         origin = source.origin(error.path)
         message = _in_its_section(error) or error.message
-        if settings is None and any(f" is {word}; allowed: text" in message for word in ("true", "false")):
-            message += "; YAML reads yes, no, on and off as true and false: put quotes around them"
         raise ConfigError(f"{origin}: {message}" if origin else message) from None
     if needs_model:
         _check_model(run)

@@ -189,7 +189,8 @@ _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of YAML's safe subset, with `1e-5` a number as in YAML 1.2 and JSON, and no key but texts and integers.
+    """Loader of YAML's safe subset, with numbers, true and false as in YAML 1.2 and JSON, and no key but texts and
+    integers.
 
     Without sets, dates and lone surrogates.
     """
@@ -228,6 +229,14 @@ def _read_number(loader: _Loader, node: yaml.ScalarNode) -> Any:
     return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
 
 
+def _read_boolean(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    """Leave yes, no, on and off, which are true and false in YAML 1.1 alone, as text: a schema's `enum: [yes, no]` and
+    answers to choose from mean these words. Keys for true and false then refuse them."""
+    if node.value.lower() in ("yes", "no", "on", "off"):
+        return node.value
+    return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+
 def _read_date(loader: _Loader, node: yaml.ScalarNode) -> Any:
     return loader.construct_scalar(node)
 
@@ -235,6 +244,7 @@ def _read_date(loader: _Loader, node: yaml.ScalarNode) -> Any:
 _Loader.add_constructor("tag:yaml.org,2002:set", _refuse_set)
 _Loader.add_constructor(_INTEGER, _read_number)
 _Loader.add_constructor("tag:yaml.org,2002:float", _read_number)
+_Loader.add_constructor("tag:yaml.org,2002:bool", _read_boolean)
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", _read_date)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
