@@ -44,6 +44,12 @@ def allows(vocabulary: Vocabulary, wanted: Structured, text: str) -> bool:
         ({"choice": [*map(str, range(3000)), ""]}, ["", "7", "2999"], ["3000", "07"]),
         ({"grammar": 'root ::= "a" [0-9]+'}, ["a1", "a12"], ["a", "b1"]),
         ({"grammar": 'start: "a" B\nB: /[0-9]+/'}, ["a1", "a12"], ["a", "b1"]),
+        ({"grammar": '?start: "a" "::=" b\n?b: "c"'}, ["a::=c"], ["a"]),
+        (
+            {"json_schema": {"properties": {"format": {"enum": [{"format": "x"}]}, "a": {"format": "binary"}}}},
+            ['{"format": {"format": "x"}, "a": 1}'],
+            ['{"format": {}}'],
+        ),
     ],
 )
 def test_answers_are_what_was_asked_for_and_nothing_else(

@@ -58,6 +58,16 @@ _KEYWORDS_OF_MAPS = (*SHARED_KEYWORDS, "properties", "patternProperties", "depen
 _KEYWORDS_OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _KEYWORDS_OF_ONE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames")
 
+_FORMATS = (
+    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
+    *("uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer"),
+    "regex",
+)
+"""Values of `format` that JSON Schema defines."""
+_KEYWORDS_OF_VALUES = ("const", "enum", "default", "examples")
+_GBNF = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
+"""The beginning of a rule in GBNF's notation."""
+
 SchemaPath = tuple[str, ...]
 
 
@@ -172,6 +182,8 @@ def grammar_of(wanted: Structured) -> str:
         texts = " | ".join(msgspec.json.encode(text).decode() for text in dict.fromkeys(wanted.choice))
         return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")  # rules, unlike terminals, end at 2,000 texts
     if wanted.grammar is not None:
+        if not _GBNF.search(wanted.grammar):  # llguidance itself takes Lark's `?start:` for GBNF
+            return LLMatcher.grammar_from_lark(wanted.grammar)
         try:
             return grammar_from("grammar", wanted.grammar)
         except (ValueError, RecursionError) as error:
@@ -181,11 +193,29 @@ def grammar_of(wanted: Structured) -> str:
         raise GrammarError("the schema `false` allows nothing")
     if schema is True:  # llguidance wants an object
         schema = {}
-    text = msgspec.json.encode(schema).decode()
+    text = msgspec.json.encode(without_other_formats(schema)).decode()
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_WHITESPACE})
     except ValueError as error:
         raise GrammarError(_reason(str(error))) from None
+
+
+def without_other_formats(schema: Any) -> Any:
+    """Return a schema without values of `format` that JSON Schema does not define: they say nothing of the text, as
+    those that Pydantic and OpenAPI write (`binary`, `password`, `int64`). llguidance refuses them."""
+    text = msgspec.json.encode(schema)
+    if b'"format"' not in text:
+        return schema
+    rest = [copy := msgspec.json.decode(text)]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, list):
+            rest += part
+        elif isinstance(part, dict):
+            if isinstance(value := part.get("format"), str) and value not in _FORMATS:
+                del part["format"]
+            rest += (inner for key, inner in part.items() if key not in _KEYWORDS_OF_VALUES)
+    return copy
 
 
 def _innermost(schema: dict[str, Any], fails: Callable[[Any], bool]) -> SchemaPath:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nvcli.core.grammars import JSON_WHITESPACE, SHARED_KEYWORDS
+from nvcli.core.grammars import JSON_WHITESPACE, SHARED_KEYWORDS, without_other_formats
 from nvcli.core.structured import Structured
 from nvcli.errors import RowError
 from nvcli.job.job import CallRule, Job, RowForm
@@ -61,7 +61,8 @@ def callable_tools(tools: Sequence[Mapping[str, Any]], rule: CallRule) -> list[C
             arguments = function.get("parameters") or {"properties": {}, "additionalProperties": False}
             if not (rule.is_required or is_strict):
                 arguments = {}
-            allowed.append(CallableTool(function["name"], {**arguments, "type": "object"}, is_strict))
+            schema = {**without_other_formats(arguments), "type": "object"}
+            allowed.append(CallableTool(function["name"], schema, is_strict))
     return allowed
 
 
