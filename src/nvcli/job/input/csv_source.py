@@ -7,6 +7,7 @@ or fewer cells than the header, is the error of its row. Holds one chunk and one
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections.abc import Iterator
 
@@ -27,6 +28,10 @@ _CARRIAGE_RETURN = (
     "a carriage return stands in a cell without quotes; if lines of the file end with one alone, `tr '\\r' '\\n'` "
     "may fix that"
 )
+
+_SEPARATOR = re.compile(rb'"?sep=([,;|\t])"?\r?')
+"""A line before the header with which spreadsheets tell each other the delimiter."""
+_QUOTED = re.compile(rb'"[^"]*"')
 
 
 class CsvSource(LineSource):
@@ -49,6 +54,7 @@ class CsvSource(LineSource):
         """
         csv.field_size_limit(sys.maxsize)  # of the process; records have a bound of their own
         columns: list[str] | None = None
+        delimiter: str | None = None
         records, reader = self._records, None
         lines = self._lines()
         for line in lines:
@@ -60,7 +66,10 @@ class CsvSource(LineSource):
                 continue
             if reader is None:
                 check_no_utf16(self.name, line)
-                reader = csv.reader(records, delimiter=_delimiter(self.name, line), strict=True)
+                if delimiter is None and isinstance(line, bytes) and (named := _SEPARATOR.fullmatch(line)):
+                    delimiter = named[1].decode()
+                    continue
+                reader = csv.reader(records, delimiter=delimiter or _delimiter(self.name, line), strict=True)
             row: Row | list[str]
             try:
                 row = next(reader)
@@ -124,7 +133,7 @@ class _RecordLines:
 
 def _delimiter(name: str, header: Line) -> str:
     """Return the delimiter: a tab for `.tsv`, otherwise a comma, or the semicolon or tab of a header without commas."""
-    text = header if isinstance(header, bytes) else b""
+    text = _QUOTED.sub(b"", header) if isinstance(header, bytes) else b""
     if plain_name(name).lower().endswith(".tsv"):
         return "\t"
     if b"," not in text:
