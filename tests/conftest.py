@@ -32,6 +32,9 @@ settings.register_profile("nvcli", deadline=None, derandomize=bool(os.environ.ge
 settings.register_profile("all", settings.get_profile("nvcli"), max_examples=200)
 settings.load_profile("nvcli")
 
+# Where it is set, as in many images, each process and each run would compile all that it imports anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Before torch is imported anywhere. Ranks inherit it; two of them on two cores must not fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

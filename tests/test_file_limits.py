@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,9 @@ from nvcli.worker.executor.status_board import StatusBoard
 
 
 @pytest.fixture
-def small_files() -> Iterator[None]:
-    """Files of 1,000 bytes at most, as with `ulimit -f`."""
+def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files of 1,000 bytes at most, as with `ulimit -f`, where Python would keep compiled modules cut."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     yield
