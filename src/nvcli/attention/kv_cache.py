@@ -25,6 +25,7 @@ from nvcli.attention.spec import AttentionSpec, StateSpec
 from nvcli.kernels.fp8_kv import KVScales
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.key_copies import KeyCopies, copy_keys
+from nvcli.kernels.whole_numbers import round_up
 
 NULL_BLOCK = 0
 
@@ -152,7 +153,7 @@ class KVCacheSpec:
             if state is not None
         )
         needed = max(most * self.unit.itemsize, states)
-        return -(-needed // STATE_ALIGNMENT) * STATE_ALIGNMENT // self.unit.itemsize
+        return round_up(needed, STATE_ALIGNMENT) // self.unit.itemsize
 
     @property
     def block_bytes(self) -> int:

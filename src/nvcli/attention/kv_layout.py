@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from nvcli.kernels.whole_numbers import round_up
+
 KVDtype = Literal["float32", "bfloat16", "float16", "fp8"]
 """The types in which keys and values are kept."""
 KV_DTYPE_BYTES: dict[KVDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -34,7 +36,7 @@ _CHOICE_BYTES = 256 << 20
 def part_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
     """The bytes of one layer's keys in a block, scales included. Values that are kept apart take as many."""
     size = block_size * token_bytes(num_kv_heads, head_dim, dtype)
-    return size if dtype != "fp8" else -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    return size if dtype != "fp8" else round_up(size, _PART_ALIGNMENT)
 
 
 def token_bytes(num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
@@ -50,7 +52,7 @@ def projected_scratch_tokens(
     multiple of the unit: a step's own and a longest request, up to a size. `row_bytes`: of a token; `top_k`: requests
     with more keys are never attended so (None: all are)."""
     most = min(max_model_len, top_k or max_model_len, _MOST_PROJECTED_BYTES // row_bytes)
-    return -(-(max_num_batched_tokens + most) // SCRATCH_UNIT) * SCRATCH_UNIT
+    return round_up(max_num_batched_tokens + most, SCRATCH_UNIT)
 
 
 def choice_score_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
@@ -72,5 +74,5 @@ def scratch_tokens(max_model_len: int, max_num_seqs: int) -> int:
     A step's chunks rarely see more together than the minimum, 256 MiB for the 8 KV heads of Qwen3-8B, except where
     requests are longer; then a longest one fits, up to a limit. Longer ones are attended more slowly.
     """
-    most = -(-max_model_len // SCRATCH_UNIT) * SCRATCH_UNIT
+    most = round_up(max_model_len, SCRATCH_UNIT)
     return min(max(_LEAST_SCRATCH_TOKENS, min(most, _MOST_SCRATCH_TOKENS)), max_num_seqs * most)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nvcli.attention.kv_layout import KV_DTYPE_BYTES, STATE_ALIGNMENT, KVDtype, part_bytes, token_bytes
+from nvcli.kernels.whole_numbers import round_up
 
 Geometry = tuple[int, int, int, int | None, int | None]
 """Query heads, KV heads, head size, the size of values that are a part of their keys (None: they are not), and that of
@@ -137,7 +138,7 @@ class StateSpec:
     def num_bytes(self, element_bytes: int) -> int:
         """The bytes of the state at this element size, padding included."""
         size = 4 * math.prod(self.recurrent_shape) + element_bytes * math.prod(self.conv_shape)
-        return -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
+        return round_up(size, STATE_ALIGNMENT)
 
     def kept_bytes(self, element_bytes: int, num_tokens: int) -> int:
         """The bytes that a layer has for so many tokens of rows with drafts (`kernels/kept_inputs.py`)."""

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from nvcli.kernels.fp8_types import FP8, Activations, QuantisedRows
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.kernels.whole_numbers import ceil_div, round_up
 
 SUPPORTED_RANKS = (2, 4, 8)
 
@@ -83,7 +84,7 @@ class PeerLayout:
 
     @property
     def num_groups(self) -> int:
-        return -(-self.hidden_size // FP8_BLOCK)
+        return ceil_div(self.hidden_size, FP8_BLOCK)
 
     @property
     def flags_offset(self) -> int:
@@ -240,4 +241,4 @@ class PeerMemory:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN
+    return round_up(num_bytes, _ALIGN)

@@ -1,5 +1,5 @@
-"""Arithmetic of whole numbers that launches of kernels need. Triton's own functions take several microseconds on the
-host, as they serve the constants of kernels, too."""
+"""Arithmetic of whole numbers, for sizes and for launches of kernels: Triton's own functions take several microseconds
+on the host, as they serve the constants of kernels, too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ _WARP_THREADS, _THREAD_ELEMENTS, _MOST_WARPS = 32, 16, 16
 def ceil_div(number: int, divisor: int) -> int:
     """Return number / divisor, rounded up; both are positive, or the number is 0."""
     return -(-number // divisor)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `number`."""
+    return ceil_div(number, multiple) * multiple
 
 
 def warps_of_row(columns: int) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from nvcli.core.lora_config import PAGE_RANKS
 from nvcli.errors import LoadError
 from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, feature_blocks, page_columns
+from nvcli.kernels.whole_numbers import ceil_div, round_up
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.adapters.merge import check_finite, read_features, read_stored
 from nvcli.models.host_adapters import HostAdapters
@@ -240,8 +241,8 @@ def _low_rank_change(adapter: Adapter, name: str) -> LowRankChange | None:
 
 
 def _num_pages(adapter: Adapter) -> int:
-    return -(-adapter.max_rank // PAGE_RANKS)
+    return ceil_div(adapter.max_rank, PAGE_RANKS)
 
 
 def _aligned(elements: int) -> int:
-    return -(-elements // _PAGE_ALIGN) * _PAGE_ALIGN
+    return round_up(elements, _PAGE_ALIGN)

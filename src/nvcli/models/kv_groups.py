@@ -15,6 +15,7 @@ from typing import NamedTuple
 from nvcli.attention.kv_layout import STATE_ALIGNMENT, KVDtype
 from nvcli.attention.spec import CacheSpec, StateSpec
 from nvcli.core.messages import MAX_KV_GROUPS, KVGroup
+from nvcli.kernels.whole_numbers import ceil_div, round_up
 from nvcli.models.config import ModelConfig
 from nvcli.models.mixers.mixer import Mixer
 from nvcli.models.tensor_spec import StoredDtype
@@ -103,7 +104,7 @@ def block_bytes(
         stage=stage,
         kv_dtype=kv_dtype,
     )
-    return keys if state == 0 else -(-max(keys, state) // STATE_ALIGNMENT) * STATE_ALIGNMENT
+    return keys if state == 0 else round_up(max(keys, state), STATE_ALIGNMENT)
 
 
 @lru_cache(maxsize=64)
@@ -156,14 +157,14 @@ def _whole_groups(config: ModelConfig) -> tuple[_Layers, ...]:
     size = _block_elements({kind: len(numbers) for kind, numbers in kinds.items()}) if kinds else 0
     groups: list[_Layers] = []
     for kind, numbers in kinds.items():
-        count = -(-len(numbers) // (size // kind.elements))
+        count = ceil_div(len(numbers), size // kind.elements)
         # Every count-th layer, so that each pipeline stage has about as many layers of each group.
         groups += [_Layers(mixers[kind], tuple(numbers[first::count])) for first in range(count)]
     for index, (state, numbers) in enumerate(with_states.items()):
         # A state is as large as the keys of many tokens, so groups with the fewest layers have the smallest blocks.
         count = (MAX_KV_GROUPS - len(groups)) // (len(with_states) - index)
-        per_group = -(-len(numbers) // count)
-        count = -(-len(numbers) // per_group)
+        per_group = ceil_div(len(numbers), count)
+        count = ceil_div(len(numbers), per_group)
         groups += [_Layers(mixers[state], tuple(numbers[first::count])) for first in range(count)]
     return tuple(groups)
 
@@ -176,7 +177,7 @@ def _block_elements(counts: dict[_Kind, int]) -> int:
     def cost(size: int) -> float:
         total, all_groups = 0.0, 0
         for kind, count in counts.items():
-            num_groups = -(-count // (size // kind.elements))
+            num_groups = ceil_div(count, size // kind.elements)
             all_groups += num_groups
             padding = (num_groups * size - count * kind.elements) / least
             total += num_groups + padding * (_FULL_PADDING_COST if kind.window is None else 1)

@@ -20,6 +20,7 @@ from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
 from nvcli.kernels.w4 import join_scales
 from nvcli.kernels.weight_formats import W4Format
+from nvcli.kernels.whole_numbers import round_up
 from nvcli.models.adapters.adapter import Adapter, with_own_head
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, find_unused, read_model_tensors
@@ -245,7 +246,7 @@ def materialize(model: nn.Module, device: torch.device, make: Callable[[int], Te
     for parameter in model.parameters():
         if parameter.is_meta:
             places[id(parameter)] = num_bytes
-            num_bytes += -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT
+            num_bytes += round_up(parameter.numel() * parameter.element_size(), _ALIGNMENT)
     if not places:
         return
     if make is None:

@@ -29,6 +29,7 @@ from nvcli.kernels.fp8 import dequantise_weight, quantise_weight_to
 from nvcli.kernels.fp8_types import FP8, LowRankSum
 from nvcli.kernels.low_rank_merge import merge_low_rank
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.adapters.adapter import Adapter, with_own_head
 from nvcli.models.adapters.merge import are_finite, check_finite, read_features, read_stored
 from nvcli.models.causal_lm import CausalLM
@@ -256,7 +257,7 @@ class MergedWeights:
             low_rank = LowRankSum(up.t().float(), down.float(), product.scaling)
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
-            first_scale, last_scale = first // rows_per_scale, -(-last // rows_per_scale)
+            first_scale, last_scale = first // rows_per_scale, ceil_div(last, rows_per_scale)
             quantise_weight_to(
                 base[first:last].to(self._device, non_blocking=True),
                 scaling,

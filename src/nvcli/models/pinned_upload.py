@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nvcli.kernels.whole_numbers import round_up
 from nvcli.models.tensor_info import FileRange
 
 _BUFFER_BYTES = 16 << 20
@@ -51,7 +52,7 @@ class PinnedUpload:
         for part in _joined(ranges):
             self._ranges.setdefault(part.file, []).append(part)
             self._places.setdefault(part.file, []).append(num_bytes)
-            num_bytes += -(-(part.end - part.begin) // _UNIT) * _UNIT
+            num_bytes += round_up(part.end - part.begin, _UNIT)
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         copied = 0
         for file, parts in self._ranges.items():

@@ -22,6 +22,7 @@ from nvcli.core.system.regular_file import open_regular
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.flat_codes import read_flat
 from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.safetensors_header import SUFFIX
@@ -151,7 +152,7 @@ class OpenFiles:
         columns, (_, wide) = part[1], info.codes.block
         codes = self._read_stored(info, part, device, decodes_fp4=decodes_fp4).to(device)
         if info.codes.groups is None:
-            groups = slice(columns.start // wide, -(-columns.stop // wide))
+            groups = slice(columns.start // wide, ceil_div(columns.stop, wide))
             group_of = _blocks_of(columns, wide, device)
         else:
             groups = slice(0, info.codes.scales.shape[-1])
@@ -188,7 +189,7 @@ class OpenFiles:
             grid = replace(grid, rows=info.rows)
         else:
             stored = info.rows.span(rows)
-            rows = slice(stored.start // high, -(-stored.stop // high))
+            rows = slice(stored.start // high, ceil_div(stored.stop, high))
         part = (rows,) if len(grid.shape) == 1 else (rows, slice(0, 1) if grid.shape[-1] == 1 else groups)
         return self._read_stored(grid, part, device).to(device).view(rows.stop - rows.start, -1)
 
@@ -213,7 +214,7 @@ class OpenFiles:
         if packing is not None:
             wanted = held[packing.dim]
             first, length = wanted.start % packing.per_index, wanted.stop - wanted.start
-            held[packing.dim] = slice(wanted.start // packing.per_index, -(-wanted.stop // packing.per_index))
+            held[packing.dim] = slice(wanted.start // packing.per_index, ceil_div(wanted.stop, packing.per_index))
         values = self._slice(info, held[::-1] if info.is_transposed else held)
         if packing is not None:
             values = values.to(device).flatten(1)

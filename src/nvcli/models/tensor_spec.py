@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Literal
 
 from nvcli.kernels.weight_formats import FP8Scaling, StoredGroups, W4Format, scale_shape
+from nvcli.kernels.whole_numbers import ceil_div
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 KeptDtype = StoredDtype | Literal["float8_e4m3fn"]
@@ -112,7 +113,7 @@ class TensorSpec:
             return whole
         if self.sharding is Sharding.VOCAB:
             num_rows = self.shape[0]
-            rows = -(-num_rows // size)
+            rows = ceil_div(num_rows, size)
             return slice(min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)), *whole[1:]
         shard = rank * self._num_shards(size) // size
         length = self.kept_shape(size)[self._axis]
@@ -124,7 +125,7 @@ class TensorSpec:
         if self.sharding is Sharding.REPLICATED:
             return self.shape
         if self.sharding is Sharding.VOCAB:
-            return -(-self.shape[0] // size), *self.shape[1:]
+            return ceil_div(self.shape[0], size), *self.shape[1:]
         length = self.shape[self._axis] // self._num_shards(size)
         return *self.shape[: self._axis], length, *self.shape[self._axis + 1 :]
 

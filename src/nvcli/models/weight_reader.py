@@ -23,6 +23,7 @@ from nvcli.kernels.fp4_rows import has_kernel
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.mxfp4 import byte_pairs
 from nvcli.kernels.weight_formats import FP8_BLOCK
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.kept_values import KeptPart, has_kept_codes, read_kept, read_kept_together, together_key
 from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.rounded_rows import RoundedRows, RowTally
@@ -278,6 +279,6 @@ def _pieces(a: Assignment, info: TensorInfo) -> Iterator[Assignment]:
         scales = a.scales
         if scales is not None:
             per_scale = FP8_BLOCK if scales.dim() == 2 else 1
-            scales = scales[first // per_scale : -(-last // per_scale)]
+            scales = scales[first // per_scale : ceil_div(last, per_scale)]
         source = replace(a.source, read=(slice(rows.start + first, rows.start + last), columns))
         yield replace(a, source=source, target=a.target[first:last], scales=scales)

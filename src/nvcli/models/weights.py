@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format, scale_shape
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.tensor_spec import TensorSpec
 
 
@@ -56,7 +57,7 @@ class WeightSource(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if scaling == "block":  # ModelConfig.check_tensor_parallel comes first
             assert rows.start % FP8_BLOCK == 0, "blocks of fused projections must not overlap"
             assert all(part.start % FP8_BLOCK == 0 for part in self.read), "blocks must not be cut"
-            rows = slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
+            rows = slice(rows.start // FP8_BLOCK, ceil_div(rows.stop, FP8_BLOCK))
         return replace(self, scales=ScaleTarget(parameter=parameter, write=(*outer, rows), scaling=scaling))
 
     def in_w4(self, parameter: str, kept: W4Format, order_row: int | None = None) -> WeightSource:

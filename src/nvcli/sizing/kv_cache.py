@@ -8,6 +8,7 @@ import math
 from nvcli.attention.kv_layout import KVDtype
 from nvcli.core.config_types import MAX_BLOCK_SIZE
 from nvcli.core.engine_config import EngineConfig
+from nvcli.kernels.whole_numbers import ceil_div, round_up
 from nvcli.models import kv_groups
 from nvcli.models.config import ModelConfig
 from nvcli.models.tensor_spec import StoredDtype
@@ -73,7 +74,7 @@ def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
     if states are kept for later prompts, those that one step adds for windows, and the null block."""
     config = config.of_home
     windows = sum(group.window is not None and not group.is_state for group in kv_groups.kv_groups(model))
-    of_a_step = windows * -(-config.max_num_batched_tokens // config.block_size)
+    of_a_step = windows * ceil_div(config.max_num_batched_tokens, config.block_size)
     most = kv_groups.blocks_needed(
         model, config.max_model_len, block_size=config.block_size, chunk=config.max_num_batched_tokens
     )
@@ -101,7 +102,7 @@ def tokens_in_blocks(num_blocks: int, config: EngineConfig, model: ModelConfig) 
 
 def _whole_blocks(config: EngineConfig) -> int:
     """Return the tokens of a full-length request, rounded up to whole blocks."""
-    return -(-config.max_model_len // config.block_size) * config.block_size
+    return round_up(config.max_model_len, config.block_size)
 
 
 def requests_held(num_tokens: float, config: EngineConfig, model: ModelConfig, request_len: float) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import CacheSpec
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.draft_heads.eagle3_config import (
     EMBEDDING,
     FC,
@@ -67,7 +68,7 @@ class Eagle3Head(DraftHead):
             self.lm_head = TensorShard(build, f"{HEAD}.weight")
         elif config.is_tied:
             self.lm_head = self.embed_tokens
-        ids, per_rank = config.draft_ids, -(-shared.vocab_size // build.group.size)
+        ids, per_rank = config.draft_ids, ceil_div(shared.vocab_size, build.group.size)
         first = build.group.rank * per_rank
         if ids is None:
             ids = tuple(range(shared.vocab_size))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from nvcli.errors import LoadError
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.quantisation.quantisation import FLOATS, FlatParts, Quantisation, WeightParts
 from nvcli.models.tensor_info import Codes, FlatCodes, Numbers, Packing, TensorInfo
 
@@ -184,7 +185,7 @@ def _join_scales(
     if parts.is_transposed:
         scales = replace(scales, shape=scales.shape[::-1], is_transposed=True)
     block = quantisation.weight_block or (1, quantisation.group_size or columns)
-    expected = (*outer, -(-rows // block[0]), -(-columns // block[1]))
+    expected = (*outer, ceil_div(rows, block[0]), ceil_div(columns, block[1]))
     if has_groups and len(scales.shape) == 2 and scales.shape[0] == rows and scales.shape[1]:
         return scales, (1, 0)
     if parts.packing is None and all(length == 1 for length in scales.shape):
@@ -207,7 +208,7 @@ def _join_zeros(codes: TensorInfo, scales: TensorInfo, zeros: TensorInfo, parts:
         return zeros
     rows, groups = scales.shape[0], scales.shape[-1]
     packing = Packing.in_words(parts.packing.bits, 0, parts.packing.order)
-    expected = (-(-rows // packing.per_index), groups)
+    expected = (ceil_div(rows, packing.per_index), groups)
     _check_shape(_of_type(zeros, parts.stored_as), expected[::-1] if parts.is_transposed else expected)
     return replace(zeros, shape=(rows, groups), packing=packing, is_transposed=parts.is_transposed)
 

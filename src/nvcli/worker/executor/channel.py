@@ -18,6 +18,7 @@ import struct
 from dataclasses import dataclass, replace
 
 from nvcli.core.system.file_limits import resize_memory_file
+from nvcli.kernels.whole_numbers import round_up
 
 _HEADER = struct.Struct("@QQ")  # sequence number, length
 _ALIGN = 64
@@ -65,7 +66,7 @@ class ChannelSpec:
 
     @property
     def entry_bytes(self) -> int:
-        return -(-(_HEADER.size + self.capacity) // _ALIGN) * _ALIGN
+        return round_up(_HEADER.size + self.capacity, _ALIGN)
 
     @property
     def ack_bytes(self) -> int:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from nvcli.core.structured import MAX_FORCED_TOKENS
+from nvcli.kernels.whole_numbers import round_up
 
 N = TypeVar("N", int, np.ndarray)
 
@@ -152,7 +153,7 @@ class MaskTable:
 
 def _masks_offset(num_rows: int) -> int:
     """Return the offset of the masks in the memory, in bytes."""
-    return -(-(8 * _NUM_NUMBERS + 4 * _RUN_WORDS) * num_rows // _PAGE) * _PAGE
+    return round_up((8 * _NUM_NUMBERS + 4 * _RUN_WORDS) * num_rows, _PAGE)
 
 
 def memory_bytes(num_rows: int, num_words: int) -> int:

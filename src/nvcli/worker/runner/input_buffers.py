@@ -22,6 +22,7 @@ from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.step_tensors import DraftRows, SlotState, StepInputs, StepRows
+from nvcli.kernels.whole_numbers import round_up
 from nvcli.worker.runner.slot_table import unpack_ids
 from nvcli.worker.runner.step_shape import OfRows, exact_shape
 from nvcli.worker.runner.uploader import PinnedRing, to_device
@@ -247,4 +248,4 @@ def _num_fields(shape: BatchShape) -> int:
 
 
 def _aligned(words: int) -> int:
-    return -(-words // _ALIGN) * _ALIGN
+    return round_up(words, _ALIGN)

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvcli.kernels.whole_numbers import round_up
+
 _CHUNK_BYTES = 1 << 30
 """Size of the pieces in which a GPU's memory is taken, at most."""
 _OUT_OF_MEMORY = 2
@@ -131,7 +133,7 @@ class _AddressRange:
         self._driver = driver
         self._properties = _AllocationProperties(type=_PINNED, location=_Location(type=_DEVICE, id=device_index))
         granularity = driver.granularity(self._properties)
-        self._size = -(-max(1, num_bytes) // granularity) * granularity
+        self._size = round_up(max(1, num_bytes), granularity)
         chunk = max(granularity, _CHUNK_BYTES)  # both are powers of two
         self._chunks = [(start, min(chunk, self._size - start)) for start in range(0, self._size, chunk)]
         self._num_mapped = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nvcli.kernels.lora import spread_adapters
 from nvcli.kernels.step_tensors import StepRows
+from nvcli.kernels.whole_numbers import round_up
 
 IntArray = np.ndarray
 """One-dimensional integers that fit int32."""
@@ -43,7 +44,7 @@ class Uploader:
         """Copy arrays to the device as int32 tensors, which stay valid until the step that uses them has finished."""
         if self._device.type == "cpu":
             return tuple(torch.from_numpy(array.astype(np.int32)) for array in arrays)
-        padded = [-(-len(array) // _ALIGN) * _ALIGN for array in arrays]
+        padded = [round_up(len(array), _ALIGN) for array in arrays]
         total = sum(padded)
         assert total <= self._step_size, "the step is larger than its message may be"
         if self._next + total > self._size:
