@@ -61,9 +61,7 @@ NONE = "its config.json fits no supported family"
         ("T5ForConditionalGeneration", {"d_model": 64, "is_encoder_decoder": True}, "it is an encoder with a decoder"),
         ("Qwen3ForSequenceClassification", LLAMA, "it is a classifier"),
         ("BitNetForCausalLM", {**LLAMA, "hidden_act": "relu2"}, "its weights have three values"),
-        ("MiMoV2FlashForCausalLM", LLAMA, "its values have heads of another size than its keys"),
         ("BailingMoeV2ForCausalLM", {**LLAMA, **EXPERTS}, "no model of it"),
-        ("Step3p7ForConditionalGeneration", {"text_config": LLAMA}, "its gates are clamped"),
     ],
 )
 def test_what_is_said_of_a_model_that_is_not_served(

@@ -52,17 +52,14 @@ _INERT = frozenset(
 _MOST_UNREAD = 2
 """A family that reads all but at most this many keys may fit; the message names those keys."""
 _ALIBI = "its scores fall with the distance of tokens (ALiBi), which nvcli does not compute"
-_CLAMPS = "its gates are clamped by limits of each layer, which nvcli does not compute"
-_DSA = "its tokens attend to a sparse choice of keys (DSA), which nvcli does not compute"
-_KDA = "its linear attention (KDA) is not computed by nvcli"
+_DSA = "its tokens attend to a sparse choice of keys (DSA) in a form that nvcli does not compute"
 _RECURRENT = "its recurrent layers are of a kind that nvcli does not compute"
 _RELATIVE = "its scores depend on learned distances, and its layers convolve the stream, which nvcli does not compute"
-_SEVERAL_STREAMS = "its layers mix several residual streams, which nvcli does not compute"
+_SEVERAL_STREAMS = "its layers mix several residual streams in a form that nvcli does not compute"
 _SPARSE_BLOCKS = "its tokens attend to a sparse choice of blocks (MSA), which nvcli does not compute"
 _NO_TOWER = "its vision tower is not computed by nvcli"
 _NO_REFERENCE = "transformers has no model of it whose numbers nvcli could be held to"
 _LACKING = {
-    "BailingHybridForCausalLM": _KDA,
     "BailingMoeForCausalLM": _NO_REFERENCE,
     "BailingMoeLinearForCausalLM": _NO_REFERENCE,
     "BailingMoeLinearV2ForCausalLM": _NO_REFERENCE,
@@ -83,7 +80,6 @@ _LACKING = {
     "InklingForConditionalGeneration": _RELATIVE,
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
     "JetMoeForCausalLM": "its attention has experts, which nvcli does not compute",
-    "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
     "MiniMaxM3SparseForConditionalGeneration": _SPARSE_BLOCKS,
     "MiniMaxM3VLForCausalLM": _SPARSE_BLOCKS,
     "MllamaForConditionalGeneration": "some of its layers attend to images alone, which nvcli does not compute",
@@ -97,8 +93,6 @@ _LACKING = {
     "Qwen4ExpForConditionalGeneration": _SEVERAL_STREAMS,
     "RecurrentGemmaForCausalLM": _RECURRENT,
     "RwkvForCausalLM": _RECURRENT,
-    "Step3p5ForCausalLM": _CLAMPS,
-    "Step3p7ForConditionalGeneration": _CLAMPS,
     "xLSTMForCausalLM": _RECURRENT,
     "ZayaForCausalLM": "its attention convolves queries and keys (CCA), which nvcli does not compute",
 }
