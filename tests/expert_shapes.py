@@ -200,7 +200,8 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
             "num_key_value_heads": 1,
             "sliding_window": 20,
-            "v_head_dim": 12,
+            "head_dim": 48,
+            "v_head_dim": 32,
             "n_routed_experts": 8,
             "routed_scaling_factor": None,
             "rope_parameters": {

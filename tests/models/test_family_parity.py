@@ -63,7 +63,7 @@ PUBLISHED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
             "sliding_window": 19,
             "sliding_window_size": 19,
             "swa_num_key_value_heads": 2,
-            "swa_v_head_dim": 12,
+            "swa_v_head_dim": 32,
             "n_shared_experts": None,
         },
     ),
