@@ -249,6 +249,7 @@ def test_logits(name: str, original: Path, blocks: tuple[Path, Path]) -> None:
         "longcat-flash",
         "gpt-oss",
         "minimax text 01",
+        "jamba",
         "dbrx",
     ],
 )

@@ -12,7 +12,7 @@ from nvcli.models.families.nemotron_h import MIXER_ALONE, backbone_layout
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mamba1 import Mamba1Config
 
-NAMES = ((".mamba.in_proj.", ".mamba.xz_proj."), (".mamba.dt_proj.bias", ".mamba.dt_bias"))
+NAMES = ((".mamba.in_proj", ".mamba.xz_proj"), (".mamba.dt_proj.bias", ".mamba.dt_bias"))
 """Names in files, and the decoder's."""
 _MAX_STATE = 64
 """The largest state of a channel that kernels hold."""
