@@ -66,6 +66,9 @@ def _walk(
     skip = tl.load(gates.skip + j, mask=in_value, other=0.0).to(tl.float32)
     total = tl.zeros_like(bias)
     for some in range(0, count, TOKENS):
+        token = first + some
+        value_ptr, step_ptr = x_ptr + token * x_stride, gates.step + token * step_stride
+        key_ptr, query_ptr = gates.keys + token * key_stride, gates.queries + token * key_stride
         values = ()
         steps = ()
         keys = ()
@@ -73,15 +76,14 @@ def _walk(
         for number in tl.static_range(TOKENS):
             is_token = some + number < count
             is_value, is_key = in_value & is_token, in_key & is_token
-            token = first + some + number
-            value = tl.load(x_ptr + token * x_stride + j, mask=is_value, other=0.0).to(tl.float32)
+            value = tl.load(value_ptr + number * x_stride + j, mask=is_value, other=0.0).to(tl.float32)
             values += (value,)  # type: ignore[assignment]
-            step = read_step_sizes(gates.step + token * step_stride, j, is_value, bias)
+            step = read_step_sizes(step_ptr + number * step_stride, j, is_value, bias)
             steps += (step,)  # type: ignore[assignment]
-            key = tl.load(gates.keys + token * key_stride + i, mask=is_key, other=0.0).to(tl.float32)
+            key = tl.load(key_ptr + number * key_stride + i, mask=is_key, other=0.0).to(tl.float32)
             keys += (key,)  # type: ignore[assignment]
             if WRITES:
-                query = tl.load(gates.queries + token * key_stride + i, mask=is_key, other=0.0).to(tl.float32)
+                query = tl.load(query_ptr + number * key_stride + i, mask=is_key, other=0.0).to(tl.float32)
                 queries += (query,)  # type: ignore[assignment]
         for number in tl.static_range(TOKENS):
             # After the last token a step's size is 0: such tokens write nothing and decay nothing.
@@ -89,7 +91,7 @@ def _walk(
             state += (steps[number] * values[number])[:, None] * keys[number][None, :]
             if WRITES:
                 out = tl.sum(state * queries[number][None, :], 1) + skip * values[number]
-                out_ptrs = out_ptr + (first + some + number) * VALUE_DIM + j
+                out_ptrs = out_ptr + token * VALUE_DIM + number * VALUE_DIM + j
                 tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_value & (some + number < count))
             else:
                 total += steps[number]
