@@ -20,7 +20,7 @@ from nvcli.job.files import (
     job_files,
     split_outputs,
 )
-from nvcli.job.own_files import own_files
+from nvcli.job.own_files import manifest_path, own_files
 from nvcli.job.shard import Shard
 
 
@@ -209,6 +209,12 @@ def test_the_pattern_of_one_file_does_not_take_its_output_for_an_input(
     output = choose_output(inputs, None)
     (tmp_path / output).touch()
     assert expand_inputs(["a*.jsonl"]) == inputs == ["a.jsonl"]
+    assert expand_inputs(["*.jsonl"], "all.jsonl") == ["a.jsonl"]
+    assert expand_inputs(["*.out.jsonl"], "all.jsonl") == [output]  # for a job that goes on with the answers
+    check_inputs(["a.jsonl", output])
+    manifest_path(Path(output)).touch()
+    with pytest.raises(ConfigError, match=r"the input \./a\.out\.jsonl is the output of the input a\.jsonl"):
+        check_inputs(["a.jsonl", f"./{output}"])
 
 
 def test_a_folder_that_must_not_be_entered_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

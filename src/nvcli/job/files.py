@@ -24,7 +24,7 @@ from nvcli.job.file_formats import (
     is_pdf,
     pyarrow_format,
 )
-from nvcli.job.own_files import is_parquet, is_shard_output, is_sidecar, is_table, own_files
+from nvcli.job.own_files import is_parquet, is_shard_output, is_sidecar, is_table, manifest_path, own_files
 from nvcli.job.shard import Shard
 
 STREAM = "-"
@@ -46,9 +46,8 @@ def is_remote(name: str) -> bool:
 def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]:
     """Replace patterns (`data/*.jsonl`) and folders by the files that they match or hold, sorted. Raises ConfigError.
 
-    The output is left out, and so are the files that a job keeps beside an output, and the outputs of shards. Where no
-    output is named, or a folder for it, the files that would be the output of a file that matches are left out. A name
-    that exists is no pattern, whatever characters it has.
+    The output is left out, and so are the files that a job keeps beside an output, the outputs of shards, and those
+    that would be the output of a file that matches. A name that exists is no pattern, whatever characters it has.
     """
     names: list[str] = []
     for name in inputs:
@@ -63,9 +62,7 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
 
 def _expand_pattern(name: str, output: str | None) -> list[str]:
     found = sorted(glob.glob(os.path.expanduser(name), recursive=True))
-    is_named = output is not None and not is_folder(output)
-    outputs = [str(output)] if is_named else [choose_output([file], output) for file in found]
-    files = [file for file in _without_outputs(found, outputs, output) if Path(file).is_file()]
+    files = [file for file in _without_outputs(found, output) if Path(file).is_file()]
     if not files:
         raise ConfigError(f"the input {name} matches no file")
     return files
@@ -76,15 +73,8 @@ def _expand_folder(name: str, output: str | None) -> list[str]:
 
     The output and what lies beside it are left out, and so are files that would be the output of another file.
     """
-
-    def without_outputs(files: list[str]) -> list[str]:
-        outputs = [choose_output([file], None) for file in files]
-        if output is not None:
-            outputs += [choose_output([file], output) for file in files] if is_folder(output) else [output]
-        return _without_outputs(files, outputs, output)
-
     try:
-        found = folder_files(Path(name), without_outputs)
+        found = folder_files(Path(name), lambda files: _without_outputs(files, output))
     except OSError as error:
         raise ConfigError(f"the input {name} cannot be read: {error.strerror}") from None
     if found and output is None:
@@ -92,11 +82,15 @@ def _expand_folder(name: str, output: str | None) -> list[str]:
     return found or [name]
 
 
-def _without_outputs(files: Sequence[str], outputs: Sequence[str], output: str | None) -> list[str]:
-    """Return the files without the own files of `outputs`, the outputs of shards, and the sidecars of any output.
+def _without_outputs(files: Sequence[str], output: str | None) -> list[str]:
+    """Return the files without those that a job writes which reads one of them, the outputs of shards, and the sidecars
+    of any output.
 
     `output` is the output that was named.
     """
+    outputs = [str(_output_of(Path(file))) for file in files]
+    if output is not None:
+        outputs += [choose_output([file], output) for file in files] if is_folder(output) else [output]
     own = {os.path.realpath(path) for name in outputs if name != STREAM for path in own_files(Path(name))}
     return [
         file
@@ -143,6 +137,15 @@ def check_inputs(inputs: Sequence[str]) -> None:
             same = f": {seen[key]} is the same file" if seen[key] != name else ""
             raise ConfigError(f"the input {name} is given twice{same}")
         seen[key] = name
+    for name in inputs:
+        if name == STREAM or is_remote(name):
+            continue
+        output = _output_of(Path(name))
+        if (found := seen.get(str(output.resolve()))) is not None and manifest_path(output).exists():
+            raise ConfigError(
+                f"the input {found} is the output of the input {name}; leave it out, or put quotes around a pattern of "
+                "names: nvcli knows which of the files are outputs"
+            )
 
 
 def is_folder(output: str) -> bool:
@@ -212,15 +215,19 @@ def choose_output(inputs: Sequence[str], output: str | None, shard: Shard | None
         named = "-o FILE, or -o - for standard output" if folder is None else f"-o {Path(folder) / 'FILE'}"
         raise ConfigError(f"name the output with {named}: it cannot follow from {which}")
     path = Path(inputs[0]) if folder is None else Path(folder) / Path(inputs[0]).name
-    part = "" if shard is None else f".shard-{shard.number}-of-{shard.count}"
+    return str(_output_of(path, "" if shard is None else f".shard-{shard.number}-of-{shard.count}"))
+
+
+def _output_of(path: Path, part: str = "") -> Path:
+    """Return the file beside an input that holds its answers. `part` names the shard in it."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     format = input_format(name)
     if pyarrow_format(name):
-        return str(path.with_suffix(f"{part}.out.parquet"))
+        return path.with_suffix(f"{part}.out.parquet")
     if format == "csv":
-        return str(path.with_name(f"{Path(name).stem}{part}.out{Path(name).suffix.lower()}"))
+        return path.with_name(f"{Path(name).stem}{part}.out{Path(name).suffix.lower()}")
     stem = Path(name).stem if format in ("text", "pdf") else name.removesuffix(".jsonl").removesuffix(".json") or name
-    return str(path.with_name(f"{stem}{part}.out.jsonl"))
+    return path.with_name(f"{stem}{part}.out.jsonl")
 
 
 def check_output(inputs: Sequence[str], output: str) -> None:
