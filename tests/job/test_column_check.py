@@ -48,6 +48,18 @@ def test_no_prompt_at_the_beginning(tmp_path: Path, rows: list[dict[str, Any]]) 
     assert f"in.jsonl: {which}: " in message
 
 
+def test_rows_of_jsonl_in_a_file_of_text(tmp_path: Path) -> None:
+    rows = file_of(tmp_path / "in.jsonl.txt", [GOOD, GOOD])
+    with pytest.raises(
+        ColumnsError,
+        match=r"all of its first 2 rows have JSON .*\n  name it so: mv \S*in.jsonl.txt \S*in.jsonl\n  or send",
+    ):
+        read(rows)
+    assert len(read(file_of(tmp_path / "other.txt", [OTHER, OTHER]))) == 2
+    (tmp_path / "in.txt").write_text('{"prompt": "p"}\n{as text}\n')
+    assert len(read(tmp_path / "in.txt")) == 2
+
+
 @pytest.mark.parametrize("bad_ids", [[5, 5], [1.5, 5, 6], [1.5, 5, 5]])
 def test_ids_that_cannot_be_used_hide_no_other_fault(tmp_path: Path, bad_ids: list[float]) -> None:
     rows = [{"id": own_id, **OTHER} for own_id in bad_ids]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from nvcli.errors import ConfigError
+from nvcli.errors import ConfigError, RowError
 from nvcli.job.file_formats import is_pdf, plain_name
 from nvcli.job.job import Job, JobResult, RowForm
 from nvcli.job.line_splitter import DroppedLine, Line
@@ -37,7 +37,7 @@ class ColumnsError(ConfigError):
         return ColumnsError(_OPTIONS.sub(setting, str(self)))
 
 
-Fault = Literal["no prompt", "two prompts", "no chat template", "no JSON", "bad id"]
+Fault = Literal["no prompt", "two prompts", "no chat template", "no JSON", "no text", "bad id"]
 """A fault that all rows of an input are likely to share. A row with a bad id has no prompt either where the job looks
 for one; nothing else of it was looked at, so it may have any other fault too."""
 
@@ -69,7 +69,9 @@ def with_fault(row: Job | JobResult, line: Row, num_bytes: int, parser: RowParse
     """Return a row with its fault. `line` is what was read, and takes `num_bytes`."""
     fault: Fault | None = None
     if isinstance(row, Job):
-        if row.messages is not None and not parser.rules.has_chat_template:
+        if isinstance(line, str) and _is_row(line, parser):
+            fault = "no text"
+        elif row.messages is not None and not parser.rules.has_chat_template:
             fault = "no chat template"
     elif row.error is not None:
         fault = _FAULTS.get(row.error.type)
@@ -89,6 +91,11 @@ def refusal(name: str, held: Sequence[ReadRow], parser: RowParser) -> ColumnsErr
             return wrong_columns(name, failed, parser.keys, parser.rules)
         case "two prompts":
             return _two_prompts(name, rows, parser)
+        case "no text":
+            return ColumnsError(
+                f"{name}: {_all_of(rows)} JSON with a prompt on its line, and a line of text is a prompt itself\n"
+                f"  {_renamed(name, '.jsonl')}\n  or send each line as it is: --set job.check_columns=false"
+            )
         case "no chat template":
             forms = {row.context.form for row in rows}
             key = {RowForm.CHAT: "body.messages", RowForm.RESPONSE: "body.input"}.get(forms.pop(), "messages")
@@ -99,6 +106,14 @@ def refusal(name: str, held: Sequence[ReadRow], parser: RowParser) -> ColumnsErr
             )
         case _:
             return _not_text(name, held)
+
+
+def _is_row(line: str, parser: RowParser) -> bool:
+    """Tell whether a line of text is a row of JSONL."""
+    try:
+        return line.startswith("{") and parser.finds_prompt(line.encode())
+    except RowError:
+        return False
 
 
 def _two_prompts(name: str, rows: Sequence[Job | JobResult], parser: RowParser) -> ColumnsError:
@@ -149,7 +164,7 @@ def _form_of(starts: Sequence[bytes]) -> tuple[str, str, str | None] | None:
 def _renamed(name: str, suffix: str) -> str:
     """Say how to name a file that is read by another suffix, or if it is text, as a table."""
     plain = plain_name(name)
-    new = f"{plain.removesuffix(Path(plain).suffix)}{suffix}{name.removeprefix(plain)}"
+    new = f"{plain.removesuffix(Path(plain).suffix).removesuffix(suffix)}{suffix}{name.removeprefix(plain)}"
     why = "name it so" if suffix != ".txt" else "name it so, if each line is a prompt (.csv or .tsv: a table)"
     return f"{why}: mv {shlex.quote(name)} {shlex.quote(new)}"
 
