@@ -32,6 +32,16 @@ def scored(row: Any) -> ScoreTask:
     return job.task
 
 
+def test_choices_with_labels() -> None:
+    """As in ARC, OpenBookQA and CommonsenseQA."""
+    choices = {"text": ["a", "2"], "label": ["1", "2"]}
+    for each in (choices, json.dumps(choices)):
+        task = scored({"prompt": "p", "choices": each, "answer": "2"})
+        assert (task.continuations, task.answer) == (("a", "2"), 1)
+    assert scored({"prompt": "p", "choices": choices, "answer": "1"}).answer == 0
+    assert scored({"prompt": "p", "choices": choices, "answer": "a"}).answer == 0
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [

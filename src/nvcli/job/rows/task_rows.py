@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -15,7 +15,7 @@ from nvcli.errors import RowError
 from nvcli.job.job import EmbedTask, Job, PromptTask, RowContext, RowForm, ScoreTask
 from nvcli.job.rows.openai_row import check_request, job_of, prompts_of
 from nvcli.job.rows.openai_structured import unsupported_key
-from nvcli.job.rows.raw_values import as_text, decode, decode_list, is_null
+from nvcli.job.rows.raw_values import as_text, decode, decode_nested, is_null
 
 PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1)
 """Sampling for rows without an answer: the request ends with one token, which is dropped."""
@@ -45,12 +45,17 @@ class ScoreRows(msgspec.Struct, frozen=True):
         if one in own and several in own:
             raise RowError("invalid_value", f"`{one}` and `{several}` are given; give one of them")
         continuations: tuple[str, ...] | None = None
+        labels: list[str] = []
         answer = None
         if one in own:
             continuations = (convert(own[one], str, under=(one,)),)
         elif several in own:
             key = several
-            continuations = tuple(convert(_listed(own[several]), list[str], under=(several,)))
+            listed = _listed(own[several])
+            if isinstance(listed, dict) and listed.keys() == {"text", "label"}:
+                labels = convert(listed["label"], list[str], under=(several, "label"))
+                listed = listed["text"]
+            continuations = tuple(convert(listed, list[str], under=(several,)))
             if not 1 <= len(continuations) <= MAX_CHOICES:
                 raise RowError(
                     "invalid_value", f"`{key}` holds {len(continuations)} texts; allowed: 1 to {MAX_CHOICES:,}"
@@ -59,7 +64,7 @@ class ScoreRows(msgspec.Struct, frozen=True):
             if "" in continuations:
                 raise RowError("invalid_value", f"`{key}` holds an empty text, which has no tokens to score")
             if key == several:
-                answer = _answer(row.get(config.answer_field), config.answer_field, continuations)
+                answer = _answer(row.get(config.answer_field), config.answer_field, continuations, labels)
         return ScoreTask(
             continuations=continuations,
             key=key,
@@ -117,13 +122,14 @@ TaskRows = ScoreRows | EmbedRows
 def _listed(value: Any) -> Any:
     """Return choices, decoded if a cell of a table holds them as JSON text."""
     try:
-        return decode_list(value)
+        return decode_nested(value)
     except msgspec.DecodeError:
         return value
 
 
-def _answer(value: Any, key: str, choices: tuple[str, ...]) -> int | None:
-    """Return the number of the right choice, which a row names by number, text, or letter (A is the first).
+def _answer(value: Any, key: str, choices: tuple[str, ...], labels: Sequence[str]) -> int | None:
+    """Return the number of the right choice, which a row names by its label, where choices have these, or by number,
+    text, or letter (A is the first).
 
     None: the row does not say, also by an empty text or -1, as in data sets that keep their answers to themselves.
     Raises RowError for a value that names none of the choices.
@@ -135,6 +141,8 @@ def _answer(value: Any, key: str, choices: tuple[str, ...]) -> int | None:
     except msgspec.DecodeError:  # a number that we cannot hold
         found = as_text(value)
     number: int | None = None
+    if isinstance(found, str) and found in labels[: len(choices)]:
+        return labels.index(found)
     if isinstance(found, str) and found in choices:
         return choices.index(found)
     if isinstance(found, str | int) and found in ("", "-1", -1):
