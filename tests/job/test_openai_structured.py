@@ -30,6 +30,7 @@ TEXT = '{"type": "object", "properties": {"z": {"type": "integer"}, "a": {}}, "r
             },
             {"json_schema": SCHEMA},
         ),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json": TEXT, "regex": None, "json_object": False}}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
@@ -59,6 +60,10 @@ def test_spellings(body: dict[str, Any], wanted: dict[str, Any] | None) -> None:
             "`body.response_format.json_schema` is null; expected an object",
         ),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "json_schema.schema` is 5"),
+        (
+            {"response_format": {"type": "json_object", "response_schema": SCHEMA}},
+            "format.response_schema` is not supp",
+        ),
         ({"guided_json": "{"}, '`body.guided_json` is "{", which is not JSON'),
         ({"guided_json": 5}, "`body.guided_json` is 5; allowed: a JSON schema"),
         ({"guided_regex": 5}, "`body.guided_regex` is 5; allowed: text"),

@@ -100,10 +100,7 @@ def _text_options(text: Any) -> dict[str, Any]:
         raise _unsupported(f"`body.text` is {show(text)}; allowed: an object with `format`")
     if form is None or form.get("type") == "text":
         return {}
-    if form.get("type") != "json_schema":
-        return {"response_format": form}
-    schema = {key: value for key, value in form.items() if key != "type"}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    return {"response_format": form}
 
 
 def _reasoning(value: Any) -> dict[str, Any]:

@@ -23,6 +23,9 @@ STRUCTURED_KEYS = (
 """Parameters of a body, at most one of which may be given."""
 
 
+_RESPONSE_FORMAT_KEYS = ("type", "json_schema", "schema", "name", "description", "strict")
+
+
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
 
@@ -69,18 +72,21 @@ def structured_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _of_response_format(value: Any) -> dict[str, Any]:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind != "json_schema":
-        raise _invalid(
-            "body.response_format", value, 'allowed: an object whose `type` is "text", "json_object" or "json_schema"'
-        )
-    where = "body.response_format.json_schema"
-    inner = value.get("json_schema")
-    if not isinstance(inner, dict) or inner.get("schema") is None:
-        raise _invalid(where, inner, "expected an object with a `schema`")
-    return _structured("json", inner["schema"], f"{where}.schema")
+    """Return the form of `response_format`, whose schema may stand beside its `type`, as in `/v1/responses` and at
+    Together and llama.cpp. Raises RowError."""
+    where = "body.response_format"
+    if not isinstance(value, dict) or value.get("type") not in ("json_object", "json_schema"):
+        raise _invalid(where, value, 'allowed: an object whose `type` is "text", "json_object" or "json_schema"')
+    given: Any = {key: each for key, each in value.items() if each is not None}
+    if unknown := [key for key in given if key not in _RESPONSE_FORMAT_KEYS]:
+        raise unsupported_key(unknown[0], _RESPONSE_FORMAT_KEYS, where)
+    if "schema" not in given:
+        if "json_schema" not in given and given["type"] == "json_object":
+            return {"json_object": True}
+        where, given = f"{where}.json_schema", given.get("json_schema")
+        if not isinstance(given, dict) or given.get("schema") is None:
+            raise _invalid(where, given, "expected an object with a `schema`")
+    return _structured("json", given["schema"], f"{where}.schema")
 
 
 def _of_structured_outputs(value: Any) -> dict[str, Any]:
