@@ -51,7 +51,7 @@ def test_file_overrides_and_flags_lie_over_each_other(tmp_path: Path) -> None:
 
 
 def test_sampling_keeps_only_the_keys_that_were_set(tmp_path: Path) -> None:
-    assert load_run_config(write(tmp_path, "model: m\n")).sampling == {}
+    assert load_run_config(write(tmp_path, "model: m\nsampling:\n  # top_k: 5\njob:\n")).sampling == {}
     run = load_run_config(write(tmp_path, "model: m\nsampling: {temperature: 1.0, logit_bias: {5: -100}}\n"))
     assert run.sampling == {"temperature": 1.0, "logit_bias": {5: -100}}
 

@@ -55,7 +55,9 @@ class ConfigSource:
                 raise ConfigError(f"{path}:{_line(root)}: expected keys with values, such as `max_num_seqs: 64`")
             for key_path, line in _walk(root, path):
                 self._origins[key_path] = f"{path}:{line}"
-            self.values = loader.construct_document(root)
+            values = loader.construct_document(root)
+            # A section may be empty, such as one whose keys are all comments.
+            self.values = {key: value for key, value in values.items() if value is not None or key not in _SECTIONS}
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             place = f"{path}:{mark.line + 1}" if mark else str(path)
