@@ -139,11 +139,12 @@ class JsonFile:
             raise self.error(key, f"{show(value)} is not supported; supported: {', '.join(supported)}")
         return supported[value]
 
-    def only(self, key: str, wanted: str | int | float | bool) -> None:
-        """Raise LoadError if `key` is present and neither null nor `wanted`, the only value that is computed."""
-        value = self.values.get(key)
-        if value is not None and value != wanted:
-            raise self.error(key, f"{show(value)} is not supported; supported: {show(wanted)}")
+    def only(self, **computed: str | int | float | bool) -> None:
+        """Raise LoadError if a key is present and neither null nor the only value of it that is computed."""
+        for key, wanted in computed.items():
+            value = self.values.get(key)
+            if value is not None and value != wanted:
+                raise self.error(key, f"{show(value)} is not supported; supported: {show(wanted)}")
 
     def positive(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_INT32) -> int:
         """Return the value of `key`, which must be above zero, at least `least` and at most `most`, or `default` if it

@@ -52,8 +52,7 @@ def read_laguna(config: ModelFile) -> DecoderConfig:
     heads = config.values.get("num_attention_heads_per_layer") or [config.positive("num_attention_heads")] * count
     if not isinstance(heads, list) or len(heads) != count:
         raise config.error("num_attention_heads_per_layer", f"{show(heads)} is not a list of {count} numbers")
-    for key in ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"):
-        config.only(key, 0)
+    config.only(moe_apply_router_weight_on_input=0, moe_router_logit_softcapping=0)
     experts = config.experts(
         config.routing(
             scoring="sigmoid", renormalise=True, scale=config.positive_number("moe_routed_scaling_factor", 1.0)

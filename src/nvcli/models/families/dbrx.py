@@ -40,8 +40,8 @@ def read(config: ModelFile) -> DecoderConfig:
         given["rope_theta"] = of_attention.values["rope_theta"]
     config = config.replacing(**given)
     attention = config.attention(clip=of_attention.optional_number("clip_qkv", None), rope=config.rope())
-    ffn.object("ffn_act_fn").only("name", "silu")
-    ffn.only("moe_normalize_expert_weights", 1)
+    ffn.object("ffn_act_fn").only(name="silu")
+    ffn.only(moe_normalize_expert_weights=1)
     renormalises = ffn.values.get("moe_normalize_expert_weights", 1) is not None
     experts = ffn.experts(ffn.routing(renormalise=renormalises), size_key="intermediate_size")
     layer = LayerConfig(mixer=attention, mlp=experts)

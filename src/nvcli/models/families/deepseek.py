@@ -37,7 +37,7 @@ def read_deepseek_v2(config: ModelFile) -> DecoderConfig:
 
 
 def _routing(config: ModelFile) -> Routing:
-    config.only("norm_topk_prob", False)
+    config.only(norm_topk_prob=False)
     routing = config.routing(
         keys=("n_routed_experts",), scale=config.positive_number("routed_scaling_factor", 1.0), sums_two_best=False
     )
@@ -59,7 +59,7 @@ def read_deepseek_v32(config: ModelFile) -> DecoderConfig:
 def read_axk1(config: ModelFile) -> DecoderConfig:
     """Read A.X-K1. Its files have the norm after the experts in dense layers too, where nothing reads it, and no
     corrections of the router's scores."""
-    config.only("moe_layer_freq", 1)
+    config.only(moe_layer_freq=1)
     experts = replace(read_experts(config), may_lack_correction=True)
     dense = LayerConfig(mixer=_attention(config), mlp=config.mlp())
     sparse = replace(dense, mlp=experts, norms=LayerNorms(after_mlp=_AFTER_EXPERTS))

@@ -14,7 +14,7 @@ _STARTS = {"word_embeddings.": "model.embed_tokens.", "h.": "model.layers.", "ln
 def read(config: ModelFile) -> DecoderConfig:
     """Read attention and MLP side by side, or in old models one after the other. The queries of a KV head, its key and
     its value lie together."""
-    config.only("alibi", False)
+    config.only(alibi=False)
     is_new = config.get("new_decoder_architecture", bool, False)
     bias = config.get("bias", bool, False)
     if not is_new:  # `num_kv_heads` counts in the new architecture alone

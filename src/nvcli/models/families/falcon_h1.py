@@ -20,14 +20,12 @@ _LAYOUT = CheckpointLayout(renamed=((".feed_forward.", ".mlp."), ("model.final_l
 _NORMS = LayerNorms(before_mlp="pre_ff_layernorm")
 _SECTIONS = ("z", "x", "B", "C", "dt")
 """Sections of the input projection of Mamba, in the order of their multipliers."""
-_BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
 
 
 def read_falcon_h1(config: ModelFile) -> DecoderConfig:
     """Read Falcon-H1. Raises LoadError for biases of projections, which no published model has: multipliers differ in
     whether they apply to them."""
-    for key in _BIASES:
-        config.only(key, False)
+    config.only(attention_bias=False, mlp_bias=False, mamba_proj_bias=False, projectors_bias=False)
     attention = config.attention(rope=config.rope())
     # Keys are kept without their multiplier, which scores have as well.
     attention = replace(attention, scale=attention.scale * config.positive_number("key_multiplier", 1.0))

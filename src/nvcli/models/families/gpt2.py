@@ -51,7 +51,7 @@ _NORMS = LayerNorms(before_attention="ln_1", before_mlp="ln_2")
 
 def read_gpt2(config: ModelFile) -> DecoderConfig:
     """Read full attention in every layer; plain weights of linear layers are stored as [in, out]."""
-    config.only("scale_attn_by_inverse_layer_idx", False)
+    config.only(scale_attn_by_inverse_layer_idx=False)
     return _decoder(config, _attention(config), "gelu_new", CheckpointLayout(renamed=_RENAMED, transposes_linear=True))
 
 
@@ -96,7 +96,7 @@ def _read_gptj(config: ModelFile, layout: CheckpointLayout) -> DecoderConfig:
 
 def _attention(config: ModelFile) -> AttentionConfig:
     """Read attention that does not rotate, and has biases."""
-    config.only("add_cross_attention", False)
+    config.only(add_cross_attention=False)
     attention = config.attention(bias=True, rope=None)
     return attention if config.get("scale_attn_weights", bool, True) else replace(attention, scale=1.0)
 

@@ -30,8 +30,7 @@ _COMPUTED: dict[str, str | int | bool] = {
 
 def read_kimi_linear(config: ModelFile) -> DecoderConfig:
     """Read the published file, or one of transformers."""
-    for key, wanted in _COMPUTED.items():
-        config.only(key, wanted)
+    config.only(**_COMPUTED)
     attention = read_latent_attention(config, is_interleaved=False)
     mixers = {FULL: replace(attention, rope=None), LINEAR: _read_delta(config)}
     experts, kinds = read_experts(config), _layer_types(config)
@@ -43,8 +42,7 @@ def read_kimi_linear(config: ModelFile) -> DecoderConfig:
 def _read_delta(config: ModelFile) -> KimiDeltaConfig:
     """Read the heads and the convolution."""
     section = config.object(_SECTION)
-    section.only("use_full_rank_gate", False)
-    section.only("gate_lower_bound", False)
+    section.only(use_full_rank_gate=False, gate_lower_bound=False)
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
     names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
     found = {key: (section, key) if section.has(key) else (config, own) for key, own in names.items()}

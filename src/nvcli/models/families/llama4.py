@@ -26,7 +26,7 @@ _LAYOUT = CheckpointLayout(
 
 def read(config: ModelFile) -> DecoderConfig:
     """Read the decoder. The vision tower stays on disk."""
-    config.only("num_experts_per_tok", 1)
+    config.only(num_experts_per_tok=1)
     rotates, dense = rotating_layers(config), config.mlp(size_key="intermediate_size_mlp")
     experts = config.experts(
         config.routing(keys=("num_local_experts",), scoring="sigmoid"),

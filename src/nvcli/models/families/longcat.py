@@ -5,7 +5,6 @@ layers of the decoder. Some of the experts return their input."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
@@ -21,13 +20,6 @@ _NAMES_OF_HEAD = (
     (f"{_HEAD}layers.0.transformer_layer.mlp.", f"{LAYER}.mlp."),
     (f"{_HEAD}norm.", f"{NORM}."),
 )
-_KNOWN: dict[str, Any] = {
-    "attention_method": "MLA",
-    "router_bias": False,
-    "zero_expert_type": "identity",
-    "norm_topk_prob": False,
-}
-"""Keys with the only values that are computed."""
 _LAYOUT = CheckpointLayout(
     renamed=(
         (".mlp.experts.", f".{SHORTCUT}.experts."),
@@ -67,8 +59,7 @@ def _attention(config: ModelFile) -> LatentAttentionConfig:
 
 def _experts(config: ModelFile) -> ExpertsConfig:
     """Read the experts: those of `zero_expert_num`, which follow the others, return their input."""
-    for key, wanted in _KNOWN.items():
-        config.only(key, wanted)
+    config.only(attention_method="MLA", router_bias=False, zero_expert_type="identity", norm_topk_prob=False)
     identities = config.get("zero_expert_num", int, 0)
     routing = config.routing(
         keys=("n_routed_experts",), chosen_key="moe_topk", scale=config.positive_number("routed_scaling_factor", 1.0)

@@ -46,9 +46,7 @@ def _rotated_part(config: ModelFile) -> float:
 
 def read_text_01(config: ModelFile) -> DecoderConfig:
     """Read MiniMax-Text-01 or M1, whose heads forget the slower, the later their layer."""
-    config.only("postnorm", True)
-    config.only("shared_intermediate_size", 0)
-    config.only("hidden_act", "silu")
+    config.only(postnorm=True, shared_intermediate_size=0, hidden_act="silu")
     config = config.with_names(_OWN_NAMES)
     norm, count = config.rms_norm(), config.num_layers()
     window = config.bounded(config.window())

@@ -90,7 +90,7 @@ def _block_kinds(config: ModelFile) -> Sequence[str]:
 
 
 def _mlp(config: ModelFile, size_key: str) -> PlainMLPConfig:
-    config.only("mlp_hidden_act", "relu2")
+    config.only(mlp_hidden_act="relu2")
     return PlainMLPConfig(intermediate_size=config.positive(size_key), activation="relu2", bias=config.mlp_bias())
 
 

@@ -36,10 +36,8 @@ _LAYOUT_XGLM = CheckpointLayout(
 def read(config: ModelFile) -> DecoderConfig:
     """Read full attention in every layer. OPT-350M, with norms behind the blocks and narrower embeddings, is refused by
     the keys that say so."""
-    config.only("do_layer_norm_before", True)
-    config.only("word_embed_proj_dim", config.positive("hidden_size"))
-    config.only("_remove_final_layer_norm", False)
-    config.only("layer_norm_elementwise_affine", True)
+    config.only(do_layer_norm_before=True, word_embed_proj_dim=config.positive("hidden_size"))
+    config.only(_remove_final_layer_norm=False, layer_norm_elementwise_affine=True)
     layer = _layer(config, "relu", bias=config.get("enable_bias", bool, True))
     positions = config.learned_positions(_FIRST_POSITION)
     return config.decoder(layer, norm=config.layer_norm(), layout=_LAYOUT, learned_positions=positions)
@@ -53,7 +51,7 @@ def read_biogpt(config: ModelFile) -> DecoderConfig:
 
 def read_xglm(config: ModelFile) -> DecoderConfig:
     """Read XGLM. Older files hold the table of positions, which is computed."""
-    config.only("add_cross_attention", False)
+    config.only(add_cross_attention=False)
     return _with_scale(config, layout=_LAYOUT_XGLM, first_sinusoid=_FIRST_POSITION)
 
 

@@ -19,7 +19,7 @@ _LAYOUT_OF_PHI = CheckpointLayout(
 
 def read_phi(config: ModelFile) -> DecoderConfig:
     """Read half-rotated heads, and a bias of the LM head too."""
-    config.only("qk_layernorm", False)
+    config.only(qk_layernorm=False)
     layer = LayerConfig(
         mixer=config.attention(bias=True, rope=config.rope(default_partial=0.5)),
         mlp=config.plain_mlp("gelu_new", bias=True),
@@ -39,7 +39,7 @@ def read(config: ModelFile) -> DecoderConfig:
 
 def read_moe(config: ModelFile) -> DecoderConfig:
     """Read the experts, of which SparseMixer gives each token two."""
-    config.only("num_experts_per_tok", 2)
+    config.only(num_experts_per_tok=2)
     tolerance = 2 * config.positive_number("router_jitter_noise", 0.01)
     experts = config.experts(config.routing(scoring="sparsemixer", tolerance=tolerance), size_key="intermediate_size")
     attention = config.attention(

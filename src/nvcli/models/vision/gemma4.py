@@ -44,10 +44,9 @@ _BOTH_WAYS = "use_bidirectional_attention"
 
 def read_gemma4_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Gemma 4."""
-    vision.only("hidden_activation", "gelu_pytorch_tanh")
+    vision.only(hidden_activation="gelu_pytorch_tanh")
     sizes = read_sizes(vision, text)
-    vision.only("head_dim", sizes["hidden_size"] // sizes["num_heads"])
-    vision.only("num_key_value_heads", sizes["num_heads"])
+    vision.only(head_dim=sizes["hidden_size"] // sizes["num_heads"], num_key_value_heads=sizes["num_heads"])
     return VisionConfig(
         merge_size=vision.positive("pooling_kernel_size", 3),
         merger=MergerConfig(
@@ -82,7 +81,7 @@ def read_gemma4_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Vi
 def read_gemma4_unified_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Gemma 4 12B, which has no layers."""
     size = vision.positive("mm_embed_dim")
-    vision.only("output_proj_dims", size)
+    vision.only(output_proj_dims=size)
     return VisionConfig(
         depth=0,
         hidden_size=size,

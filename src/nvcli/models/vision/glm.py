@@ -59,7 +59,7 @@ def _merger(size: int) -> MergerConfig:
 
 def _sizes(config: JsonFile, vision: JsonFile, text: JsonFile) -> dict[str, Any]:
     """Read what these towers have in common."""
-    vision.only("hidden_act", "silu")
+    vision.only(hidden_act="silu")
     return {
         **read_sizes(vision, text, depth="depth", heads="num_heads"),
         "names": _NAMES,

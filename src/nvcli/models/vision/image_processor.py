@@ -94,8 +94,9 @@ def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
     name = file.get("image_processor_type", str, kind.classes[0])
     if name not in kind.classes:
         raise file.error("image_processor_type", f"{show(name)} is not supported; supported: {', '.join(kind.classes)}")
-    for key in ("do_resize", "do_rescale")[kind.resizes_always :]:
-        file.only(key, True)
+    if not kind.resizes_always:
+        file.only(do_resize=True)
+    file.only(do_rescale=True)
     normalises = kind.normalises if file.values.get("do_normalize") is None else file.get("do_normalize", bool)
     number = kind.resample if kind.resamples_alike else file.get("resample", int, kind.resample)
     if number not in _RESAMPLING:

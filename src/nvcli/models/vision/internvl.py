@@ -63,23 +63,16 @@ def read_qianfan_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> V
 
 def read_internvl_vision(config: JsonFile, vision: JsonFile, text: JsonFile, *, has_bias: bool = False) -> VisionConfig:
     """Read the tower of InternVL. `has_bias` is the default of `attention_bias`."""
-    for key, wanted in (
-        ("downsample_ratio", 1 / _MERGE),
-        ("vision_feature_layer", -1),
-        ("vision_feature_select_strategy", "default"),
-        ("projector_hidden_act", "gelu"),
-    ):
-        config.only(key, wanted)
-    vision.only("hidden_act", "gelu")
-    vision.only("use_mask_token", False)
-    vision.only("use_absolute_position_embeddings", True)
+    config.only(vision_feature_layer=-1, vision_feature_select_strategy="default", projector_hidden_act="gelu")
+    config.only(downsample_ratio=1 / _MERGE)
+    vision.only(hidden_act="gelu", use_mask_token=False, use_absolute_position_embeddings=True)
     sizes, image = read_sizes(vision, text), side_of(vision, "image_size", 448)
     patch = sizes["patch_size"]
     if image % (patch * _MERGE):
         raise vision.error("image_size", f"{image} is not a multiple of {patch * _MERGE}, the pixels of a token")
     norms_heads = vision.get("use_qk_norm", bool, False)
     if norms_heads:
-        vision.only("layer_norm_eps", 1e-6)
+        vision.only(layer_norm_eps=1e-6)
     return VisionConfig(
         names=_NAMES,
         processor="got_ocr2",

@@ -32,8 +32,7 @@ _ACTIVATIONS: dict[str, Literal["quick_gelu", "gelu", "gelu_tanh"]] = {
 def read_llava_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LLaVA 1.5 or of a relative, such as Pixtral 12B."""
     if vision.get("model_type", str, _CLIP) == _PIXTRAL:
-        config.only("vision_feature_layer", -1)
-        config.only("vision_feature_select_strategy", "full")
+        config.only(vision_feature_layer=-1, vision_feature_select_strategy="full")
         return read_pixtral_vision(config, vision, text, _projector(config, text))
     return _read(config, vision, text, processor="clip")
 
@@ -112,7 +111,7 @@ def _read(
 
 
 def _projector(config: JsonFile, text: JsonFile) -> MergerConfig:
-    config.only("projector_hidden_act", "gelu")
+    config.only(projector_hidden_act="gelu")
     return MergerConfig(
         kind="squares",
         size=text.positive("hidden_size"),

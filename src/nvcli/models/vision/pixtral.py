@@ -41,8 +41,7 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu": "gel
 
 def read_mistral3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Mistral 3, whose rows of tokens end with a token of their own."""
-    config.only("vision_feature_layer", -1)
-    config.only("projector_hidden_act", "gelu")
+    config.only(vision_feature_layer=-1, projector_hidden_act="gelu")
     has_bias = config.get("multimodal_projector_bias", bool, False)
     return _read(config, vision, text, image_token(config, 10), has_bias=has_bias)
 
@@ -63,7 +62,7 @@ def _read(
     config: JsonFile, vision: JsonFile, text: JsonFile, image_token_id: int, *, has_bias: bool = False
 ) -> VisionConfig:
     sizes = read_sizes(vision, text)
-    vision.only("head_dim", sizes["hidden_size"] // sizes["num_heads"])
+    vision.only(head_dim=sizes["hidden_size"] // sizes["num_heads"])
     return VisionConfig(
         names=_MISTRAL,
         processor="pixtral",

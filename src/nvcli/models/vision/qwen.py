@@ -29,7 +29,7 @@ _QWEN2 = TowerNames(
 
 def read_qwen2_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Qwen2-VL, whose `hidden_size` is the decoder's."""
-    vision.only("hidden_act", "quick_gelu")
+    vision.only(hidden_act="quick_gelu")
     size = vision.positive("embed_dim")
     same = vision.replacing(
         hidden_size=size,
@@ -58,7 +58,7 @@ def read_exaone4_5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) ->
 
 def read_qwen2_5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Qwen2.5-VL: windows, and RMS norms."""
-    vision.only("hidden_act", "silu")
+    vision.only(hidden_act="silu")
     patch, merge = vision.positive("patch_size"), vision.positive("spatial_merge_size", 2)
     window = vision.positive("window_size", 112)
     if window % (patch * merge):
@@ -97,7 +97,7 @@ def read_qwen3_vision(
 ) -> VisionConfig:
     """Read the tower of Qwen3-VL: learned positions, layer norms and deepstack. `sections` is the default of
     `mrope_section`."""
-    vision.only("hidden_act", "gelu_pytorch_tanh")
+    vision.only(hidden_act="gelu_pytorch_tanh")
     num_positions = vision.positive("num_position_embeddings")
     square(vision, "num_position_embeddings", num_positions)
     deep = layer_list(vision, "deepstack_visual_indexes", ())

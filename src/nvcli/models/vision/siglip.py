@@ -164,9 +164,7 @@ def read_idefics3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> 
 
 def read_lfm2_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LFM2-VL."""
-    config.only("projector_hidden_act", "gelu")
-    config.only("vision_feature_layer", -1)
-    config.only("use_image_special_tokens", True)
+    config.only(projector_hidden_act="gelu", vision_feature_layer=-1, use_image_special_tokens=True)
     sizes = _sizes(vision, text)
     positions = vision.positive("num_patches", 256)
     square(vision, "num_patches", positions)
@@ -193,8 +191,7 @@ def read_lfm2_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Visi
 
 def read_aya_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Aya Vision, whose last norm is not computed."""
-    config.only("vision_feature_layer", -1)
-    config.only("vision_feature_select_strategy", "full")
+    config.only(vision_feature_layer=-1, vision_feature_select_strategy="full")
     tower = _gated(config, vision, text, eps=config.positive_number("adapter_layer_norm_eps", 1e-6))
     return replace(
         tower,
@@ -260,7 +257,7 @@ def read_paddleocr_vision(config: JsonFile, vision: JsonFile, text: JsonFile) ->
 
 def _sizes(vision: JsonFile, text: JsonFile) -> dict[str, Any]:
     """Read what these towers have in common."""
-    vision.only("hidden_act", "gelu_pytorch_tanh")
+    vision.only(hidden_act="gelu_pytorch_tanh")
     return {
         **read_sizes(vision, text),
         "norm": "layer",
