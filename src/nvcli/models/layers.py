@@ -71,7 +71,8 @@ class Norm(TensorShards, DerivedModule):
     def derive(self, device: torch.device) -> None:
         """Make a weight that the checkpoint does not have."""
         if "weight" in self._buffers:
-            self.register_buffer("weight", torch.ones_like(self.weight, device=device), persistent=False)
+            ones = torch.ones(self.weight.shape, dtype=self.weight.dtype, device=device)
+            self.register_buffer("weight", ones, persistent=False)
 
 
 class InputNorm(Norm):
