@@ -94,8 +94,7 @@ class CheckpointLayout:
 
     def decoder_name(self, stored: str) -> str | None:
         """Return the decoder's name of a tensor in the files, or None for one that is not the text model's."""
-        start = next(((found, wanted) for found, wanted in self.starts if stored.startswith(found)), ("", ""))
-        stored = start[1] + stored.removeprefix(start[0])
+        stored = self.with_own_start(stored)
         name: str | None = stored
         is_of_head = stored.startswith(self.of_head)
         in_tower = None if self.tower is None else self.tower.find(stored)
@@ -117,6 +116,11 @@ class CheckpointLayout:
         if name is not None and self.parts_per_layer > 1:
             name = _PART.sub(self._of_part, name, count=1)
         return name
+
+    def with_own_start(self, stored: str) -> str:
+        """Return the name of a tensor in the files, with the beginning that the decoder has for its own."""
+        start = next(((found, wanted) for found, wanted in self.starts if stored.startswith(found)), ("", ""))
+        return start[1] + stored.removeprefix(start[0])
 
     def num_groups(self, fused: str) -> int:
         """Return the number of groups in which the parts of a fused tensor lie."""
@@ -167,7 +171,7 @@ class LocatedTensors:
     left: tuple[str, ...] = ()
     """Names, as in the files, of tensors outside the text model."""
     other_parts: tuple[str, ...] = ()
-    """The left tensors of parts that are not read at all."""
+    """The parts that are not read at all, once for each of their tensors."""
     other_bytes: int = 0
     has_tower: bool = False
     """Whether a vision tower is read, too."""
@@ -177,7 +181,7 @@ class LocatedTensors:
         """Return the note for the user about tensors that stay on disk; None if there are none."""
         if not self.other_parts:
             return None
-        parts = ", ".join(dict.fromkeys(_part(name) for name in self.other_parts))
+        parts = ", ".join(dict.fromkeys(self.other_parts))
         read = "what reads text and images" if self.has_tower else "the text part of the model"
         return (
             f"only {read} is loaded: {len(self.other_parts):,} tensors ({self.other_bytes / 2**30:,.1f} GiB) of other "
@@ -230,7 +234,7 @@ def locate_tensors(
     return LocatedTensors(
         tensors=found,
         left=tuple(left),
-        other_parts=tuple(others),
+        other_parts=tuple(_part(layout.with_own_start(name)) for name in others),
         other_bytes=sum(info.num_bytes for info in others.values()),
         has_tower=layout.has_tower,
     )

@@ -90,7 +90,7 @@ QWEN2_5_OMNI = Family(
         "Qwen2_5OmniModel",
         "Qwen2_5OmniThinkerForConditionalGeneration",
     ),
-    features="Qwen2.5-VL of files for speech too, of which text and images are read",
+    features="Qwen2.5-VL in files that also hold parts for sound and speech, which stay on disk",
     examples=("Qwen/Qwen2.5-Omni-7B", "Qwen/Qwen2.5-Omni-3B"),
     read=read_qwen2,
     read_vision=read_qwen2_5_omni_vision,
@@ -188,7 +188,7 @@ QWEN3_VL_MOE = Family(
 QWEN3_OMNI = Family(
     name="Qwen3-Omni",
     architectures=("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
-    features="Qwen3-VL with a mixture of experts, of files for speech too, of which text and images are read",
+    features="Qwen3-VL MoE in files that also hold parts for sound and speech, which stay on disk",
     examples=("Qwen/Qwen3-Omni-30B-A3B-Instruct", "Qwen/Qwen3-Omni-30B-A3B-Thinking"),
     read=read_qwen3_moe,
     read_vision=read_qwen3_omni_vision,
