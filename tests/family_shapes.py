@@ -75,6 +75,16 @@ NEMOTRON = {
     "routed_scaling_factor": 1.5,
     "time_step_min": 1e-9,  # the limit holds for prompts alone in transformers, and in no other implementation
 }
+LFM3 = {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", FULL, SLIDING, FULL],
+    "sliding_window": 20,
+    "rope_parameters": None,
+    "conv_bias": True,
+    "tie_word_embeddings": True,
+}
 QWEN2_5_VL = {"rope_parameters": {**DEFAULT, "mrope_section": [1, 1, 2]}, "bos_token_id": 0, "head_dim": None}
 QWEN3_VL = {
     "rope_parameters": {**DEFAULT, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
@@ -309,19 +319,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "lfm3": (
-        "Lfm3",
-        {
-            "hidden_size": 64,
-            "head_dim": 16,
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", FULL, SLIDING, FULL],
-            "sliding_window": 20,
-            "rope_parameters": None,
-            "conv_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "lfm3": ("Lfm3", LFM3),
+    "lfm3-vl": ("Lfm3Vl", LFM3),
     "mamba 2": (
         "Mamba2",
         {

@@ -60,6 +60,7 @@ FAMILIES = [
     "paddleocr-vl",
     "idefics 3",
     "lfm2-vl",
+    "lfm3-vl",
     "aya vision",
     "command a vision",
     "llava 1.5",

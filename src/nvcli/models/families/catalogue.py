@@ -26,7 +26,7 @@ from nvcli.models.families.idefics3 import IDEFICS3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
 from nvcli.models.families.jamba import JAMBA
 from nvcli.models.families.kimi_linear import KIMI_LINEAR
-from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3
+from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3, LFM3_VL
 from nvcli.models.families.ling import LING
 from nvcli.models.families.llama import CWM, HELIUM, INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.llama4 import LLAMA4
@@ -132,6 +132,7 @@ FAMILIES: tuple[Family, ...] = (
     LFM2_VL,
     LFM2_MOE,
     LFM3,
+    LFM3_VL,
     GPT_OSS,
     SEED_OSS,
     MINICPM3,

@@ -5,6 +5,7 @@ its heads, and norms after the blocks."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
@@ -15,6 +16,7 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import AttentionConfig, OutputGate
 from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
 from nvcli.models.mixers.short_conv import ShortConvConfig
+from nvcli.models.vision.lfm3 import read_lfm3_vision
 from nvcli.models.vision.siglip import read_lfm2_vision
 
 _CONV = "conv"
@@ -151,4 +153,12 @@ LFM3 = Family(
     read=read_lfm3,
     ties_embeddings=True,
     defaults={"head_dim": 128, "conv_L_cache": 7, "rope_parameters": _LFM3_ROPES},
+)
+LFM3_VL = replace(
+    LFM3,
+    name="LFM3-VL",
+    architectures=("Lfm3VlForConditionalGeneration",),
+    features="LFM3 with a vision tower, most of whose layers convolve patches",
+    examples=("LiquidAI/LFM3-VL-2B",),
+    read_vision=read_lfm3_vision,
 )

@@ -43,6 +43,9 @@ class PatchGrid:
     """Their weights, of the same shape."""
     middles: Floats
     """[P, 2], the row and column of each patch's middle, from -1 to 1 across its image."""
+    neighbours: Ints | None
+    """[P, conv_size²], the patches in the square around each, row by row, -1 where the image has ended; None where
+    nothing is convolved."""
 
     @property
     def num_patches(self) -> int:
@@ -76,7 +79,14 @@ def patch_grid(vision: VisionConfig, grids: Sequence[tuple[int, int]]) -> PatchG
         taps=_widened(taps) if taps else None,
         tap_weights=_widened(weights) if weights else None,
         middles=np.concatenate([part.middles for part in parts]),
+        neighbours=_moved_neighbours(parts, starts),
     )
+
+
+def _moved_neighbours(parts: Sequence[PatchGrid], starts: Sequence[int]) -> Ints | None:
+    found = [part.neighbours for part in parts if part.neighbours is not None]
+    moved = [np.where(array < 0, -1, array + start) for array, start in zip(found, starts, strict=False)]
+    return np.concatenate(moved) if moved else None
 
 
 def _widened(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -119,8 +129,18 @@ def _grid_of_image(vision: VisionConfig, rows: int, columns: int) -> PatchGrid:
         images=((0, num_tiles, rows * columns),),
         taps=taps,
         tap_weights=weights,
+        neighbours=_neighbours(places, rows, columns, vision.conv_size) if vision.conv_layers else None,
         middles=((2 * places + 1) / np.array([rows, columns]) - 1).astype(np.float32),
     )
+
+
+def _neighbours(places: Ints, rows: int, columns: int, side: int) -> Ints:
+    """Return `PatchGrid.neighbours` of an image of this size, whose squares have this side."""
+    reach = side // 2
+    numbers = np.full((rows + 2 * reach, columns + 2 * reach), -1)
+    row, column = places.T
+    numbers[row + reach, column + reach] = np.arange(len(places))
+    return np.stack([numbers[row + down, column + right] for down in range(side) for right in range(side)], axis=1)
 
 
 def _windows(rows: int, columns: int, side: int, unit: int) -> tuple[Ints, Runs]:

@@ -20,6 +20,7 @@ from nvcli.kernels.patch_types import HeadNorms, Runs
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.merger import BorderedMerger, SquareMerger, make_merger
+from nvcli.models.vision.patch_convolution import PatchConvolution
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
 from nvcli.models.vision.tower_parts import Linear, Norm, Scale, Weights, activate_and_multiply
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
@@ -43,7 +44,9 @@ class VisionTower(nn.Module):
                 ("last", config.has_last_norm),
             )
         )
-        self.blocks = nn.ModuleList(_Block(build, f"{TOWER}.blocks.{n}", config) for n in range(config.depth))
+        self.blocks = nn.ModuleList(
+            _Block(build, f"{TOWER}.blocks.{n}", config, convolves=n in config.conv_layers) for n in range(config.depth)
+        )
         self.newline = Weights(build, f"{TOWER}.newline") if config.has_newlines else None
         self.merger = make_merger(build, f"{TOWER}.merger", config)
         self.deepstack = nn.ModuleList(
@@ -127,9 +130,10 @@ class VisionTower(nn.Module):
         whole = make_segments(images, heads, x.dtype, device)
         windowed = make_segments(windows, heads, x.dtype, device) if config.window_tokens else whole
         deep: list[Tensor] = []
+        neighbours = _on_device(grid.neighbours, device)
         delta: Tensor | None = None  # what a layer adds to `x`, together with the norm of the sum
         for number, block in enumerate(self.blocks):
-            delta = block(x, delta, angles, whole if number in config.full_layers else windowed)
+            delta = block(x, delta, angles, whole if number in config.full_layers else windowed, neighbours)
             if number in config.deepstack_layers or number + 1 == len(self.blocks):
                 x += delta
                 delta = None
@@ -196,17 +200,19 @@ def _on_device(array: np.ndarray | None, device: torch.device) -> Tensor | None:
 
 
 class _Block(nn.Module):
-    """An attention layer with its MLP."""
+    """A layer of attention, or of convolutions, with its MLP."""
 
-    def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig, *, convolves: bool) -> None:
         super().__init__()
         self.config = config
+        self.convolution = PatchConvolution(build, f"{path}.conv") if convolves else None
         self.norm1, self.norm2 = (Norm(build, f"{path}.{name}", config.eps) for name in ("norm1", "norm2"))
-        self.qkv = Linear(build, *(f"{path}.attn.{name}" for name in config.qkv_names))
-        self.proj = Linear(build, f"{path}.attn.proj")
-        self.head_norms = nn.ModuleList(
-            Norm(build, f"{path}.attn.{name}", config.eps) for name in ("q_norm", "k_norm") if config.qk_norm
-        )
+        if not convolves:
+            self.qkv = Linear(build, *(f"{path}.attn.{name}" for name in config.qkv_names))
+            self.proj = Linear(build, f"{path}.attn.proj")
+            self.head_norms = nn.ModuleList(
+                Norm(build, f"{path}.attn.{name}", config.eps) for name in ("q_norm", "k_norm") if config.qk_norm
+            )
         self.results = nn.ModuleList(
             Scale(build, f"{path}.scale{number}")
             if config.has_layer_scales
@@ -217,10 +223,16 @@ class _Block(nn.Module):
         self.up = Linear(build, *(f"{path}.mlp.{name}" for name in up), pads_rows=True)
         self.down = Linear(build, f"{path}.mlp.{down}", pads_columns=True)
 
-    def forward(self, x: Tensor, delta: Tensor | None, angles: Tensor | None, segments: Segments) -> Tensor:
+    def forward(
+        self, x: Tensor, delta: Tensor | None, angles: Tensor | None, segments: Segments, neighbours: Tensor | None
+    ) -> Tensor:
         """Return what is to be added to `x`, [P, H], after `delta` and what attention gives were, in place."""
-        attended = self._attend(self.norm1(x, delta), angles, segments)
-        inner, kind = self.norm2(x, self._result(self.proj(attended), 0)), self.config.activation
+        mixed = self.norm1(x, delta)
+        if self.convolution is None:
+            mixed = self.proj(self._attend(mixed, angles, segments))
+        else:
+            mixed = self.convolution(mixed, neighbours)
+        inner, kind = self.norm2(x, self._result(mixed, 0)), self.config.activation
         if self.config.is_gated:
             inner = self.up(inner)
             inner = activate_and_multiply(inner, kind)

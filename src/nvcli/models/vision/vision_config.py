@@ -137,6 +137,8 @@ class VisionConfig:
     """Frames of a patch, in all of which an image is repeated; 0: weights have no axis of frames."""
     has_last_channels: bool = False
     """Whether the numbers of a patch are pixel by pixel, and not channel by channel."""
+    has_flat_patches: bool = False
+    """Whether files hold the projection of patches as a matrix, although they are channel by channel."""
     merge_size: int
     """Patches of the side of the square that becomes one token."""
     merger: MergerConfig
@@ -184,6 +186,10 @@ class VisionConfig:
     rope_theta: float = 10_000.0
     window_tokens: int = 0
     """Tokens of the side of the windows to which attention is limited; 0: there are none."""
+    conv_layers: tuple[int, ...] = ()
+    """The layers that convolve gated patches with those around them, in place of attention."""
+    conv_size: int = 0
+    """Patches of the side of the square that such a convolution reads; odd."""
     full_layers: tuple[int, ...] = ()
     """The layers that attend to the whole image where others have windows."""
     tile_tokens: int = 0
@@ -282,7 +288,7 @@ class VisionConfig:
         hidden, inner = self.hidden_size, self.intermediate_size
         frames = (self.temporal_patch_size,) if self.temporal_patch_size else ()
         of_patch = (CHANNELS, *frames, self.patch_size, self.patch_size)
-        of_patch = (self.patch_values,) if self.has_last_channels else of_patch
+        of_patch = (self.patch_values,) if self.has_last_channels or self.has_flat_patches else of_patch
         yield _tensor(dtype, "patch_embed.proj.weight", hidden, *of_patch)
         if self.has_patch_bias:
             yield _tensor(dtype, "patch_embed.proj.bias", hidden)
@@ -302,18 +308,12 @@ class VisionConfig:
             block = f"blocks.{number}"
             for name in ("norm1", "norm2", "result_norm1", "result_norm2")[: 4 if self.has_result_norms else 2]:
                 yield from _norm(dtype, f"{block}.{name}", hidden, self.norm)
-            for name in self.qkv_names:
-                heads = self.num_heads + 2 * (self.num_kv_heads or self.num_heads)
-                rows = heads * head // len(self.qkv_names)
-                linear = _linear(dtype, f"{block}.attn.{name}", rows, hidden, has_bias=self.qkv_bias)
-                yield from (replace(part, row_order=None if name == "v_proj" else order) for part in linear)
-            yield from _linear(dtype, f"{block}.attn.proj", hidden, hidden, has_bias=self.out_bias)
-            for name in ("q_norm", "k_norm") if self.qk_norm else ():
-                size, factor = (head if self.qk_norm == "head" else hidden), 1.0
-                if self.norms_values and name == "q_norm":
-                    factor = head**0.5  # attention divides by it
-                (norm,) = _norm(dtype, f"{block}.attn.{name}", size, "rms")
-                yield replace(norm, row_order=order, factor=factor)
+            if number in self.conv_layers:
+                yield _tensor(dtype, f"{block}.conv.in_proj.weight", 3 * hidden, hidden)
+                yield _tensor(dtype, f"{block}.conv.spatial_conv.weight", hidden, 1, self.conv_size, self.conv_size)
+                yield _tensor(dtype, f"{block}.conv.out_proj.weight", hidden, hidden)
+            else:
+                yield from self._attention(dtype, f"{block}.attn", order)
             for name in up:
                 yield from _linear(dtype, f"{block}.mlp.{name}", inner, hidden, has_bias=self.mlp_bias)
             yield from _linear(dtype, f"{block}.mlp.{down}", hidden, inner, has_bias=self.mlp_bias)
@@ -327,6 +327,21 @@ class VisionConfig:
         yield from self._merger(dtype, "merger", norms_squares=self.merger.norms_squares)
         for number in range(len(self.deepstack_layers)):
             yield from self._merger(dtype, f"deepstack_merger_list.{number}", norms_squares=True)
+
+    def _attention(self, dtype: StoredDtype, path: str, order: tuple[int, ...] | None) -> Iterator[TensorSpec]:
+        hidden, kv_heads = self.hidden_size, self.num_kv_heads or self.num_heads
+        head = hidden // self.num_heads
+        sizes = {"qkv": self.num_heads + 2 * kv_heads, "q_proj": self.num_heads, "k_proj": kv_heads, "v_proj": kv_heads}
+        for name in self.qkv_names:
+            linear = _linear(dtype, f"{path}.{name}", sizes[name] * head, hidden, has_bias=self.qkv_bias)
+            yield from (replace(part, row_order=None if name == "v_proj" else order) for part in linear)
+        yield from _linear(dtype, f"{path}.proj", hidden, hidden, has_bias=self.out_bias)
+        for name in ("q_norm", "k_norm") if self.qk_norm else ():
+            size, factor = (head if self.qk_norm == "head" else hidden), 1.0
+            if self.norms_values and name == "q_norm":
+                factor = head**0.5  # attention divides by it
+            (norm,) = _norm(dtype, f"{path}.{name}", size, "rms")
+            yield replace(norm, row_order=order, factor=factor)
 
     def _merger(self, dtype: StoredDtype, path: str, *, norms_squares: bool) -> Iterator[TensorSpec]:
         merger, hidden, side, out = self.merger, self.hidden_size, self.merge_size, self.out_size
