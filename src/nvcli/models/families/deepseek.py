@@ -73,9 +73,7 @@ def read_axk1(config: ModelFile) -> DecoderConfig:
 
 def read_axk2(config: ModelFile) -> DecoderConfig:
     """Read A.X-K2, whose norms before attention and before experts are gated."""
-    config.only("moe_layer_freq", 1)
-    for key in ("attention_output_gate", "gated_norm"):
-        config.only(key, True)
+    config.only(moe_layer_freq=1, attention_output_gate=True, gated_norm=True)
     attention = replace(_attention(config), gate=OutputGate(is_in_queries=True))
     mixer = read_chosen_keys(config, attention, is_interleaved=False)
     norms = LayerNorms(gated=("input_layernorm",), gate_rank=config.positive("gated_norm_rank", 16))

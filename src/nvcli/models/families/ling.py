@@ -46,10 +46,8 @@ _COMPUTED: dict[str, str | bool] = {
 def read_ling(config: ModelFile) -> DecoderConfig:
     """Read the published file, or one of transformers. The published decoder ignores `partial_rotary_factor`: what is
     meant to turn is rotated whole."""
-    for key, wanted in _COMPUTED.items():
-        config.only(key, wanted)
     of_shared = config.positive("moe_intermediate_size") * config.get("n_shared_experts", int, 1)
-    config.only("moe_shared_expert_intermediate_size", of_shared)
+    config.only(**_COMPUTED, moe_shared_expert_intermediate_size=of_shared)
     attention = read_latent_attention(config.replacing(partial_rotary_factor=None), is_interleaved=True)
     attention = replace(attention, gate=OutputGate(is_of_heads=True))
     mixers = {FULL: attention, LINEAR: _read_delta(config)}

@@ -27,8 +27,7 @@ _SINKS = (".self_attn.attention_sink_bias", ".self_attn.sinks")
 def read(config: ModelFile) -> DecoderConfig:
     """Read the published file, or one of transformers. The first of the layers for multi-token prediction makes a
     head; the others stay on disk."""
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc")
     attention = {FULL: _attention(config, FULL), SLIDING: _attention(_section_of_windows(config), SLIDING)}
     kinds = config.layer_types() or _numbered(config, "hybrid_layer_pattern", (FULL, SLIDING))
     kinds = kinds or config.layer_kinds(lambda number: number == 0 or number % 6 == 5)

@@ -38,8 +38,7 @@ _PADDED = "layer_types", "mlp_layer_types"
 
 def read_step(config: ModelFile) -> DecoderConfig:
     """Read the published file, or one of transformers. Layers for multi-token prediction stay on disk."""
-    for key, wanted in _COMPUTED.items():
-        config.only(key, wanted)
+    config.only(**_COMPUTED)
     lists = {key: config.values[key] for key in _PADDED if isinstance(config.values.get(key), list)}
     config = config.replacing(**{key: found[: config.num_layers()] for key, found in lists.items()})
     kinds = config.layer_kinds(lambda _: True)

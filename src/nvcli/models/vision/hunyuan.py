@@ -41,10 +41,13 @@ _PLACE, _HEIGHT, _WIDTH, _IMAGE = range(4)
 
 def read_hunyuan_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of HunyuanOCR."""
-    for key, wanted in (("hidden_act", "gelu"), ("interpolate_mode", "bilinear"), ("temporal_patch_size", 1)):
-        vision.only(key, wanted)
     sizes, eps = read_sizes(vision, text), vision.positive_number("rms_norm_eps", 1e-5)
-    vision.only("num_key_value_heads", sizes["num_heads"])
+    vision.only(
+        hidden_act="gelu",
+        interpolate_mode="bilinear",
+        temporal_patch_size=1,
+        num_key_value_heads=sizes["num_heads"],
+    )
     return VisionConfig(
         names=_NAMES,
         processor="hunyuan_vl",

@@ -119,7 +119,7 @@ def _area_rule(
         for key, wanted, default in (("patch_size", vision.patch_size, 14), ("merge_size", vision.merge_size, 2)):
             if (found := file.get(key, int, default)) != wanted:
                 raise file.error(key, f"is {found}, and {wanted} in config.json")
-        file.only("patch_expand_factor", 1)
+        file.only(patch_expand_factor=1)
         edges = _object(file, "size")
         limited = file.replacing(
             min_pixels=file.values.get("min_pixels") or edges.values.get("shortest_edge") or least,

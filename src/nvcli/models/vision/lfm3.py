@@ -35,7 +35,7 @@ _NAMES = TowerNames(
 
 def read_lfm3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LFM3-VL."""
-    config.only("projector_hidden_act", "gelu")
+    config.only(projector_hidden_act="gelu")
     sizes = read_sizes(vision, text)
     depth, heads = sizes["depth"], sizes["num_heads"]
     kv_heads, side = vision.positive("num_key_value_heads", 8), vision.positive("conv_kernel_size", 3)
