@@ -191,6 +191,19 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_VISION, "image_size": 34, "patch_size": 8, "vision_use_head": False},
     ),
     "Lfm2Vl": ("Lfm2", "Siglip2Vision", {**_VISION, "num_hidden_layers": 2, "num_patches": 25, "patch_size": 4}),
+    "GraniteDocling": (
+        "GraniteDoclingText",
+        "GraniteDoclingVision",
+        {
+            **_VISION,
+            "num_hidden_layers": 3,
+            "image_size": 32,
+            "patch_size": 4,
+            "scale_factor": 2,
+            "out_hidden_size": 32,
+            "deepstack_visual_indexes": [0, 2],
+        },
+    ),
     "Lfm3Vl": (
         "Lfm3",
         "Lfm3VlVision",
@@ -253,6 +266,7 @@ _WHOLE: dict[str, dict[str, Any]] = {
         "vision_aspect_ratio": "anyres_max_3",
     },
     "AyaVision": {"image_token_index": IMAGE_TOKEN},
+    "GraniteDocling": {"image_token_id": IMAGE_TOKEN, "pad_token_id": 0, "density_router_hidden_size": 8},
     "Lfm3Vl": {"image_token_id": IMAGE_TOKEN, "projector_hidden_size": 24},
     "Cohere2Vision": {"image_token_id": IMAGE_TOKEN, "alignment_intermediate_size": 24},
     "MuseGlimmer": {"image_token_id": IMAGE_TOKEN, "out_hidden_size": 64, "projector_hidden_size": 16},
@@ -293,7 +307,9 @@ SINCE = {
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
     **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
     **dict.fromkeys(("AXK1", "Dbrx", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
-    **dict.fromkeys(("DeepseekV32", "GlmMoeDsa", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"),
+    **dict.fromkeys(
+        ("DeepseekV32", "GlmMoeDsa", "GraniteDocling", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"
+    ),
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
 MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
@@ -305,6 +321,7 @@ _UNKNOWN_BEFORE = {
         "DeepseekV32",
         "Flint",
         "GlmMoeDsa",
+        "GraniteDocling",
         "GraniteMoeSWA",
         "GraniteSWA",
         "HYV4",

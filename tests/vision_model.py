@@ -93,6 +93,13 @@ MARKS = {
     "hunyuan-ocr": _QWEN._replace(processor={"image_processor_type": "HunYuanVLImageProcessor", **AREA}),
     "paddleocr-vl": _QWEN._replace(processor={"image_processor_type": "PaddleOCRVLImageProcessor", **AREA}),
     "idefics 3": _IDEFICS,
+    "granite docling": _IDEFICS._replace(
+        processor={
+            "image_processor_type": "GraniteDoclingImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "max_patches": 6,
+        }
+    ),
     "llava-next": Marks(
         ("<unused>", "<image>", "<unused 2>"),
         "<image>",

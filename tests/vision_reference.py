@@ -120,6 +120,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "paddleocr_vl": PaddleOCRVLImageProcessorPil,
         "idefics3": Idefics3ImageProcessorPil,
         "cohere2_vision": GotOcr2ImageProcessorPil,
+        "granite_docling": GotOcr2ImageProcessorPil,
         "clip": GotOcr2ImageProcessorPil,
     }
     tile = vision.tile_tokens * vision.token_pixels
@@ -129,6 +130,9 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         do_resize=False, image_mean=list(processor.mean), image_std=list(processor.std), **own
     )
     found = prepare(images=list(images), return_tensors="pt", input_data_format="channels_last")
+    if vision.processor == "granite_docling":  # of one row
+        tiles = found["pixel_values"][None]
+        return {"pixel_values": tiles, "pixel_attention_mask": torch.ones(tiles.shape[:2], dtype=torch.bool)}
     return {key: found[key] for key in _PIXEL_KEYS if key in found}
 
 

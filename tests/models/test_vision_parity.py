@@ -59,6 +59,7 @@ FAMILIES = [
     "internvl",
     "paddleocr-vl",
     "idefics 3",
+    "granite docling",
     "lfm2-vl",
     "lfm3-vl",
     "aya vision",

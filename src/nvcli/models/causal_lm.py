@@ -57,6 +57,7 @@ class Decoder(nn.Module):
         elif stage.is_first and decoder.first_sinusoid is not None:
             self.embed_positions = SinusoidalPositions(build, decoder.first_sinusoid)
         self.embedding_scale = decoder.embedding_scale
+        self.image_scale, self.deep_scale = decoder.image_scale, decoder.deep_scale
         if decoder.rounds_embedding_scale:
             dtype = getattr(torch, build.dtype)
             self.embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype, device="cpu").item()
@@ -101,7 +102,8 @@ class Decoder(nn.Module):
         if self.embedding_scale != 1.0:
             embeddings.mul_(self.embedding_scale)
         if images is not None and images.embeddings is not None:
-            embeddings.index_copy_(0, images.rows, images.embeddings)
+            scaled = images.embeddings if self.image_scale == 1.0 else images.embeddings * self.image_scale
+            embeddings.index_copy_(0, images.rows, scaled)
         if self.embedding_norm is not None:
             embeddings = self.embedding_norm(None, embeddings)
         return embeddings
@@ -139,13 +141,13 @@ class Decoder(nn.Module):
         for (number, layer), own, added in zip_longest(layers, inputs[:-1], deep[: len(layers)]):
             delta, residual, passed = layer(delta, residual, own, angles, batch, None, streams.get(number), passed)
             if images is not None and added is not None:
-                residual.index_add_(0, images.rows, added)
+                residual.index_add_(0, images.rows, added, alpha=self.deep_scale)
         # After the last attention, only rows that need logits are computed further.
         rows = None if self.norm is None else batch.logits_rows
         own, stream = inputs[-1], streams.get(last)
         delta, residual, passed = last_layer(delta, residual, own, angles, batch, rows, stream, passed)
         if images is not None and len(deep) > len(layers):  # in a stage that has just as many layers
-            residual.index_add_(0, images.rows, deep[-1])
+            residual.index_add_(0, images.rows, deep[-1], alpha=self.deep_scale)
         if self.end is not None:
             delta, residual = None, self.end(delta, residual, passed, self.norm)
         if self.norm is None:

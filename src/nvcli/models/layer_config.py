@@ -165,6 +165,10 @@ class DecoderConfig:
     """The norm after the last layer; None: it is as all others."""
     embedding_scale: float = 1.0
     """Embeddings are multiplied by it."""
+    image_scale: float = 1.0
+    """Embeddings of images are multiplied by it."""
+    deep_scale: float = 1.0
+    """The residual stream gets results of a vision tower's layers multiplied by it."""
     rounds_embedding_scale: bool = False
     """Whether `embedding_scale` is rounded to the type of the weights first."""
     norms_embeddings: bool = False

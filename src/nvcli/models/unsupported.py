@@ -73,7 +73,6 @@ _LACKING = {
     "Gemma3nForCausalLM": _SEVERAL_STREAMS,
     "Gemma3nForConditionalGeneration": _SEVERAL_STREAMS,
     "Glm5NextForConditionalGeneration": _SEVERAL_STREAMS,
-    "GraniteDoclingForConditionalGeneration": f"{_NO_TOWER}; that of Granite Docling 258M is",
     "Inkling2ForCausalLM": _RELATIVE,
     "Inkling2ForConditionalGeneration": _RELATIVE,
     "InklingForCausalLM": _RELATIVE,

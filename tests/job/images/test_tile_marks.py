@@ -26,6 +26,14 @@ from nvcli.models.config import load_model_config
 from nvcli.models.vision.image_processor import read_processor
 from vision_model import write_vision_model
 
+WIDE = {
+    "max_patches": 4,
+    "dense_max_patches": 30,
+    "dense_max_scale": 0.8,
+    "dense_min_aspect": 0.9,
+    "dense_max_aspect": 3.0,
+}
+"""Settings of Granite Docling, by which some images may have more tiles."""
 SIZES = [(1, 1), (1, 150), (4000, 30), (33, 35), (40, 100), (200, 60), (68, 68), (300, 290), (2, 3), (97, 31)]
 
 
@@ -34,6 +42,12 @@ def idefics3(folder: Path, tokenizer: Any) -> Any:
 
     images = Idefics3ImageProcessorPil.from_pretrained(folder)
     return transformers.Idefics3Processor(images, tokenizer, image_seq_len=16)
+
+
+def docling(folder: Path, tokenizer: Any) -> Any:
+    images = transformers.GraniteDoclingImageProcessorPil.from_pretrained(folder)
+    images.do_rescale = images.do_normalize = False
+    return transformers.GraniteDoclingProcessor(images, tokenizer, image_seq_len=16)
 
 
 def aya(folder: Path, tokenizer: Any) -> Any:
@@ -136,6 +150,8 @@ def _tensor(photo: Image.Image) -> torch.Tensor:
         ("lfm2-vl", Lfm2, {"use_thumbnail": False}),
         ("aya vision", aya, {}),
         ("command a vision", CommandA, {}),
+        ("granite docling", docling, {"max_patches": 20}),
+        ("granite docling", docling, WIDE),
     ],
 )
 def test_prompts_are_those_of_transformers(
@@ -166,12 +182,13 @@ def test_prompts_are_those_of_transformers(
         found = [place for image in placed.images for place in range(image.first, image.end)]
         assert found == [place for place, each in enumerate(ids) if each == token]
         assert len({image.key for image in placed.images}) == len(placed.images)
-        if make in (Lfm2, CommandA):  # `test_image_process.py` has others
-            for image, theirs_own in zip(placed.images, their_pixels["pixel_values"], strict=True):
+        if make in (Lfm2, CommandA, docling):  # `test_image_process.py` has others
+            tiles = their_pixels["pixel_values"][0] if make is docling else their_pixels["pixel_values"]
+            for image, theirs_own in zip(placed.images, tiles, strict=True):
                 own = np.empty((*theirs_own.shape[1:], 3), dtype=np.uint8)
                 assert own.shape[:2] == (8 * image.rows, 8 * image.columns)
                 file.read(own.data.cast("B"), image.offset)
-                np.testing.assert_array_equal(own, theirs_own.permute(1, 2, 0).numpy())
+                np.testing.assert_array_equal(own, np.moveaxis(np.asarray(theirs_own), 0, 2))
     images.close()
 
 

@@ -22,7 +22,7 @@ from nvcli.models.families.gpt_neox import GPT_NEOX, PERSIMMON
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA, HYPERCLOVAX
 from nvcli.models.families.hunyuan import HUNYUAN_OCR, HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3, HUNYUAN_V4
-from nvcli.models.families.idefics3 import IDEFICS3
+from nvcli.models.families.idefics3 import GRANITE_DOCLING, IDEFICS3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
 from nvcli.models.families.jamba import JAMBA
 from nvcli.models.families.kimi_linear import KIMI_LINEAR
@@ -115,6 +115,7 @@ FAMILIES: tuple[Family, ...] = (
     INTERNVL,
     QIANFAN_OCR,
     IDEFICS3,
+    GRANITE_DOCLING,
     LLAVA,
     LLAVA_NEXT,
     LLAVA_ONEVISION,

@@ -141,10 +141,13 @@ def _read(
     norms: LayerNorms = NORMS_BEFORE,
 ) -> DecoderConfig:
     residual = config.positive_number("residual_multiplier", 1.0)
+    scale = config.positive_number("embedding_multiplier", 1.0) / residual
     return config.decoder(
         [LayerConfig(mixer=mixer, mlp=mlp, norms=norms) for mixer in mixers],
         norm=NormConfig(eps=config.positive_number("rms_norm_eps") / residual**2),
-        embedding_scale=config.positive_number("embedding_multiplier", 1.0) / residual,
+        embedding_scale=scale,
+        image_scale=scale,
+        deep_scale=1 / residual,
         logit_scale=1 / config.positive_number("logits_scaling", 1.0),
         layout=layout,
     )

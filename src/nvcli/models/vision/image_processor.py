@@ -25,6 +25,7 @@ from nvcli.models.vision.image_size import (
     SizeRule,
     SplitRule,
     TileRule,
+    WideRule,
 )
 from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
 
@@ -175,6 +176,25 @@ def _tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 384), least=least, most=most)
 
 
+def _page_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    file.only("fine_route", False)
+    file.only("crop_to_patches", True)
+    least, most, more = file.positive("min_patches", 1), file.positive("max_patches", 32), file.get(_MORE, int, 0)
+    if not least <= most <= _MOST_TILES or not 0 <= more <= _MOST_TILES:
+        raise file.error("max_patches", f"{most:,} is not supported; supported: from {least} to {_MOST_TILES}")
+    scale, ratio, most_ratio = (
+        file.get(key, float, 0.0) for key in ("dense_max_scale", "dense_min_aspect", "dense_max_aspect")
+    )
+    wide = WideRule(most=more, scale=scale, least_ratio=ratio, most_ratio=most_ratio) if more else None
+    return TileRule(
+        side=vision.token_pixels, tile=_tile(file, vision, 512), least=least, most=most, longest=_MARKED, wide=wide
+    )
+
+
+_MORE, _MARKED = "dense_max_patches", 16
+"""A key, and the most rows and columns of tiles for which Granite Docling has marks."""
+
+
 def _scaled_tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     most = file.positive("max_patches", 12) if file.get("crop_to_patches", bool, True) else 1
     if most > _MOST_TILES:
@@ -295,6 +315,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "hunyuan_vl": _Kind(("HunYuanVL",), _area_rule(512**2, 2048**2), 3, _CLIP_MEAN, _CLIP_STD, resamples_alike=True),
     "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),
     "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
+    "granite_docling": _Kind(("GraniteDocling",), _page_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "cohere2_vision": _Kind(("Cohere2Vision",), _scaled_tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "idefics3": _Kind(("Idefics3", "SmolVLM"), _split_rule, 1, _HALF, _HALF),
     "clip": _Kind(("CLIP", "Siglip"), _middle_rule, 3, _CLIP_MEAN, _CLIP_STD),

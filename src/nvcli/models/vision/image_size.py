@@ -187,6 +187,29 @@ class CutRule(SizeRule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WideRule:
+    """Wide images that are made much smaller may have more tiles (`get_tile_budget` of Granite Docling)."""
+
+    most: int
+    """The most tiles of such an image."""
+    scale: float
+    """The part of its width below which the usual tiles show it; 0: any."""
+    least_ratio: float
+    """The width, in heights, that it exceeds; 0: any."""
+    most_ratio: float
+    """The largest width, in heights, that it may have; 0: any."""
+
+    def takes(self, height: int, width: int, shown: int) -> bool:
+        """Tell whether an image of this size, which the usual tiles show `shown` pixels wide, may have more."""
+        ratio = width / height
+        if not self.scale and not self.least_ratio:
+            return False
+        if (self.least_ratio and ratio <= self.least_ratio) or (self.most_ratio and ratio > self.most_ratio):
+            return False
+        return not self.scale or shown / width < self.scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TileRule(CutRule):
     """Images are cut into equal squares, in the arrangement that fits them best (`get_optimal_tiled_canvas` of InternVL
     and of Command A Vision); or all are brought to one square."""
@@ -196,13 +219,18 @@ class TileRule(CutRule):
     least: int = 1
     most: int = 1
     """The fewest and the most tiles, the whole image not counted, which follows if there are several."""
+    longest: int = 64
+    """The most tiles of a side."""
+    wide: WideRule | None = None
+    """The images that may have more tiles; None: none may."""
     fits: Literal["shape", "scale"] = "shape"
     """shape: the arrangement's shape is nearest to the image's; scale: the image is enlarged least, or if it cannot be,
     made smaller least."""
 
     @property
     def most_pictures(self) -> int:
-        return self.most + (self.most > 1)
+        most = max(self.most, 0 if self.wide is None else self.wide.most)
+        return most + (most > 1)
 
     def fit(self, height: int, width: int) -> Fit:
         tile, (rows, columns) = self.tile, self._arrangement(height, width)
@@ -212,7 +240,12 @@ class TileRule(CutRule):
     def _arrangement(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles. Among arrangements of one shape, the larger one is taken while the
         image fills more than half of it."""
-        sides = range(1, self.most + 1)
+        if self.wide is not None:
+            usual = replace(self, wide=None)._arrangement(height, width)
+            if not self.wide.takes(height, width, usual[1] * self.tile):
+                return usual
+            return replace(self, wide=None, most=self.wide.most)._arrangement(height, width)
+        sides = range(1, min(self.most, self.longest) + 1)
         found = [(w, h) for w in sides for h in sides if self.least <= w * h <= self.most]
         found.sort(key=lambda each: each[0] * each[1])
         if self.fits == "scale":

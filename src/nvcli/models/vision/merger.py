@@ -5,12 +5,14 @@ Each is held to transformers' own. Shapes: P patches, H hidden size of the tower
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate_and_multiply, side_by_side
 from nvcli.models.vision.vision_config import VisionConfig
+from nvcli.models.weights import DerivedModule
 
 
 class SquareMerger(nn.Module):
@@ -114,6 +116,48 @@ class GatedMerger(nn.Module):
         return out
 
 
+class PlacedMerger(nn.Module):
+    """Normed patches projected side by side, to which the places of tokens in their tile are added, and an MLP of their
+    sums, with norms (Granite Docling): [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.count = config.merge_size**2
+        self.norm, self.middle_norm, self.last_norm = (
+            Norm(build, f"{path}.{name}", config.merger.eps) for name in ("norm", "middle_norm", "last_norm")
+        )
+        self.projection, self.second = Linear(build, f"{path}.projection"), Linear(build, f"{path}.linear_fc2")
+        self.places = TilePlaces(config.tile_tokens, config.out_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.places(self.projection(side_by_side(self.norm(x), self.count)))
+        out: Tensor = self.last_norm(self.second(F.gelu(self.middle_norm(x))))
+        return out
+
+
+class TilePlaces(DerivedModule):
+    """Adds sines and cosines of each token's column and row in its tile (https://arxiv.org/abs/1706.03762)."""
+
+    table: Tensor
+
+    def __init__(self, side: int, size: int) -> None:
+        super().__init__()
+        self.side = side
+        self.register_buffer("table", torch.empty(side**2, size, dtype=torch.float32), persistent=False)
+
+    def derive(self, device: torch.device) -> None:
+        quarter = self.table.shape[1] // 4
+        frequencies = 10_000.0 ** -(torch.arange(quarter, dtype=torch.float64, device=device) / quarter)
+        numbers = torch.arange(self.side**2, device=device)
+        column, row = numbers % self.side, numbers // self.side
+        angles = [torch.outer(place.double(), frequencies) for place in (column, row)]
+        self.table = torch.cat([turn for each in angles for turn in (each.sin(), each.cos())], dim=1).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tiles = x.view(-1, *self.table.shape)
+        return (tiles + self.table.to(x.dtype)).view(x.shape)
+
+
 class BorderedMerger(nn.Module):
     """Normed patches merged by a convolution, two projections and a norm, and the vectors that stand around an image's
     tokens (HunyuanOCR): [P, H] → [N, O]."""
@@ -150,5 +194,6 @@ def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Modu
         "patches": PatchMerger,
         "gated": GatedMerger,
         "bordered": BorderedMerger,
+        "placed": PlacedMerger,
     }
     return kinds[kind](build, path, config)

@@ -28,6 +28,7 @@ ProcessorKind = Literal[
     "glm46v",
     "hunyuan_vl",
     "got_ocr2",
+    "granite_docling",
     "paddleocr_vl",
     "idefics3",
     "lfm2_vl",
@@ -65,6 +66,8 @@ class ImageText:
     """The text before the tokens of the whole image that follows tiles."""
     alone: str = ""
     """The text before the tokens of an image without tiles."""
+    after_alone: str | None = None
+    """The text after them; None: `after`."""
 
     @property
     def parts_tiles(self) -> bool:
@@ -85,20 +88,22 @@ class ImageText:
                 tiles += self.row_end
         if not rows:
             return self.before + tiles + self.after
+        after = self.after if tiles or self.after_alone is None else self.after_alone
         tiles += self.whole if tiles else self.alone
         whole = f"{self.token}{self.between}" * (rows - 1 if self.between else 0) + self.token
-        return self.before + tiles + whole + self.after
+        return self.before + tiles + whole + after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergerConfig:
     """The way from the square of patches that make up a token to its embedding."""
 
-    kind: Literal["squares", "linear", "pool", "project", "patches", "gated", "bordered"]
+    kind: Literal["squares", "linear", "pool", "project", "patches", "gated", "bordered", "placed"]
     """squares: their vectors side by side go through an MLP; linear: they are projected; pool: their mean is normed and
     projected; project: likewise, with a norm that has no weights; patches: they are normed and merged before an MLP;
     gated: they are merged and normed before a gated MLP; bordered: they are normed and merged, then projected twice and
-    normed, and learned vectors stand around them (`VisionConfig.has_borders`)."""
+    normed, and learned vectors stand around them (`VisionConfig.has_borders`); placed: they are normed and projected,
+    and the places of tokens in their tile are added, then normed, projected and normed."""
     size: int
     """The size between the two projections of its MLP, or the last two; linear, pool, project: 0."""
     is_gated: bool = False
@@ -325,8 +330,9 @@ class VisionConfig:
         if self.has_newlines:
             yield _tensor(dtype, "newline.weight", self.out_size)
         yield from self._merger(dtype, "merger", norms_squares=self.merger.norms_squares)
+        of_squares = replace(self, merger=replace(self.merger, kind="squares"))
         for number in range(len(self.deepstack_layers)):
-            yield from self._merger(dtype, f"deepstack_merger_list.{number}", norms_squares=True)
+            yield from of_squares._merger(dtype, f"deepstack_merger_list.{number}", norms_squares=True)
 
     def _attention(self, dtype: StoredDtype, path: str, order: tuple[int, ...] | None) -> Iterator[TensorSpec]:
         hidden, kv_heads = self.hidden_size, self.num_kv_heads or self.num_heads
@@ -350,6 +356,13 @@ class VisionConfig:
             yield _tensor(dtype, f"{path}.projection.weight", out, hidden)
             for name in ("shift", "scale") if merger.is_standardised else ():
                 yield _tensor(dtype, f"{path}.{name}.weight", hidden)
+            return
+        if merger.kind == "placed":
+            yield from _norm(dtype, f"{path}.norm", hidden, merger.norm)
+            yield from _linear(dtype, f"{path}.projection", out, merged, has_bias=False)
+            yield from _norm(dtype, f"{path}.middle_norm", out, merger.norm)
+            yield from _linear(dtype, f"{path}.linear_fc2", out, out, has_bias=False)
+            yield from _norm(dtype, f"{path}.last_norm", out, merger.norm)
             return
         if merger.kind == "linear":
             yield from _linear(dtype, f"{path}.projection", out, merged, has_bias=bias)

@@ -75,14 +75,14 @@ def square(file: JsonFile, key: str, value: int) -> int:
     return side
 
 
-def layer_list(vision: JsonFile, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Read a list of layer numbers."""
+def layer_list(vision: JsonFile, key: str, default: tuple[int, ...], *, depth: str = "depth") -> tuple[int, ...]:
+    """Read a list of layer numbers. `depth`: the key of the number of layers."""
     value = vision.values.get(key)
     if value is None:
         return default
-    depth = vision.positive("depth")
-    if not isinstance(value, list) or not all(isinstance(n, int) and 0 <= n < depth for n in value):
-        raise vision.error(key, f"{show(value)} is not a list of layers of {depth}")
+    count = vision.positive(depth)
+    if not isinstance(value, list) or not all(isinstance(n, int) and 0 <= n < count for n in value):
+        raise vision.error(key, f"{show(value)} is not a list of layers of {count}")
     return tuple(value)
 
 
