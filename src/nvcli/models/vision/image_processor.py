@@ -177,8 +177,7 @@ def _tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
 
 
 def _page_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    file.only("fine_route", False)
-    file.only("crop_to_patches", True)
+    file.only(fine_route=False, crop_to_patches=True)
     least, most, more = file.positive("min_patches", 1), file.positive("max_patches", 32), file.get(_MORE, int, 0)
     if not least <= most <= _MOST_TILES or not 0 <= more <= _MOST_TILES:
         raise file.error("max_patches", f"{most:,} is not supported; supported: from {least} to {_MOST_TILES}")
