@@ -124,6 +124,11 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3OmniMoeVisionEncoder",
         {**_QWEN_OR_GLM, "depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [1, 0]},
     ),
+    "HyperCLOVAXVisionV2": (
+        "HyperCLOVAX",
+        "Qwen2_5_VLVision",
+        {**_QWEN_OR_GLM, "depth": 2, "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": 24},
+    ),
     "QianfanOCR": ("Qwen3", "QianfanOCRVision", {**_VISION, "num_hidden_layers": 2, "image_size": 32, "patch_size": 4}),
     "HunYuanVL": (
         "HunYuanVLText",
@@ -303,7 +308,7 @@ def tiny_model_config(**overrides: Any) -> dict[str, Any]:
 
 SINCE = {
     **dict.fromkeys(("Bamba", "Beam", "Flint", "GptOss", "Kolibri1", "Lfm3", "Mamba2", "MiniMaxM2", "Olmo3"), "5.23"),
-    **dict.fromkeys(("AXK2", "BailingHybrid", "MiMoV2Flash", "Step3p7"), "5.23"),
+    **dict.fromkeys(("AXK2", "BailingHybrid", "HyperCLOVAXVisionV2", "MiMoV2Flash", "Step3p7"), "5.23"),
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
     **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
     **dict.fromkeys(("AXK1", "Dbrx", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),

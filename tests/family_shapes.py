@@ -241,6 +241,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 0.4,
         },
     ),
+    "hyperclova x with vision": (
+        "HyperCLOVAXVisionV2",
+        {"logits_scaling": 0.4, "attention_multiplier": 0.1, "head_dim": 8, "tie_word_embeddings": True},
+    ),
     "granite 4": (
         "GraniteMoeHybrid",
         {

@@ -47,6 +47,10 @@ TABLES = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """Buffers that transformers writes beside the weights of MiniMax-Text-01."""
 
 PUBLISHED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "hyperclova x with vision": (
+        {r"model\.language_model\.": "model.language_model.model.", r"model\.projector": "model.vision_projector"},
+        {},
+    ),
     "mimo v2 flash": (
         {r"self_attn\.sinks": "self_attn.attention_sink_bias"},
         {

@@ -38,6 +38,7 @@ PROCESSOR = ImageProcessor(
 FAMILIES = [
     "qwen 2-vl",
     "exaone 4.5",
+    "hyperclova x with vision",
     "qianfan-ocr",
     "qwen 2.5-vl",
     "qwen 3-vl",

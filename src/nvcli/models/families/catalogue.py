@@ -20,7 +20,7 @@ from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V,
 from nvcli.models.families.gpt2 import BIGCODE, CODEGEN, GPT2, GPT_NEO, GPTJ
 from nvcli.models.families.gpt_neox import GPT_NEOX, PERSIMMON
 from nvcli.models.families.gpt_oss import GPT_OSS
-from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA, HYPERCLOVAX
+from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA, HYPERCLOVAX, HYPERCLOVAX_VISION
 from nvcli.models.families.hunyuan import HUNYUAN_OCR, HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3, HUNYUAN_V4
 from nvcli.models.families.idefics3 import GRANITE_DOCLING, IDEFICS3
 from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
@@ -123,6 +123,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_SWA,
     GRANITE4,
     HYPERCLOVAX,
+    HYPERCLOVAX_VISION,
     BAMBA,
     FALCON_H1,
     MAMBA2,

@@ -23,7 +23,10 @@ from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import Mixer, NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.vision.qwen import read_hyperclovax_vision
 
+_STARTS = (("model.language_model.model.", "model.language_model."), ("model.language_model.lm_head.", "lm_head."))
+"""Names of HyperCLOVA X in published files of a model with vision, and in those of transformers."""
 _EXPERTS_LAYOUT = CheckpointLayout(
     renamed=(
         ("block_sparse_moe.input_linear.weight", "mlp.experts.gate_up_proj"),
@@ -55,6 +58,12 @@ def read_hyperclovax(config: ModelFile) -> DecoderConfig:
     residual = config.positive_number("residual_multiplier", 1.0)
     norms = LayerNorms(after_attention="post_norm1", after_mlp="post_norm2", factor_after=residual)
     return _read_llama(config.replacing(residual_multiplier=1.0), norms)
+
+
+def read_hyperclovax_with_vision(config: ModelFile) -> DecoderConfig:
+    """Read HyperCLOVA X, before whose names published files have others."""
+    decoder = read_hyperclovax(config)
+    return replace(decoder, layout=replace(decoder.layout, starts=_STARTS))
 
 
 def _read_llama(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
@@ -173,6 +182,15 @@ HYPERCLOVAX = Family(
     features="as Granite 3, with norms before and after each block",
     examples=("naver-hyperclovax/HyperCLOVAX-SEED-Think-14B",),
     read=read_hyperclovax,
+)
+HYPERCLOVAX_VISION = Family(
+    name="HyperCLOVA X with vision",
+    architectures=("HCXVisionV2ForCausalLM", "HyperCLOVAXVisionV2ForConditionalGeneration"),
+    features="HyperCLOVA X with the vision tower of Qwen2.5-VL, which attends within windows",
+    examples=("naver-hyperclovax/HyperCLOVAX-SEED-Think-32B",),
+    read=read_hyperclovax_with_vision,
+    read_vision=read_hyperclovax_vision,
+    ties_embeddings=True,
 )
 GRANITE4 = Family(
     name="Granite 4",

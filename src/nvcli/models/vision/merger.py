@@ -16,7 +16,7 @@ from nvcli.models.weights import DerivedModule
 
 
 class SquareMerger(nn.Module):
-    """An MLP of the patches' vectors side by side: [P, H] → [N, O]."""
+    """An MLP of the patches' vectors side by side, and in some models another projection: [P, H] → [N, O]."""
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig, *, norms_squares: bool) -> None:
         """`norms_squares`: the norm, if there is one, is over all patches of a token together."""
@@ -24,6 +24,8 @@ class SquareMerger(nn.Module):
         self.count, self.norms_squares, self.is_gated = config.merge_size**2, norms_squares, config.merger.is_gated
         self.norm = Norm(build, f"{path}.norm", config.merger.eps) if config.merger.has_norm else nn.Identity()
         self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")
+        is_last = config.merger.result_size is None
+        self.projector = nn.Identity() if is_last else Linear(build, f"{path}.projector")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(side_by_side(x, self.count)) if self.norms_squares else side_by_side(self.norm(x), self.count)
@@ -33,7 +35,7 @@ class SquareMerger(nn.Module):
             x = F.silu(gate) * up
         else:
             x = F.gelu(x)
-        out: Tensor = self.second(x)
+        out: Tensor = self.projector(self.second(x))
         return out
 
 

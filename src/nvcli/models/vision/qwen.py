@@ -1,6 +1,6 @@
 """The towers of Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL (https://arxiv.org/abs/2502.13923), EXAONE 4.5,
-Qwen3-VL (https://arxiv.org/abs/2511.21631), Qwen 3.5, Qwen2.5-Omni and Qwen3-Omni, as config.json spells them.
-Torch-free."""
+HyperCLOVA X, Qwen3-VL (https://arxiv.org/abs/2511.21631), Qwen 3.5, Qwen2.5-Omni and Qwen3-Omni, as config.json spells
+them. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
 from nvcli.models.vision.vision_file import image_token, layer_list, read_axes, read_sizes, square
 
 _PREFIXES = (("visual.", f"{TOWER}."),)
+_HYPERCLOVAX_PREFIXES = (
+    ("vision_model.", f"{TOWER}."),
+    ("vision_projector.", f"{TOWER}.merger.projector."),
+    ("projector.", f"{TOWER}.merger.projector."),
+)
+"""Published names, and those of transformers."""
 _QWEN2 = TowerNames(
     prefixes=_PREFIXES,
     renamed=(
@@ -54,6 +60,15 @@ def read_exaone4_5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) ->
     if heads % num_kv_heads:
         raise vision.error("num_key_value_heads", f"{num_kv_heads} does not divide {heads} heads")
     return replace(read_qwen2_5_vision(config, vision, text), num_kv_heads=num_kv_heads, axes=())
+
+
+def read_hyperclovax_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of HyperCLOVA X, which is Qwen2.5-VL's with another projection behind it. Tokens have one
+    position."""
+    config = config.with_defaults({"image_token_id": 128_060})
+    found = read_qwen2_5_vision(config, vision.replacing(out_hidden_size=None), text)
+    merger = replace(found.merger, result_size=vision.positive("out_hidden_size"))
+    return replace(found, axes=(), merger=merger, names=replace(_QWEN2, prefixes=_HYPERCLOVAX_PREFIXES))
 
 
 def read_qwen2_5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:

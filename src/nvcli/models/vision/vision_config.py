@@ -108,6 +108,8 @@ class MergerConfig:
     """The size between the two projections of its MLP, or the last two; linear, pool, project: 0."""
     is_gated: bool = False
     """Whether the second half of the first projection of `squares` is a gate (SwiGLU)."""
+    result_size: int | None = None
+    """The size of what the MLP of `squares` gives, which is projected once more; None: it is the decoder's."""
     has_norm: bool = True
     """Whether `squares` has a norm."""
     norms_squares: bool = False
@@ -395,7 +397,10 @@ class VisionConfig:
             yield from _norm(dtype, f"{path}.last_norm", out, merger.norm)
             return
         yield from _linear(dtype, f"{path}.linear_fc1", merger.size, merged, has_bias=bias)
-        yield from _linear(dtype, f"{path}.linear_fc2", out, merger.size // (1 + merger.is_gated), has_bias=bias)
+        result = merger.result_size or out
+        yield from _linear(dtype, f"{path}.linear_fc2", result, merger.size // (1 + merger.is_gated), has_bias=bias)
+        if merger.result_size is not None:
+            yield from _linear(dtype, f"{path}.projector", out, result, has_bias=bias)
 
 
 def _halves_in_turn(size: int) -> tuple[int, ...]:
