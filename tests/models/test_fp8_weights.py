@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -310,6 +312,23 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     path = unstack_experts(write_tiny_model(folder / "model", "Qwen3Moe", **{**SIZES, **sizes}))
     quantised, decoded = write_quantised(path, folder, fp8_blocks((128, 128)), skip=("gate.weight",))
     return {"blocks": quantised, "decoded": decoded, "plain": path}
+
+
+@pytest.mark.parametrize("kept", ["fp8", "none"])
+def test_stacks_of_experts_are_as_single_ones(kept: KeptWeights, experts: dict[str, Path], tmp_path: Path) -> None:
+    """As Step's files have them: the codes of all experts in one tensor, and their scales in another."""
+    path = shutil.copytree(experts["blocks"], tmp_path / "model")
+
+    def stack(tensors: dict[str, Tensor]) -> None:
+        stacks: dict[str, list[Tensor]] = {}
+        for name in sorted(name for name in tensors if ".experts." in name):
+            stacks.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(tensors.pop(name))
+        tensors |= {name: torch.stack(parts) for name, parts in stacks.items()}
+
+    edit_weights(path, stack)
+    stacked, single = (load_model(one, quantization=kept).state_dict() for one in (path, experts["blocks"]))
+    assert stacked.keys() == single.keys()
+    assert all(torch.equal(weight.float(), single[name].float()) for name, weight in stacked.items())
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def read_step(config: ModelFile) -> DecoderConfig:
     attention = {kind: _attention(config, kind, kinds) for kind in dict.fromkeys(kinds)}
     layers = config.layers(kinds, attention, _mlps(config))
     layout = layout_without_predictions(config)
-    layout = replace(layout, renamed=(*_NAMES, *layout.renamed), starts=_STARTS if config.section else ())
+    layout = replace(layout, renamed=(*layout.renamed, *_NAMES), starts=_STARTS if config.section else ())
     return config.decoder(layers, norm=config.rms_norm(weight_offset=1.0), layout=layout)
 
 

@@ -158,7 +158,8 @@ def _shape(codes: TensorInfo, parts: WeightParts) -> tuple[int, ...]:
     packing = parts.packing
     has_blocks = packing is not None and packing.block_size > 1
     shape = list(codes.shape[:-1] if has_blocks else codes.shape)
-    if len(shape) != 2 + has_blocks or not all(codes.shape):
+    may_be_stack = packing is None and not parts.is_transposed
+    if len(shape) not in ((3,) if has_blocks else (2, 3) if may_be_stack else (2,)) or not all(codes.shape):
         raise _mismatch(codes, "[rows, columns]")
     if packing is not None and has_blocks and codes.shape[-1] != packing.block_size:
         raise _mismatch(codes, f"blocks of {packing.block_size} bytes")
