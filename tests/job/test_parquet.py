@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import pyarrow
@@ -85,6 +87,19 @@ def test_other_column_names_and_many_rows(tmp_path: Path) -> None:
     assert [row.prompt for row in rows if isinstance(row, Job)] == [f"q{i}" for i in range(700)]
     assert [row.context.id for row in rows] == list(range(700))
     assert extra_of(rows[5]) == {"prompt": "kept"}
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (pyarrow.array([Decimal(7), Decimal(2**60), None], pyarrow.decimal128(38, 0)), [7, 2**60, "row-2"]),
+        (pyarrow.array([UUID(int=7).bytes, None, None], pyarrow.uuid()), [str(UUID(int=7)), "row-1", "row-2"]),
+    ],
+)
+def test_ids_of_databases(tmp_path: Path, ids: pyarrow.Array, expected: list[int | str]) -> None:
+    path = tmp_path / "in.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"] * 3, "id": ids}), path)
+    assert [row.context.id for row in read(path) if isinstance(row, Job)] == expected
 
 
 def test_what_is_no_parquet_is_an_error(tmp_path: Path) -> None:

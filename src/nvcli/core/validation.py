@@ -11,6 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from typing import Any, TypeGuard, TypeVar
 
 import msgspec
@@ -109,8 +110,13 @@ def is_integer(value: object, least: float = -math.inf, most: float = math.inf) 
 
 def whole_number(value: object) -> object:
     """Return a number without a fraction as an integer, and any other value unchanged: writers of tables make 7.0 of 7
-    in a column with gaps. So are numbers from 2⁵³ on, of which floating point knows only some."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+    in a column with gaps, and databases decimals of all integers. Larger numbers than a float (2⁵³) or 64 bits hold
+    exactly stay as they are."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 2**53 else value
+    if isinstance(value, Decimal) and value.is_finite() and abs(value) <= 2**64:
+        return int(value) if value == int(value) else value
+    return value
 
 
 def is_text(value: str) -> bool:

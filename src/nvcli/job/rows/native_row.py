@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from uuid import UUID
 
 import msgspec
 
@@ -118,6 +119,8 @@ def native_id(value: Any, key: str) -> JobId | None:
     number = whole_number(value)
     if is_integer(number, -MAX_INT64 - 1, MAX_INT64):
         return number
+    if isinstance(value, UUID):
+        return str(value)
     raise RowError("invalid_id", f"`{key}` is {show(value)}; allowed: text or an integer of 64 bits{NO_IDS}")
 
 
