@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import math
+import sqlite3
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +29,16 @@ class Text(str):
 
 class Table(dict[str, Any]):
     pass
+
+
+class Model:
+    """A model as Pydantic makes them."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def model_dump(self) -> dict[str, Any]:
+        return {**self.values, "refusal": None}
 
 
 class Rude:
@@ -53,6 +65,8 @@ LOOP["a"] = LOOP
 LOOPS: list[Any] = []
 LOOPS.append(LOOPS)
 HI = [{"role": "user", "content": "hi"}]
+SQL = sqlite3.connect(":memory:")
+SQL.row_factory = sqlite3.Row
 
 
 def sampling(**values: Any) -> dict[str, Any]:
@@ -160,6 +174,10 @@ KINDS: dict[str, tuple[Any, str]] = {
     "subclasses": (Table(prompt=Text("x"), sampling=Table(stop=[Text("y")])), ""),
     "subclasses in a conversation": (Table(messages=(Table(role=Text("user"), content=Text("x")),)), ""),
     "mappings": (types.MappingProxyType({"prompt": "x", "sampling": types.MappingProxyType({"max_tokens": 2})}), ""),
+    "a row of a database": (SQL.execute("SELECT 'x' AS prompt, 5 AS topic").fetchone(), ""),
+    "a named tuple": (collections.namedtuple("Row", "prompt topic")("x", 5), ""),
+    "a message of OpenAI's client": ([Model(**HI[0])], ""),
+    "a message of OpenAI's client in a row": ({"messages": [HI[0], Model(role="assistant", content="x")]}, ""),
     "keys that are numbers": (sampling(logit_bias={5: 1.0}), ""),
     "dates": (variables(a=datetime.date(2026, 1, 2)), ""),
     "other keys hold anything": ({"prompt": "x", HALF: object(), 3: LOOP}, ""),

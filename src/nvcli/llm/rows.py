@@ -20,7 +20,8 @@ from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.plain_values import plain_value
 
 Row = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""One row: a prompt, its token ids, a conversation, or a dict with any keys of a row."""
+"""One row: a prompt, its token ids, a conversation, or a dict with any keys of a row. Models of Pydantic, such as the
+messages of OpenAI's client, stand for dicts."""
 
 ReadRow = Callable[[Row, RowKeys], dict[str, Any] | str]
 """Converts a row to a dict, or returns a text. Raises RowError, or whatever an object of the program raises."""
@@ -38,9 +39,17 @@ def as_row(row: Row, keys: RowKeys) -> dict[str, Any] | str:
         return row
     if isinstance(row, Mapping):
         return dict(row)
+    for method in ("model_dump", "_asdict"):  # of Pydantic's models and of named tuples
+        if hasattr(row, method):
+            return dict(getattr(row, method)())
+    if hasattr(row, "keys"):  # rows of pandas and sqlite3
+        names = [*row.keys()]
+        if all(isinstance(name, str) for name in names):
+            return {name: row[name] for name in names}
     items = row.tolist() if hasattr(row, "tolist") else row  # numpy arrays and the like
     if isinstance(items, Sequence) and not isinstance(items, bytes | bytearray):
-        return {keys.messages if all(isinstance(item, Mapping) for item in items) else keys.prompt_token_ids: items}
+        are_messages = all(isinstance(item, Mapping) or hasattr(item, "model_dump") for item in items)
+        return {keys.messages if are_messages else keys.prompt_token_ids: items}
     way_out = "; token ids are a row together: [[1, 2, 3]]" if is_integer(items) else ""
     raise RowError(
         "not_an_object",

@@ -92,6 +92,8 @@ def _as_builtin(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, _WRITTEN_AS_TEXT):
         return str(value)
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
