@@ -20,6 +20,8 @@ MAX_LEVELS = 400
 _OUTPUT_LEVELS = MAX_LEVELS + 1
 """Values under `input` are one level deeper than they were."""
 INT64 = range(-(1 << 63), 1 << 63)
+_MAX_EXACT = 1 << 53
+"""All integers below it differ as floating-point numbers too."""
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 OURS = ("kv_cache_too_small", "tokenizer_error", "aborted")
 
@@ -142,14 +144,15 @@ class Oracle:
         prompts = (facts.prompt_key, facts.messages_key, "prompt_token_ids")
 
         def is_given(key: str) -> bool:
-            return values.get(key) is not None or _has_nonfinite(texts.get(key, ""))
+            return values.get(key) is not None
 
         is_openai = sum(map(is_given, ("custom_id", "url", "body"))) >= 2 and not any(map(is_given, prompts))
         own: tuple[str, ...] = ("custom_id", "method", "url", "body")
         if not is_openai:
             own = (facts.id_key, "sampling", "chat_template_kwargs")
             own = own if facts.prompt_template is not None else (*own, *prompts)
-        if any(_has_too_large_number(texts[key]) or _has_nonfinite(texts[key]) for key in own if key in texts):
+        given = [texts[key] for key in own if is_given(key)]
+        if any(_has_too_large_number(text) or _has_nonfinite(text) for text in given):
             return Expected(index, self._name(index), errors={"invalid_json"})
         values = {key: value for key, value in values.items() if value is not None}
         expected = Expected(index, "", is_openai)
@@ -182,6 +185,8 @@ class Oracle:
     def _check_id(self, values: dict[str, Any], expected: Expected) -> None:
         key = "custom_id" if expected.is_openai else self._facts.id_key
         given = values.get(key)
+        if not expected.is_openai and isinstance(given, float) and given.is_integer() and abs(given) < _MAX_EXACT:
+            given = int(given)
         is_text = isinstance(given, str)
         is_number = not expected.is_openai and _is_integer(given) and given in INT64
         if not is_text and not is_number:
@@ -240,6 +245,8 @@ class Oracle:
         if values.get("method", "POST") != "POST":
             expected.errors.add("invalid_value")
         url, body = values.get("url"), values.get("body")
+        if url is None and isinstance(body, dict):
+            url = CHAT if body.get("messages") is not None else COMPLETION if body.get("prompt") is not None else None
         if url not in (CHAT, COMPLETION):
             expected.errors.add("unsupported_url")
         if not isinstance(body, dict):
