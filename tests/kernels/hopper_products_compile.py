@@ -54,10 +54,12 @@ def launch_fp8() -> Iterator[Any]:
     out = torch.zeros(2, ROWS // 2, OUT_FEATURES // 4, dtype=torch.bfloat16)
     gated = weight.unflatten(0, (3, -1)), scales.unflatten(0, (3, -1))
     clamped = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=7.0, offset=1.0)
-    without_bias = (ExpertActivation(), None), (ExpertActivation(kind="clamped_silu", limit=7.0), None)
-    for activation, bias in (*without_bias, (clamped, torch.zeros(OUT_FEATURES, dtype=torch.bfloat16))):
+    biases = torch.zeros(OUT_FEATURES, dtype=torch.bfloat16)
+    for bias in (None, biases):
         hopper_fp8.linear(x, *experts, HopperFP8Launch(2, 2, 2), out, grouped, bias)
         yield hopper_fp8.hopper_fp8_kernel
+    without_bias = (ExpertActivation(), None), (ExpertActivation(kind="clamped_silu", limit=7.0), None)
+    for activation, bias in (*without_bias, (clamped, biases)):
         hopper_fp8.gated_linear(x, *gated, HopperFP8Launch(2, 2, 2), grouped, bias, activation=activation)
         yield hopper_fp8.hopper_fp8_kernel
 

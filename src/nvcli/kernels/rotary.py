@@ -92,11 +92,11 @@ def qk_norm_rope_store(
 
 def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> list[Tensor]:
     """Cut a fused projection into views: q [T, num_heads, D], k [T, num_kv_heads, D] and v [T, num_kv_heads, V]."""
-    of_keys = num_kv_heads * head_dim
-    first_value = num_heads * head_dim + of_keys
-    parts = torch.split(qkv, [first_value - of_keys, of_keys, qkv.shape[1] - first_value], dim=1)
     counts = num_heads, num_kv_heads, num_kv_heads
-    return [part.view(len(part), count, -1) for part, count in zip(parts, counts, strict=True)]
+    of_values = qkv.shape[1] - (num_heads + num_kv_heads) * head_dim
+    sizes = num_heads * head_dim, num_kv_heads * head_dim, of_values
+    parts = zip(qkv.split(sizes, dim=1), counts, sizes, strict=True)
+    return [part.view(len(part), count, size // count) for part, count, size in parts]
 
 
 def _store(cache: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
