@@ -41,7 +41,14 @@ class WrittenOut(ProjectedLatents):
         return self.took[-1]
 
     def forward(
-        self, spec: AttentionSpec, layer: int, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        weight: Tensor,
+        batch: ForwardBatch,
+        out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         sizes, end = self._sizes, 0
         plain_dim, block_size = sizes.key_dim - sizes.rope_dim, batch.kv_cache.spec.block_size
@@ -55,7 +62,10 @@ class WrittenOut(ProjectedLatents):
             keys = torch.cat((of_heads[..., :plain_dim], rotated.expand(spec.num_heads, -1, -1)), dim=-1)
             scores = torch.einsum("thc,hlc->htl", q[start:end], keys) * spec.scale
             hidden = torch.ones(end - start, length, dtype=torch.bool).triu_(length - (end - start) + 1)
-            shares = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, end - start, 1)), dim=-1)
+            shares = scores.softmax(dim=-1)[..., :length]
             out[start:end] = torch.einsum("htl,hlv->thv", shares, of_heads[..., plain_dim:])
         out[end:] = 0
 

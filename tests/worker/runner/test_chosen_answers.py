@@ -51,7 +51,7 @@ def test_answers_in_chunks_with_prefix_hits(checkpoint: Path) -> None:
         assert_greedy(checkpoint, prompt, answers[i], 12)
 
 
-@pytest.fixture(scope="module", params=["deepseek v3.2", "glm 5, shared choices"])
+@pytest.fixture(scope="module", params=["hunyuan v4", "glm 5, shared choices"])
 def longer_choice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that chooses as many keys as some prompts have."""
     family, overrides = EXPERT_SHAPES[request.param]
