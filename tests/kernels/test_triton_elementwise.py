@@ -6,14 +6,16 @@ from typing import get_args
 
 import pytest
 import torch
+from expert_cases import CLAMPED_SILU
 
 from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import rotary as rotary_reference
-from nvcli.kernels.activation import clamped_silu_and_mul, gelu_tanh_and_mul, gelu_tanh_times, silu_and_mul
+from nvcli.kernels.activation import clamped_and_mul, gelu_tanh_and_mul, gelu_tanh_times, silu_and_mul
 from nvcli.kernels.bounds import clamp_parts, clamp_to_each, soft_cap
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.embedding import embed_part
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.gates import gate_rows, gate_values
 from nvcli.kernels.patch_attention import rotate_patches
 from nvcli.kernels.patch_types import HeadNorms
@@ -132,7 +134,8 @@ def test_norms_added_to_the_residual(num_parts: int | None, scaled: bool, dtype:
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = rand(3, 2 * size, dtype=dtype)
     assert_close(activation.silu_and_mul(gate_up.to(DEVICE)), silu_and_mul(gate_up))
-    assert_close(activation.clamped_silu_and_mul(gate_up.to(DEVICE), 0.5), clamped_silu_and_mul(gate_up, 0.5))
+    for clamped in (CLAMPED_SILU, ExpertActivation(kind="clamped_swiglu", limit=0.5)):
+        assert_close(activation.clamped_and_mul(gate_up.to(DEVICE), clamped), clamped_and_mul(gate_up, clamped))
 
 
 @pytest.mark.parametrize("size", [1, 1500])

@@ -18,6 +18,7 @@ from nvcli.cli.main import app
 from nvcli.core.config import RunConfig
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.run.engine_settings import resolve_engine_config
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.families.catalogue import FAMILIES
 from nvcli.models.geometry import model_tensors
@@ -509,7 +510,8 @@ def test_the_last_experts_of_ling_3_are_clamped(tmp_path: Path) -> None:
         share_expert_swiglu_limit_list=[16, 0, 16, 16, 9],
     )
     mlps: list[Any] = [layer.mlp for layer in config.layers]
-    assert (mlps[0].limit, [mlp.shared.limit for mlp in mlps[1:]]) == (None, [None, 16, 16])
+    clamped = ExpertActivation(kind="clamped_silu", limit=16.0)
+    assert (mlps[0].clamped, [mlp.shared.clamped for mlp in mlps[1:]]) == (None, [None, clamped, clamped])
     assert [(mlp.activation.kind, mlp.activation.limit) for mlp in mlps[1:]] == [
         *[("silu", 0.0)] * 2,
         ("clamped_silu", 7),

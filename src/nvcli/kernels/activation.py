@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels.dispatch import with_kernel
+from nvcli.kernels.expert_settings import ExpertActivation
 
 Activation = Literal["silu", "gelu_tanh"]
 """The function on the gate; `gelu_tanh` is GELU in its tanh approximation."""
@@ -25,10 +27,14 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @with_kernel("elementwise.activation")
-def clamped_silu_and_mul(gate_up: Tensor, limit: float) -> Tensor:
-    """Compute silu(gate) × up, with silu(gate) at most `limit` and up within ±`limit`. [T, 2 I] → [T, I]."""
+def clamped_and_mul(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+    """Compute an activation that clamps. [T, 2 I] → [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
+    up = up.clamp(-activation.limit, activation.limit)
+    if activation.kind == "clamped_silu":
+        return F.silu(gate).clamp_(max=activation.limit).mul_(up)
+    gate = gate.clamp(max=activation.limit)
+    return gate * torch.sigmoid(gate * activation.alpha) * (up + activation.offset)
 
 
 @with_kernel("elementwise.activation")

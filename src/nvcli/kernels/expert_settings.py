@@ -45,7 +45,8 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertActivation:
-    """The function of an expert on its gate and up projections, or on its up projection if it has no gate.
+    """The function of an expert on its gate and up projections, or on its up projection if it has no gate; dense MLPs
+    take those that clamp.
 
     `silu`: silu(gate) × up. `clamped_silu`: the same with silu(gate) at most `limit` and up within ±`limit`.
     `gelu_tanh`: gelu(gate) × up, with the approximation of gelu by tanh. `clamped_swiglu` (gpt-oss): with the gate at

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels import w4
-from nvcli.kernels.activation import clamped_silu_and_mul
+from nvcli.kernels.activation import clamped_and_mul
 from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix, ExpertScales, ExpertWeights, Routes, W4Scales, matrices
@@ -137,7 +137,4 @@ def activate(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
         return F.silu(gate) * up
     if activation.kind == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
-    if activation.kind == "clamped_silu":
-        return clamped_silu_and_mul(gate_up, activation.limit)
-    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return gate * torch.sigmoid(gate * activation.alpha) * (up + activation.offset)
+    return clamped_and_mul(gate_up, activation)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, CacheSpec
 from nvcli.attention.whole_images import attend_both_ways
-from nvcli.kernels.activation import clamped_silu_and_mul
+from nvcli.kernels.activation import clamped_and_mul
 from nvcli.kernels.fp8 import norm_and_quantise
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
@@ -223,7 +223,7 @@ class GatedMLP(FeedForward):
 
     def __init__(self, build: BuildContext, path: str, config: MLPConfig, norm: NormConfig) -> None:
         super().__init__()
-        self.activation, self.limit = config.activation, config.limit
+        self.activation, self.clamped = config.activation, config.clamped
         self.batch_invariant = build.batch_invariant
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
@@ -239,8 +239,8 @@ class GatedMLP(FeedForward):
 
     def hidden(self, x: Activations, adapters: AdapterRows | None, scaling: FP8Scaling | None = None) -> Activations:
         """Compute activation(gate(x)) × up(x), [T, H] → [T, I], which may be quantised as `scaling` says."""
-        if self.limit is not None:
-            clamped = partial(clamped_silu_and_mul, limit=self.limit)
+        if self.clamped is not None:
+            clamped = partial(clamped_and_mul, activation=self.clamped)
             gate_up = self.gate_up_proj(x, adapters)
             return row_by_row(clamped, gate_up) if self.batch_invariant else clamped(gate_up)
         return self.gate_up_proj.gated(x, self.activation, scaling, adapters)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from nvcli.core.validation import show
 from nvcli.kernels.expert_settings import ExpertActivation
@@ -48,16 +49,6 @@ def read_experts(
     )
 
 
-def with_clamps(config: ModelFile, experts: ExpertsConfig) -> ExpertsConfig:
-    """Return the experts whose gates and up projections `swiglu_limit` clamps; a limit of 0 or less clamps nothing."""
-    limit = config.get("swiglu_limit", float, 10.0)
-    if limit <= 0:
-        return experts
-    if config.activation() != "silu":
-        raise config.error("hidden_act", "only silu is supported together with `swiglu_limit`")
-    return replace(experts, activation=ExpertActivation(kind="clamped_swiglu", limit=limit))
-
-
 def shared_experts(config: ModelFile, count_key: str) -> MLPConfig | None:
     """Read the number of shared experts from `count_key`; they form one MLP. None: there are none."""
     count = config.get(count_key, int, 0)
@@ -80,17 +71,33 @@ def read_limits(config: ModelFile, key: str) -> list[float | None]:
     return [None if limit in (None, 0) else numbers.positive_number(number) for number, limit in limits.items()]
 
 
+def read_limit(config: ModelFile) -> float | None:
+    """Read `swiglu_limit`, to which gates and up projections are clamped; 0 or less clamps nothing."""
+    limit = config.get("swiglu_limit", float, 10.0)
+    if limit <= 0:
+        return None
+    if config.activation() != "silu":
+        raise config.error("hidden_act", "only silu is supported together with `swiglu_limit`")
+    return limit
+
+
 def with_limits(
-    mlp: MLPConfig | ExpertsConfig, limit: float | None, of_shared: float | None
+    mlp: MLPConfig | ExpertsConfig,
+    limit: float | None,
+    of_shared: float | None,
+    *,
+    kind: Literal["clamped_silu", "clamped_swiglu"] = "clamped_silu",
 ) -> MLPConfig | ExpertsConfig:
-    """Return experts that are clamped to a `limit`, and a shared one or a dense MLP to its own; None: they are not."""
+    """Return experts that are clamped to a `limit`, and a shared one or a dense MLP to its own; None: they are not.
+    `kind`: whether gates are clamped after their activation, or before it."""
+    clamped = None if of_shared is None else ExpertActivation(kind=kind, limit=of_shared)
     if isinstance(mlp, MLPConfig):
-        return replace(mlp, limit=of_shared)
+        return replace(mlp, clamped=clamped)
     experts = mlp
     if limit is not None:
-        experts = replace(experts, activation=ExpertActivation(kind="clamped_silu", limit=limit))
-    if of_shared is not None and isinstance(experts.shared, MLPConfig):
-        experts = replace(experts, shared=replace(experts.shared, limit=of_shared))
+        experts = replace(experts, activation=ExpertActivation(kind=kind, limit=limit))
+    if clamped is not None and isinstance(experts.shared, MLPConfig):
+        experts = replace(experts, shared=replace(experts.shared, clamped=clamped))
     return experts
 
 

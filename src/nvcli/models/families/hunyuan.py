@@ -13,8 +13,9 @@ from nvcli.models.families.deepseek_experts import (
     CORRECTION_BESIDE_GATE,
     SHARED_EXPERT,
     read_experts,
+    read_limit,
     shared_experts,
-    with_clamps,
+    with_limits,
 )
 from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import (
@@ -128,9 +129,9 @@ def read_v4(config: ModelFile) -> DecoderConfig:
     norm, num_first = config.rms_norm(), chooser.indexer.head_dim - attention.rope_dim
     chooser = replace(chooser, indexer=replace(chooser.indexer, norm_eps=norm.eps, num_first=num_first))
     other = replace(chooser, indexer=None)
-    mlps = config.mlps(with_clamps(config, read_experts(config)), config.sparse_layers())
+    mlps, limit = config.mlps(read_experts(config), config.sparse_layers()), read_limit(config)
     layers = (
-        LayerConfig(mixer=chooser if chooses else other, mlp=mlp)
+        LayerConfig(mixer=chooser if chooses else other, mlp=with_limits(mlp, limit, None, kind="clamped_swiglu"))
         for chooses, mlp in zip(choosing_layers(config), mlps, strict=True)
     )
     eps = config.positive_number("hc_eps", 1e-6)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from nvcli.core.config_types import KeptWeights
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.mixers.mixer import FeedForward, LayerContext, Piece, Ranks, code_elements
 from nvcli.models.tensor_spec import FUSED, TensorSpec
 
@@ -55,13 +56,13 @@ class MLPConfig(DenseMLP):
     """Measured on an H200 machine, torch 2.11."""
     inputs: ClassVar[tuple[str, ...]] = FUSED["gate_up_proj"]
     activation: Activation = "silu"
-    limit: float | None = None
-    """With it, silu(gate) is at most so large, and up(x) within so much of 0; None: they are as they are."""
+    clamped: ExpertActivation | None = None
+    """A function that clamps, in place of `activation`; None: nothing is clamped."""
 
     def num_kernels(self, ranks: Ranks) -> int:
-        return DenseMLP.num_kernels(self, ranks) + (self.limit is not None)
+        return DenseMLP.num_kernels(self, ranks) + (self.clamped is not None)
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         """Count the elements, beside those of gate and up where a kernel of their own clamps them."""
-        apart = 0 if self.limit is None else 2 * self.intermediate_size // ranks.size
+        apart = 0 if self.clamped is None else 2 * self.intermediate_size // ranks.size
         return DenseMLP.activation_elements(self, hidden_size, ranks, quantization) + apart

@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK = tl.constexpr(1024)
 """Columns of a program."""
+_SILU, _GELU = ExpertActivation(), ExpertActivation(kind="gelu_tanh")
 
 
 @triton.jit
@@ -30,6 +32,20 @@ def clamp(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def activate_gated(gate, up, ACTIVATION: tl.constexpr):
+    """See `ExpertActivation`, of those with gates. float32."""
+    if ACTIVATION.kind == "clamped_swiglu":
+        LIMIT: tl.constexpr = ACTIVATION.limit
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        return gate * tl.sigmoid(ACTIVATION.alpha * gate) * (clamp(up, LIMIT) + ACTIVATION.offset)
+    factor = activate(gate, ACTIVATION.kind == "gelu_tanh")
+    if ACTIVATION.kind == "clamped_silu":
+        factor = tl.where(factor > ACTIVATION.limit, ACTIVATION.limit, factor)
+        up = clamp(up, ACTIVATION.limit)
+    return factor * up
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)), which is x where that is large."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
@@ -43,8 +59,7 @@ def _activate_and_mul_kernel(
     gate_row_stride,
     up_row_stride,
     SIZE: tl.constexpr,
-    GELU: tl.constexpr,
-    LIMIT: tl.constexpr,  # None, or what the activated gate and the other factor are clamped to
+    ACTIVATION: tl.constexpr,  # `ExpertActivation`
     DEPENDENT: tl.constexpr,
 ):
     """Program (row, chunk of _BLOCK columns)."""
@@ -56,34 +71,31 @@ def _activate_and_mul_kernel(
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     source = source + SIZE if up_ptr is None else up_ptr + row * up_row_stride + columns
     up = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    factor = activate(gate, GELU)
-    if LIMIT is not None:
-        factor = tl.where(factor > LIMIT, LIMIT, factor)
-        up = clamp(up, LIMIT)
-    tl.store(out_ptr + row * SIZE + columns, (factor * up).to(out_ptr.dtype.element_ty), mask=inside)
+    result = activate_gated(gate, up, ACTIVATION)
+    tl.store(out_ptr + row * SIZE + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `nvcli.kernels.activation.silu_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
-    return _launch(gate_up, None, is_gelu=False)
+    return _launch(gate_up, None, _SILU)
 
 
-def clamped_silu_and_mul(gate_up: Tensor, limit: float) -> Tensor:
-    """See `nvcli.kernels.activation.clamped_silu_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
-    return _launch(gate_up, None, is_gelu=False, limit=limit)
+def clamped_and_mul(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+    """See `nvcli.kernels.activation.clamped_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
+    return _launch(gate_up, None, activation)
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """See `nvcli.kernels.activation.gelu_tanh_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
-    return _launch(gate_up, None, is_gelu=True)
+    return _launch(gate_up, None, _GELU)
 
 
 def gelu_tanh_times(gate: Tensor, values: Tensor) -> Tensor:
     """See `nvcli.kernels.activation.gelu_tanh_times`. [T, I] each, last dimensions dense → [T, I], contiguous."""
-    return _launch(gate, values, is_gelu=True)
+    return _launch(gate, values, _GELU)
 
 
-def _launch(gate: Tensor, up: Tensor | None, *, is_gelu: bool, limit: float | None = None) -> Tensor:
+def _launch(gate: Tensor, up: Tensor | None, activation: ExpertActivation) -> Tensor:
     num_tokens, size = gate.shape
     size = size // 2 if up is None else size
     assert gate.stride(1) == 1
@@ -96,8 +108,7 @@ def _launch(gate: Tensor, up: Tensor | None, *, is_gelu: bool, limit: float | No
         gate.stride(0),
         0 if up is None else up.stride(0),
         SIZE=size,
-        GELU=is_gelu,
-        LIMIT=limit,
+        ACTIVATION=activation,
         **dependent(gate.device),
         num_warps=4,
     )

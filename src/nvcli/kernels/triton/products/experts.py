@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix, ExpertScales, ExpertWeights, Routes, W4Scales, matrices
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
-from nvcli.kernels.triton.elementwise.activation import activate, clamp
+from nvcli.kernels.triton.elementwise.activation import activate_gated
 from nvcli.kernels.triton.elementwise.fp8 import quantise
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
@@ -39,20 +39,6 @@ from nvcli.kernels.triton.products.product_launch import ExpertTiles, HopperFP8L
 from nvcli.kernels.triton.products.tile_product import load_features, multiply_tile
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div
-
-
-@triton.jit
-def activate_gated(gate, up, ACTIVATION: tl.constexpr):
-    """See `ExpertActivation`, of experts with gates. float32."""
-    if ACTIVATION.kind == "clamped_swiglu":
-        LIMIT: tl.constexpr = ACTIVATION.limit
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        return gate * tl.sigmoid(ACTIVATION.alpha * gate) * (clamp(up, LIMIT) + ACTIVATION.offset)
-    factor = activate(gate, ACTIVATION.kind == "gelu_tanh")
-    if ACTIVATION.kind == "clamped_silu":
-        factor = tl.where(factor > ACTIVATION.limit, ACTIVATION.limit, factor)
-        up = clamp(up, ACTIVATION.limit)
-    return factor * up
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
