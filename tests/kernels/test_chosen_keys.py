@@ -10,6 +10,7 @@ from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import chosen_keys as reference
 from nvcli.kernels.chosen_keys import TokenKeys
 from nvcli.kernels.triton.attention import attend_chosen, choose_keys
+from nvcli.kernels.triton.attention import pool_keys as pools
 from nvcli.kernels.triton.elementwise import index_keys
 
 pytestmark = MARKS
@@ -48,13 +49,13 @@ def test_stored_index_keys(
     num_heads: int, is_interleaved: bool, rotates: bool, num_queries: int, dtype: torch.dtype
 ) -> None:
     """Of all tokens, the first of which have queries."""
-    projected = random(5, 30 + 24 + 7, dtype=dtype)
+    projected = random(5, 30 + 24 + 24 + 7, dtype=dtype)
     angles = random(5, 8, seed=1)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     slots = torch.tensor([3, 9, 4, 17, 0])
     found = []
     for module, device in ((reference, CPU), (index_keys, DEVICE)):
-        cache = torch.zeros(6, 4, 40, dtype=dtype, device=device)
+        cache = torch.zeros(6, 4, 64, dtype=dtype, device=device)
         queries = random(5, num_heads, 24, dtype=dtype, seed=2).to(device)
         module.store_index_keys(
             queries[:num_queries],
@@ -66,11 +67,14 @@ def test_stored_index_keys(
             bias=random(24, seed=4).to(device),
             eps=1e-6,
             is_interleaved=is_interleaved,
+            gates=None if rotates else projected.to(device)[:, 54:78],
         )
         found.append((queries.cpu(), cache.cpu()))
     for expected, stored in zip(*found, strict=True):
         torch.testing.assert_close(stored, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert found[0][1][..., :16].abs().sum() == 0 < found[0][1][0, 3, 16:].abs().min()
+    stored = found[0][1]
+    assert stored[..., :16].abs().sum() == 0 < stored[0, 3, 16:40].abs().min()
+    assert rotates == (stored[0, 3, 40:].abs().sum() == 0)
 
 
 @pytest.mark.parametrize("max_rows", [3, 8])
@@ -101,11 +105,47 @@ def test_chosen_keys(num_heads: int, max_rows: int, monkeypatch: pytest.MonkeyPa
     )
 
 
+@pytest.mark.parametrize("pool", [3, 8])
+def test_keys_chosen_by_pools(pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token gets the same keys: those of its best whole pools, and all after the last one."""
+    monkeypatch.setattr(choose_keys, "_KEYS", 16)
+    monkeypatch.setattr(pools, "_PLACES", 16)
+    size, most = 20, 24 // pool
+    queries, weights = random(8, 3, size, seed=1), random(8, 3, seed=2)
+    results = []
+    for modules, device in (((reference,) * 2, CPU), ((pools, choose_keys), DEVICE)):
+        cache = random(NUM_BLOCKS, BLOCK_SIZE, 3 * size).to(device)
+        tokens = token_keys(device)
+        for row, count in enumerate(SEEN):  # each token of a request was in some step
+            if count == 0:
+                continue
+            every = tokens.seen[row : row + 1] - torch.arange(count, device=device).int()
+            slots = tokens.slots[row : row + 1].repeat(count)
+            modules[0].pool_keys(cache, TokenKeys(every, slots, tokens.tables), random(pool, size, seed=3).to(device))
+        found = torch.zeros(8, most, dtype=torch.int32, device=device)
+        scores = torch.zeros(8, 160, device=device)
+        places = queries.to(device), weights.to(device), cache[..., 2 * size :]
+        modules[1].choose_keys(*places, tokens, found, scores, pool)
+        chosen = torch.full((8, most * pool + pool - 1), -1, dtype=torch.int32, device=device)
+        modules[0].expand_pools(found, tokens, chosen, pool)
+        counts = [min(count // pool, most) * pool + count % pool for count in SEEN]
+        results.append(([row[:count] for row, count in zip(chosen.tolist(), counts, strict=True)], cache.cpu()))
+    torch.testing.assert_close(results[1][1], results[0][1])
+    assert results[1][0] == results[0][0]
+    for row, count in zip(results[0][0], SEEN, strict=True):
+        whole, rest = divmod(count, pool)
+        assert row == sorted(set(row))
+        assert row[len(row) - rest :] == list(range(whole * pool, count))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("num_heads", "num_tokens", "has_sinks"), [(4, 8, True), (4, 1, True), (4, 1, False), (80, 8, False)]
+    ("num_heads", "num_tokens", "has_sinks", "value_dim"),
+    [(4, 8, True, 32), (4, 1, True, 32), (4, 1, False, 32), (80, 8, False, 32), (4, 8, False, 64)],
 )
-def test_attention_to_chosen_keys(num_heads: int, num_tokens: int, has_sinks: bool, dtype: torch.dtype) -> None:
+def test_attention_to_chosen_keys(
+    num_heads: int, num_tokens: int, has_sinks: bool, value_dim: int, dtype: torch.dtype
+) -> None:
     """In one part or several, and with more heads than a tile has; what lies in other places may be NaN."""
     picks = torch.stack(
         [
@@ -117,18 +157,19 @@ def test_attention_to_chosen_keys(num_heads: int, num_tokens: int, has_sinks: bo
         own = torch.randperm(max(1, count), generator=torch.Generator().manual_seed(row))[:TOP_K].sort().values
         picks[row, : len(own)] = own
     first = 8 - num_tokens
-    cache = random(NUM_BLOCKS, BLOCK_SIZE, 60, dtype=dtype)
-    cache[..., 48:] = float("nan")
-    queries = random(8, num_heads, 48, dtype=dtype, seed=1)
+    key_dim = 48 if value_dim == 32 else value_dim
+    cache = random(NUM_BLOCKS, BLOCK_SIZE, 80, dtype=dtype)
+    cache[..., key_dim:] = float("nan")
+    queries = random(8, num_heads, key_dim, dtype=dtype, seed=1)
     sinks = torch.linspace(-4, 6, num_heads)
     results = []
     for module, device in ((reference, CPU), (attend_chosen, DEVICE)):
         tokens = token_keys(device)
         tokens = TokenKeys(tokens.seen[first:], tokens.slots[first:], tokens.tables)
-        out = torch.full((num_tokens, num_heads, 32), float("nan"), dtype=dtype, device=device)
+        out = torch.full((num_tokens, num_heads, value_dim), float("nan"), dtype=dtype, device=device)
         module.attend_chosen(
             queries[first:].to(device),
-            cache.to(device)[..., :48],
+            cache.to(device)[..., :key_dim],
             tokens,
             picks[first:].int().to(device),
             out,

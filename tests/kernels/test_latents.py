@@ -24,7 +24,12 @@ __all__ = ["exact_conversions"]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("num_heads", "plain_dim", "rope_dim", "latent_dim", "is_interleaved", "rotates"),
-    [(20, 12, 8, 24, True, True), (3, 16, 16, 32, False, True), (3, 16, 12, 24, False, False)],
+    [
+        (20, 12, 8, 24, True, True),
+        (3, 16, 16, 32, False, True),
+        (3, 16, 12, 24, False, False),
+        (3, 16, 0, 24, False, False),
+    ],
 )
 def test_rotated_queries_and_stored_keys(
     num_heads: int,

@@ -19,7 +19,7 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_layout import choice_score_rows
 from nvcli.attention.spec import AttentionSpec, Geometry
 from nvcli.errors import ConfigError
-from nvcli.kernels.chosen_keys import TokenKeys, attend_chosen, choose_keys, expand_rows
+from nvcli.kernels.chosen_keys import TokenKeys, attend_chosen, choose_keys, expand_pools, expand_rows, pool_keys
 from nvcli.kernels.whole_numbers import next_power_of_2
 
 if TYPE_CHECKING:
@@ -30,45 +30,64 @@ def check_sizes(case: AttentionCase) -> None:
     """Raise ConfigError if the GPU has no kernel for a layer's keys."""
     for spec in case.specs if case.device.type == "cuda" else ():
         sizes = spec.result_dim, spec.key_dim - spec.result_dim
-        if spec.top_k is not None and any(size < 16 or size != next_power_of_2(size) for size in sizes):
+        if spec.top_k is not None and any(size < 16 or size != next_power_of_2(size) for size in filter(None, sizes)):
             raise ConfigError(
                 f"attention to chosen keys of {sizes[0]} numbers and {sizes[1]} rotated ones has no kernel: both must "
-                f"be powers of 2 from 16 on; with `max_model_len` up to {spec.top_k:,} all keys are attended"
+                "be powers of 2 from 16 on, of which the latter may be 0; with `max_model_len` up to "
+                f"{spec.top_k:,} all keys are attended"
             )
 
 
 class ChosenKeys:
     """The choices of a step, in memory that is allocated once."""
 
-    def __init__(self, case: AttentionCase, top_k: int) -> None:
-        """`top_k`: the most keys of a token, in any layer."""
+    def __init__(self, case: AttentionCase, top_k: int, pool: int) -> None:
+        """`top_k`: the most keys of a token, in any layer; `pool`: those that are chosen together, in all layers."""
         tokens, device = case.max_num_batched_tokens, case.device
         self._seen = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._slots = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._chosen = torch.zeros(tokens, top_k, dtype=torch.int32, device=device)
+        self._pool, self._pools = pool, self._chosen
+        self._counts = self._seen  # those of a choice, which kernels bound by its size
+        if pool > 1:
+            self._pools = torch.zeros(tokens, top_k // pool, dtype=torch.int32, device=device)
+            self._counts = torch.zeros_like(self._seen)
         num_rows = choice_score_rows(case.max_model_len, tokens) if device.type == "cuda" else 0
         self._scores = torch.empty(num_rows, case.max_model_len, dtype=torch.float32, device=device)
         self._on_hopper = _on_hopper(case) if device.type == "cuda" else {}
 
     def plan(self, batch: ForwardBatch) -> None:
         """Find the keys of a step's tokens, on the device."""
-        num_rows, num_tokens = len(batch.slots), batch.num_tokens
-        if batch.shape.projects_latents:  # all but the decode rows
-            num_rows, num_tokens = batch.num_decoded_rows, batch.num_decoded_tokens
-        seen, slots = self._seen[:num_tokens], self._slots[:num_tokens]
+        num_tokens = batch.num_tokens
+        seen, slots, counts = (each[:num_tokens] for each in (self._seen, self._slots, self._counts))
         seen.zero_()
-        starts, seq_lens = batch.query_start_loc[: num_rows + 1], batch.seq_lens[:num_rows]
-        expand_rows(starts, seq_lens, batch.slots[:num_rows], seen, slots)
+        expand_rows(batch.query_start_loc, batch.seq_lens, batch.slots, seen, slots)
+        if self._pool > 1:  # whole pools, and the keys after the last one
+            pools = (seen // self._pool).clamp_(max=self._pools.shape[1])
+            torch.add(seen % self._pool, pools, alpha=self._pool, out=counts)
+        if batch.shape.projects_latents:  # by all but the decode rows
+            num_tokens = batch.num_decoded_tokens
         for attention in self._on_hopper.values():
             if attention.takes(num_tokens):
-                attention.plan(seen, slots)
+                attention.plan(counts[:num_tokens], slots[:num_tokens])
+
+    def store_pools(self, spec: AttentionSpec, layer: int, bias: Tensor, batch: ForwardBatch) -> None:
+        """Store the index keys of the pools that a step's tokens fill, in a layer whose index keys and gates are stored
+        already. bias: as for `pool_keys`."""
+        tokens, _ = self._of(spec, batch, self._seen[: batch.num_tokens])
+        pool_keys(self._index_numbers(spec, layer, batch), tokens, bias)
 
     def choose(self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor, batch: ForwardBatch) -> None:
-        """Choose the keys of the first tokens in a layer that has index keys, which are stored already. queries:
-        [first tokens, index heads, spec.index_dim]; weights: [first tokens, index heads] float32."""
-        assert spec.top_k is not None
-        keys = batch.kv_cache.layer(layer)[0][:, :, 0, -spec.index_dim :]
-        choose_keys(queries, weights, keys, *self._of(spec, batch, len(queries)), self._scores)
+        """Choose the keys of the first tokens in a layer that has index keys, which are stored already, and those of
+        pools. queries: [first tokens, index heads, size of an index key]; weights: [first tokens, index heads]
+        float32."""
+        num_tokens, pool = len(queries), spec.index_pool
+        keys = self._index_numbers(spec, layer, batch)[..., -queries.shape[2] :]
+        tokens, chosen = self._of(spec, batch, self._seen[:num_tokens])
+        pools = chosen if pool == 1 else self._pools[:num_tokens]
+        choose_keys(queries, weights, keys, tokens, pools, self._scores, pool)
+        if pool > 1:
+            expand_pools(pools, tokens, chosen, pool)
 
     def attend(
         self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch, sinks: Tensor | None = None
@@ -77,7 +96,7 @@ class ChosenKeys:
         size of a key]; sinks: as for `AttentionBackend.forward` → [first tokens, num_heads, spec.value_dim]."""
         keys = batch.kv_cache.layer(layer)[0][..., : queries.shape[2]]
         out = torch.empty(*queries.shape[:2], spec.result_dim, dtype=queries.dtype, device=queries.device)
-        tokens, chosen = self._of(spec, batch, len(queries))
+        tokens, chosen = self._of(spec, batch, self._counts[: len(queries)])
         attention = self._on_hopper.get((spec.geometry, spec.top_k))
         if attention is not None and attention.takes(len(queries)):
             attention.run_chosen(queries, keys, tokens.tables, chosen, out, scale=spec.scale, sinks=sinks)
@@ -85,12 +104,16 @@ class ChosenKeys:
             attend_chosen(queries, keys[:, :, 0], tokens, chosen, out, scale=spec.scale, sinks=sinks)
         return out
 
-    def _of(self, spec: AttentionSpec, batch: ForwardBatch, num_tokens: int) -> tuple[TokenKeys, Tensor]:
-        """Return the keys of a batch's first tokens, and their chosen positions, [num_tokens, spec.top_k]."""
+    def _index_numbers(self, spec: AttentionSpec, layer: int, batch: ForwardBatch) -> Tensor:
+        """Return what tokens keep for the choice, [blocks, block_size, spec.index_dim]."""
+        return batch.kv_cache.layer(layer)[0][:, :, 0, -spec.index_dim :]
+
+    def _of(self, spec: AttentionSpec, batch: ForwardBatch, counts: Tensor) -> tuple[TokenKeys, Tensor]:
+        """Return the keys of a batch's first tokens, which see or have chosen so many, and their chosen positions,
+        [first tokens, spec.top_k]."""
         assert spec.top_k is not None
-        tables = batch.block_tables[spec.kv_group]
-        tokens = TokenKeys(self._seen[:num_tokens], self._slots[:num_tokens], tables)
-        return tokens, self._chosen[:num_tokens, : spec.top_k]
+        tokens = TokenKeys(counts, self._slots[: len(counts)], batch.block_tables[spec.kv_group])
+        return tokens, self._chosen[: len(counts), : spec.top_k]
 
 
 def _on_hopper(case: AttentionCase) -> dict[tuple[Geometry, int | None], LatentAttention]:

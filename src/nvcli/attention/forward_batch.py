@@ -130,6 +130,9 @@ class ChosenAttention(Protocol):
     def plan(self, batch: ForwardBatch) -> None:
         """Find the keys of a step's tokens, on the device."""
 
+    def store_pools(self, spec: AttentionSpec, layer: int, bias: Tensor, batch: ForwardBatch) -> None:
+        """Store the index keys of the pools that a step's tokens fill; see `ChosenKeys.store_pools`."""
+
     def choose(self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor, batch: ForwardBatch) -> None:
         """Choose the keys of the first tokens in a layer; see `ChosenKeys.choose`."""
 

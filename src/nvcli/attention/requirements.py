@@ -56,7 +56,7 @@ def unmet_requirements(
         if spec.value_dim is not None:
             if not takes_tails:
                 reasons.append("the model has latent attention, whose values are a part of its keys")
-            elif not {spec.value_dim, spec.head_dim - spec.value_dim} <= {*head_dims}:
+            elif not {spec.value_dim, spec.head_dim - spec.value_dim} <= {0, *head_dims}:
                 sizes = f"{spec.value_dim} numbers and {spec.head_dim - spec.value_dim} rotated ones"
                 reasons.append(f"keys of {sizes} are not each one of {', '.join(map(str, head_dims))}")
             elif spec.num_heads > _MOST_LATENT_HEADS:

@@ -69,6 +69,9 @@ class AttentionSpec:
     attends beside any backend."""
     index_dim: int = 0
     """The last numbers of `head_dim`, by which keys are chosen and which are no part of a key."""
+    index_pool: int = 1
+    """Neighbouring keys that are chosen together; above 1, a token's index numbers are its key, its gates and the key
+    of the pool that it fills, and `top_k` counts the keys after the last whole pool, too."""
 
     @property
     def geometry(self) -> Geometry:
@@ -166,7 +169,9 @@ def projected_kind(specs: Iterable[CacheSpec]) -> AttentionSpec | None:
     """Return the one kind of latents that layers with these specs may attend to as they are projected, without KV
     group and index keys; None: there are none, or several."""
     kinds = {
-        replace(spec, kv_group=0, head_dim=spec.key_dim, index_dim=0) if isinstance(spec, AttentionSpec) else None
+        replace(spec, kv_group=0, head_dim=spec.key_dim, index_dim=0, index_pool=1)
+        if isinstance(spec, AttentionSpec)
+        else None
         for spec in specs
     }
     kind = kinds.pop() if len(kinds) == 1 else None

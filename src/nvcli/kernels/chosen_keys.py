@@ -2,8 +2,11 @@
 index keys by which they are chosen, the choice, and latent attention to what is chosen. Plain torch is the reference;
 CUDA tensors take the Triton kernels that are held to it.
 
+Neighbouring keys may be chosen together, by pools of them, and the last ones, which fill no pool, in any case. A pool's
+index key lies where its last token's keys are, behind that token's own.
+
 Shapes: T tokens, K most keys of a token, I index heads of E numbers, R rotated numbers, N heads, D numbers of a key,
-V of a value, which are its key's first.
+V of a value, which are its key's first, P keys of a pool.
 """
 
 from __future__ import annotations
@@ -59,20 +62,53 @@ def store_index_keys(
     bias: Tensor,
     eps: float,
     is_interleaved: bool,
+    gates: Tensor | None = None,
 ) -> None:
     """Rotate the first numbers of the first tokens' index queries in place, norm keys (LayerNorm), rotate these, and
     store them.
 
     queries: [first tokens, I, E], contiguous; keys: [T, E], rows may be strided; cos_sin: [T, R] float32, cosines then
-    sines, or None: nothing is rotated; cache: [blocks, block_size, E]; slot_mapping: [T] int64, block id × block_size +
-    offset; weight, bias: [E]. Rotated numbers are left in the order of pairs (i, i + R/2), which scores do not depend
-    on.
+    sines, or None: nothing is rotated; cache: [blocks, block_size, E or more]; slot_mapping: [T] int64, block id ×
+    block_size + offset; weight, bias: [E]; gates: [T, E], rows as far apart as those of `keys`, which are stored behind
+    them for `pool_keys`. Rotated numbers are left in the order of pairs (i, i + R/2), which scores do not depend on.
     """
     normed = rms_norm(keys.float(), weight, eps, is_centered=True, bias=bias).to(keys.dtype)
     if cos_sin is not None:
         queries.copy_(_rotate(queries, cos_sin[: len(queries)], is_interleaved))
         normed = _rotate(normed.unsqueeze(1), cos_sin, is_interleaved).squeeze(1)
-    cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = normed.to(cache.dtype)
+    stored = normed if gates is None else torch.cat((normed, gates), dim=1)
+    cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1], : stored.shape[1]] = stored.to(cache.dtype)
+
+
+@with_kernel("attention.pool_keys")
+def pool_keys(cache: Tensor, tokens: TokenKeys, bias: Tensor) -> None:
+    """Store the index keys of the pools that the tokens fill: means of P keys, weighed number by number by a softmax of
+    their gates + bias.
+
+    cache: [blocks, block_size, 3 E], a token's key and gates, which `store_index_keys` has stored, and the pool's key;
+    bias: [P, E] float32, for each place in a pool.
+    """
+    size, block_size = bias.shape[1], cache.shape[1]
+    tables, slots, seen = tokens.tables, tokens.slots, tokens.seen
+    fills = (seen > 0) & (seen % len(bias) == 0)
+    positions = seen[fills].long().unsqueeze(1) - torch.arange(len(bias), 0, -1, device=seen.device)
+    blocks = tables[slots[fills].unsqueeze(1), positions // block_size].long()
+    found = cache[blocks, positions % block_size].float()  # [pools, P, 3 E]
+    shares = (found[..., size : 2 * size] + bias).softmax(dim=1).to(cache.dtype).float()
+    pooled = (shares * found[..., :size]).sum(dim=1)
+    cache[blocks[:, -1], positions[:, -1] % block_size, 2 * size :] = pooled.to(cache.dtype)
+
+
+@with_kernel("attention.pool_keys")
+def expand_pools(pools: Tensor, tokens: TokenKeys, chosen: Tensor, pool: int) -> None:
+    """Write the positions of each token's chosen keys to `chosen` [T, K] int32: those of its chosen pools, and the keys
+    after the last whole pool. The rest of a row is undefined. pools: [T, K / P] int32, as `choose_keys` writes them."""
+    places = torch.arange(chosen.shape[1], device=chosen.device)
+    seen = tokens.seen.unsqueeze(1)
+    in_pools = (seen // pool).clamp(max=pools.shape[1]) * pool
+    first = pools.gather(1, (places // pool).clamp(max=pools.shape[1] - 1).expand(len(pools), -1))
+    in_order = torch.where(places < in_pools, first * pool + places % pool, seen // pool * pool + places - in_pools)
+    chosen.copy_(in_order)
 
 
 def _rotate(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
@@ -85,17 +121,19 @@ def _rotate(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
 
 @with_kernel("attention.choose_keys")
 def choose_keys(
-    queries: Tensor, weights: Tensor, cache: Tensor, tokens: TokenKeys, chosen: Tensor, scores: Tensor
+    queries: Tensor, weights: Tensor, cache: Tensor, tokens: TokenKeys, chosen: Tensor, scores: Tensor, pool: int = 1
 ) -> None:
     """Write the positions of each token's keys with the highest scores, ascending, to `chosen` [T, K] int32; all that
-    it sees, if these are no more than K. The rest of a row is undefined. Of equal scores the first ones count.
+    it sees, if these are no more than K. The rest of a row is undefined. Of equal scores the first ones count. With
+    `pool`, these are pools of so many keys, numbered in order: the whole ones that a token sees, whose keys lie in the
+    places of their last tokens.
 
     A key's score is Σ weight × max(0, query · key) over heads. queries: [T, I, E], contiguous; weights: [T, I] float32;
     cache: [blocks, block_size, E]; scores: [some tokens, most keys] float32, scratch memory, which the reference does
     not need.
     """
-    for first, end, keys in _runs(cache, tokens):
-        seen = tokens.seen[first:end].unsqueeze(1)
+    for first, end, keys in _runs(cache, tokens, pool):
+        seen = tokens.seen[first:end].unsqueeze(1) // pool
         products = torch.einsum("tie,le->til", queries[first:end].float(), keys.float()).relu_()
         found = torch.einsum("til,ti->tl", products, weights[first:end])
         hidden = torch.arange(len(keys), device=keys.device) >= seen
@@ -115,26 +153,31 @@ def attend_chosen(
     scale: float,
     sinks: Tensor | None = None,
 ) -> None:
-    """Attend to the chosen keys. queries: [T, N, D], contiguous; cache: [blocks, block_size, D]; chosen: [T, K] int32;
-    out: [T, N, V], contiguous, written; zeros for padding; sinks: [N] float32, a score of each head that belongs to no
-    key and is not scaled."""
+    """Attend to the first `tokens.seen` of the chosen keys, or to all. queries: [T, N, D], contiguous; cache: [blocks,
+    block_size, D]; chosen: [T, K] int32; out: [T, N, V], contiguous, written; zeros for padding; sinks: [N] float32, a
+    score of each head that belongs to no key and is not scaled."""
     out.zero_()
-    for first, end, keys in _runs(cache, tokens):
-        num_chosen = min(len(keys), chosen.shape[1])
-        counts = tokens.seen[first:end].clamp(max=num_chosen).unsqueeze(1)
-        is_chosen = torch.arange(num_chosen, device=keys.device) < counts
+    block_size = cache.shape[1]
+    for first in range(0, len(queries), _TOKENS):
+        end = min(first + _TOKENS, len(queries))
+        counts = tokens.seen[first:end].clamp(max=chosen.shape[1]).unsqueeze(1)
+        num_chosen = int(counts.max())
+        is_chosen = torch.arange(num_chosen, device=chosen.device) < counts
         places = chosen[first:end, :num_chosen].long().masked_fill(~is_chosen, 0)
-        found = keys[places].float()  # [tokens, chosen, D]
+        blocks = tokens.tables[tokens.slots[first:end].unsqueeze(1), places // block_size].long()
+        found = cache[blocks, places % block_size].float()  # [tokens, chosen, D]
         scores = torch.einsum("tnd,tkd->tnk", queries[first:end].float(), found).mul_(scale)
         scores.masked_fill_(~is_chosen.unsqueeze(1), float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks.view(1, -1, 1).expand(len(scores), -1, 1)), dim=-1)
         shares = scores.softmax(dim=-1)[..., :num_chosen]
-        out[first:end] = torch.einsum("tnk,tkv->tnv", shares, found[..., : out.shape[2]]).to(out.dtype)
+        result = torch.einsum("tnk,tkv->tnv", shares, found[..., : out.shape[2]]).to(out.dtype)
+        out[first:end] = result.masked_fill((counts == 0).unsqueeze(2), 0)
 
 
-def _runs(cache: Tensor, tokens: TokenKeys) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield runs of tokens of a request, [first, end), with the keys [L, …] that the last of them sees."""
+def _runs(cache: Tensor, tokens: TokenKeys, pool: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield runs of tokens of a request, [first, end), with what lies in the last place of each pool of keys that the
+    last of them sees, [pools, …]; none where it sees no whole one."""
     seen, slots = tokens.seen.tolist(), tokens.slots.tolist()
     first = 0
     while first < len(seen):
@@ -143,7 +186,7 @@ def _runs(cache: Tensor, tokens: TokenKeys) -> Iterator[tuple[int, int, Tensor]]
             end < len(seen) and end < first + _TOKENS and (slots[end], seen[end]) == (slots[first], seen[end - 1] + 1)
         ):
             end += 1
-        if (length := seen[end - 1]) > 0:
+        if (length := seen[end - 1]) >= pool:
             blocks = tokens.tables[slots[first], : -(-length // cache.shape[1])].long()
-            yield first, end, cache[blocks].flatten(0, 1)[:length]
+            yield first, end, cache[blocks].flatten(0, 1)[pool - 1 : length : pool]
         first = end

@@ -11,7 +11,7 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.chosen_keys import store_index_keys
 from nvcli.kernels.routing import router_logits
-from nvcli.models.mixers.indexer import IndexerConfig
+from nvcli.models.mixers.indexer import POOL_BIAS, IndexerConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShard, TensorShards
 
 Choice = tuple[Tensor, Tensor]
@@ -38,13 +38,16 @@ class Indexer(nn.Module):
         self.wq_b = ColumnParallelLinear(build, f"{path}.wq_b", ("wq_b",))
         self.k_norm = _KeyNorm(build, f"{path}.k_norm")
         self.weights_proj = TensorShard(build, f"{path}.weights_proj.weight")
+        self.pool_bias = TensorShard(build, f"{path}.{POOL_BIAS}") if config.pool > 1 else None
 
     def store(
         self, x: Tensor, latents: Tensor, keys: Tensor, cos_sin: Tensor | None, batch: ForwardBatch, num_choosing: int
     ) -> Choice | None:
         """Store the tokens' index keys, and return what `choose` needs for the first `num_choosing` tokens; None
-        without any. x: [T, H], the block's input; latents: [T, Q]; keys: [T, E], projected."""
+        without any. x: [T, H], the block's input; latents: [T, Q]; keys: [T, E], projected, or with pools [T, 2 E],
+        their gates behind them."""
         config = self.config
+        keys, gates = keys[:, : config.head_dim], keys[:, config.head_dim :]
         queries = keys.new_empty(0, config.num_heads, config.head_dim)
         if num_choosing:  # adapters lie as the tokens of the whole step do
             chosen = latents[:num_choosing] if batch.adapters is None else latents
@@ -53,16 +56,23 @@ class Indexer(nn.Module):
             queries,
             keys,
             cos_sin,
-            batch.kv_cache.layer(self.cache_layer)[0][:, :, 0, -config.head_dim :],
+            batch.kv_cache.layer(self.cache_layer)[0][:, :, 0, -self.spec.index_dim :],
             batch.slot_mapping[self.spec.kv_group],
             weight=self.k_norm.weight,
             bias=self.k_norm.bias,
             eps=config.norm_eps,
             is_interleaved=config.is_interleaved,
+            gates=gates if config.pool > 1 else None,
         )
         if num_choosing == 0:
             return None
         return queries, router_logits(x[:num_choosing], self.weights_proj.weight).sum(dim=0)
+
+    def store_pools(self, batch: ForwardBatch) -> None:
+        """Store the index keys of the pools that the tokens fill, if keys are chosen by pools."""
+        if self.pool_bias is not None:
+            assert batch.backend.chosen_keys is not None
+            batch.backend.chosen_keys.store_pools(self.spec, self.cache_layer, self.pool_bias.weight, batch)
 
     def choose(self, choice: Choice, batch: ForwardBatch) -> None:
         """Choose the tokens' keys."""

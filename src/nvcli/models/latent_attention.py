@@ -122,10 +122,14 @@ class LatentAttention(TokenMixer):
             eps=config.norm_eps,
             keep_keys=batch.backend.reads_new_keys and config.top_k is None,
         )
+        if self.indexer is not None and batch.key_copies is not None:
+            self.indexer.store_pools(batch)  # so that they are copied with their keys
         if batch.key_copies is not None:
             copy_keys(cache, values, scales, batch.key_copies.of_groups[self.spec.kv_group])
-        if self.indexer is not None and choice is not None:
-            self.indexer.choose(choice, batch)
+        if self.indexer is not None:
+            self.indexer.store_pools(batch)
+            if choice is not None:
+                self.indexer.choose(choice, batch)
         projected_queries = queries[num_absorbed:]
         if self.query_scales is not None:
             scales = self.query_scales(batch.positions)

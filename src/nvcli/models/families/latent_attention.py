@@ -10,7 +10,7 @@ from nvcli.core.validation import show
 from nvcli.models.families.model_file import MAX_HEAD_DIM, ModelFile
 from nvcli.models.layer_config import DecoderConfig
 from nvcli.models.mixers.attention import QueryScaling
-from nvcli.models.mixers.indexer import STORED_INDEX_KEYS, IndexerConfig
+from nvcli.models.mixers.indexer import STORED_INDEX_NAMES, IndexerConfig
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.models.rope_config import RopeConfig, read_rope, rope_section
 
@@ -100,7 +100,7 @@ def choosing_layers(config: ModelFile) -> list[bool]:
 def with_indexers(decoder: DecoderConfig) -> DecoderConfig:
     """Return a decoder with the names that files have for what its indexers read."""
     layout = decoder.layout
-    return replace(decoder, layout=replace(layout, renamed=(*layout.renamed, STORED_INDEX_KEYS)))
+    return replace(decoder, layout=replace(layout, renamed=(*layout.renamed, *STORED_INDEX_NAMES)))
 
 
 def _score_factor(config: ModelFile, rope: RopeConfig) -> float:

@@ -9,10 +9,15 @@ from dataclasses import dataclass, replace
 from nvcli.models.mixers.mixer import LayerContext
 from nvcli.models.tensor_spec import Sharding, TensorSpec, matrix, vector
 
-INDEX_KEYS = "indexer_wk"
-"""The projection to index keys, which is fused with the others of the block's input."""
-STORED_INDEX_KEYS = ".indexer.wk.", f".{INDEX_KEYS}."
-"""Its name in files and in the decoder."""
+INDEX_KEYS, INDEX_GATES = "indexer_wk", "indexer_gates"
+"""The projections to index keys and their gates, which are fused with the others of the block's input."""
+STORED_INDEX_NAMES = (
+    (".indexer.wk.", f".{INDEX_KEYS}."),
+    (".indexer.index_kpool_compress_gate", f".{INDEX_GATES}.weight"),
+)
+"""Their names in files and in the decoder."""
+POOL_BIAS = "index_kpool_compress_ape"
+"""Numbers that are added to the gates of a pool's keys, by their place in it."""
 _MATRIX_NAMES = "indexer.wq_b", INDEX_KEYS, "indexer.weights_proj"
 
 
@@ -29,6 +34,8 @@ class IndexerConfig:
     is_interleaved: bool
     """Whether neighbouring numbers are rotated as pairs."""
     norm_eps: float = 1e-6
+    pool: int = 1
+    """Neighbouring keys that are chosen together, by a mean of their keys that gates weigh."""
     num_first: int = 0
     """Numbers that stand before the rotated ones in files, and behind them here: scores do not depend on the order."""
 
@@ -37,9 +44,26 @@ class IndexerConfig:
         """The order in which ranks keep the numbers of a query and a key; None: that of the files."""
         return (*range(self.num_first, self.head_dim), *range(self.num_first)) if self.num_first else None
 
+    @property
+    def input_projections(self) -> tuple[str, ...]:
+        """The projections of the block's input for index keys."""
+        return (INDEX_KEYS,) if self.pool == 1 else (INDEX_KEYS, INDEX_GATES)
+
+    @property
+    def input_dim(self) -> int:
+        """The numbers that these give a token."""
+        return len(self.input_projections) * self.head_dim
+
+    @property
+    def kept_dim(self) -> int:
+        """The numbers that a token keeps: its key, and with pools its gates and the key of the pool that it fills."""
+        return self.head_dim if self.pool == 1 else 3 * self.head_dim
+
     def unused_tensors(self, path: str) -> Iterator[str]:
         """Yield the names of its tensors in the block `path`."""
         yield from (f"{path}.{name}.weight" for name in _MATRIX_NAMES)
+        if self.pool > 1:
+            yield from (f"{path}.{INDEX_GATES}.weight", f"{path}.indexer.{POOL_BIAS}")
         yield from (f"{path}.indexer.k_norm.{kind}" for kind in ("weight", "bias"))
 
     def tensors(
@@ -53,6 +77,10 @@ class IndexerConfig:
         yield replace(of_queries, row_order=order)
         of_keys = matrix(keys, (self.head_dim, context.hidden_size), replicated, dtype, "attention", fused)
         yield replace(of_keys, row_order=order)
+        if self.pool > 1:
+            yield replace(of_keys, name=f"{path}.{INDEX_GATES}.weight", row_order=order)
+            bias = vector(f"{path}.indexer.{POOL_BIAS}", self.head_dim, replicated, "norms")
+            yield replace(bias, shape=(self.pool, self.head_dim), column_order=order, in_linear_layer=False)
         # In float32: choices should not change where scores are close.
         weight = matrix(weights, (self.num_heads, context.hidden_size), replicated, "float32", "attention")
         yield replace(weight, in_linear_layer=False)

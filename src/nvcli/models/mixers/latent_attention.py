@@ -11,7 +11,7 @@ from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.spec import AttentionSpec, HeadSizes
 from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.attention import GATE, OutputGate, QueryScaling
-from nvcli.models.mixers.indexer import INDEX_KEYS, IndexerConfig
+from nvcli.models.mixers.indexer import IndexerConfig
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
 from nvcli.models.rope_config import RopeConfig
 from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias
@@ -126,7 +126,7 @@ class LatentAttentionConfig(Mixer):
     def input_projections(self) -> tuple[str, ...]:
         """The projections of the block's input, which one product computes."""
         gates = (GATE,) if self.has_wide_gate else ()
-        own = () if self.chooser is None else (INDEX_KEYS,)
+        own = () if self.chooser is None else self.chooser.input_projections
         return *gates, self.first_projection, *own, LATENTS
 
     @property
@@ -135,7 +135,7 @@ class LatentAttentionConfig(Mixer):
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
         sizes = HeadSizes(key_dim=self.query_dim, value_dim=self.value_dim, rope_dim=self.rope_dim)
-        index_dim = 0 if self.chooser is None else self.chooser.head_dim
+        index_dim = 0 if self.chooser is None else self.chooser.kept_dim
         return AttentionSpec(
             num_heads=self.num_heads // tensor_parallel_size,
             num_kv_heads=1,
@@ -147,6 +147,7 @@ class LatentAttentionConfig(Mixer):
             projected=sizes,
             top_k=self.top_k,
             index_dim=index_dim,
+            index_pool=1 if self.chooser is None else self.chooser.pool,
         )
 
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
@@ -167,13 +168,14 @@ class LatentAttentionConfig(Mixer):
             return None
         size = self.chooser.head_dim
         return MixerCosts(
-            kv_bytes_per_token=num_layers * token_bytes(1, size, kv_dtype),
-            flops_per_pair=num_layers * 2 * self.chooser.num_heads * size,
+            kv_bytes_per_token=num_layers * token_bytes(1, size, kv_dtype) // self.chooser.pool,
+            flops_per_pair=num_layers * 2 * self.chooser.num_heads * size // self.chooser.pool,
         )
 
     def num_kernels(self, ranks: Ranks) -> int:
         gates = 0 if self.gate is None else 1 + self.gate.is_of_heads + 2 * self.gate.is_in_queries
-        return (7 if self.query_rank is None else 9) + gates + (0 if self.chooser is None else 5)
+        of_choice = 0 if self.chooser is None else 5 if self.chooser.pool == 1 else 7
+        return (7 if self.query_rank is None else 9) + gates + of_choice
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.num_heads % ranks.size:
@@ -186,7 +188,8 @@ class LatentAttentionConfig(Mixer):
             yield Piece("q_proj", queries, None, gates + queries + self.key_dim)
         else:
             index_dim = 0 if self.chooser is None else self.chooser.head_dim
-            yield Piece("q_a_proj", self.query_rank, None, gates + self.query_rank + index_dim + self.key_dim)
+            of_choice = 0 if self.chooser is None else self.chooser.input_dim
+            yield Piece("q_a_proj", self.query_rank, None, gates + self.query_rank + of_choice + self.key_dim)
             yield Piece("q_b_proj", queries, None)
             if self.chooser is not None:
                 yield Piece("indexer.wk", index_dim, None)
@@ -198,7 +201,9 @@ class LatentAttentionConfig(Mixer):
         of_head = self.query_dim + self.key_dim + self.latent_dim + (1 + self.has_wide_gate) * self.value_dim
         if self.gates_in_queries:  # and both apart
             of_head += self.query_dim + 2 * self.value_dim
-        of_choice = 0 if self.chooser is None else (self.chooser.num_heads + 1) * self.chooser.head_dim + hidden_size
+        of_choice = 0
+        if self.chooser is not None:
+            of_choice = self.chooser.num_heads * self.chooser.head_dim + self.chooser.input_dim + hidden_size
         of_token = 3 * hidden_size + 2 * (self.query_rank or 0) + 2 * self.key_dim + of_choice
         return of_token + self.num_heads // ranks.size * of_head
 

@@ -63,11 +63,13 @@ def _attend_chosen_kernel(
     token = (tl.program_id(0) // TILES).to(tl.int64)
     part = tl.program_id(1)
     heads = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
-    lanes, values, tails = tl.arange(0, KEYS), tl.arange(0, VALUE), VALUE + tl.arange(0, TAIL)
+    lanes, values = tl.arange(0, KEYS), tl.arange(0, VALUE)
     is_head = (heads < NUM_HEADS)[:, None]
     query_rows = ((token * NUM_HEADS + heads) * (VALUE + TAIL))[:, None]
     query = tl.load(queries + query_rows + values[None, :], mask=is_head, other=0.0).to(cache.dtype.element_ty)
-    tail = tl.load(queries + query_rows + tails[None, :], mask=is_head, other=0.0).to(cache.dtype.element_ty)
+    if TAIL > 0:
+        tails = VALUE + tl.arange(0, TAIL)
+        tail = tl.load(queries + query_rows + tails[None, :], mask=is_head, other=0.0).to(cache.dtype.element_ty)
     count = tl.minimum(tl.load(seen + token), TOP_K)
     share = tl.cdiv(tl.cdiv(count, KEYS), PARTS) * KEYS
     begin = part * share
@@ -88,9 +90,10 @@ def _attend_chosen_kernel(
         next_places = _places(chosen, table, start + KEYS + lanes, last, block_stride, BLOCK_SIZE, CACHE_ROW)
         is_key = start + lanes < end
         key = tl.load(cache + rows + values[None, :], mask=is_key[:, None], other=0.0)
-        key_tail = tl.load(cache + rows + tails[None, :], mask=is_key[:, None], other=0.0)
         scores = tl.dot(query, key.T, input_precision="ieee")
-        scores = tl.dot(tail, key_tail.T, scores, input_precision="ieee")
+        if TAIL > 0:
+            key_tail = tl.load(cache + rows + tails[None, :], mask=is_key[:, None], other=0.0)
+            scores = tl.dot(tail, key_tail.T, scores, input_precision="ieee")
         scores = tl.where(is_key[None, :], scores * scale_log2, -float("inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         decay = tl.exp2(highest - new_highest)

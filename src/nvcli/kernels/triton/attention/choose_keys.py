@@ -50,13 +50,14 @@ def _index_scores_kernel(
     BLOCK_SIZE: tl.constexpr,
     CACHE_ROW: tl.constexpr,
     TOP_K: tl.constexpr,
+    POOL: tl.constexpr,  # key i lies in the place of token i × POOL + POOL - 1
     KEYS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """Program (token of the launch, part of its tiles of keys)."""
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
-    count = tl.load(seen + token)
+    count = tl.load(seen + token) // POOL
     if count <= TOP_K:
         return
     heads, numbers, lanes = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_NUMBERS), tl.arange(0, KEYS)
@@ -69,13 +70,13 @@ def _index_scores_kernel(
     begin, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
     last = count - 1
     # The next tile's blocks are loaded ahead of their use, as in `attention_fold.fold_keys`.
-    next_block = tl.load(table + tl.minimum(begin + lanes, last) // BLOCK_SIZE)
+    next_block = tl.load(table + (tl.minimum(begin + lanes, last) * POOL + (POOL - 1)) // BLOCK_SIZE)
     for start in tl.range(begin, count, step, num_stages=NUM_STAGES):
         keys = start + lanes
-        block = next_block.to(tl.int64)
-        next_block = tl.load(table + tl.minimum(keys + step, last) // BLOCK_SIZE)
+        block, offset = next_block.to(tl.int64), (keys * POOL + (POOL - 1)) % BLOCK_SIZE
+        next_block = tl.load(table + (tl.minimum(keys + step, last) * POOL + (POOL - 1)) // BLOCK_SIZE)
         is_read = (keys <= last)[:, None] & is_number[None, :]
-        key_places = (block * cache_block_stride + keys % BLOCK_SIZE * CACHE_ROW)[:, None] + numbers[None, :]
+        key_places = (block * cache_block_stride + offset * CACHE_ROW)[:, None] + numbers[None, :]
         key = tl.load(cache + key_places, mask=is_read, other=0.0)
         products = tl.dot(key, query.T, input_precision="ieee")
         found = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
@@ -99,12 +100,13 @@ def _select_keys_kernel(
     score_stride: tl.int64,
     chosen_stride: tl.int64,
     TOP_K: tl.constexpr,
+    POOL: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """Program (token of the launch)."""
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
-    count = tl.load(seen + token)
+    count = tl.load(seen + token) // POOL
     scores += row * score_stride
     chosen += token * chosen_stride
     lanes = tl.arange(0, KEYS)
@@ -144,7 +146,7 @@ def _select_keys_kernel(
 
 
 def choose_keys(
-    queries: Tensor, weights: Tensor, cache: Tensor, tokens: TokenKeys, chosen: Tensor, scores: Tensor
+    queries: Tensor, weights: Tensor, cache: Tensor, tokens: TokenKeys, chosen: Tensor, scores: Tensor, pool: int = 1
 ) -> None:
     """See `nvcli.kernels.chosen_keys.choose_keys`."""
     num_tokens, num_heads, size = queries.shape
@@ -177,6 +179,7 @@ def choose_keys(
             BLOCK_SIZE=cache.shape[1],
             CACHE_ROW=cache.stride(1),
             TOP_K=top_k,
+            POOL=pool,
             KEYS=_KEYS,
             NUM_STAGES=_STAGES if has_room else _FEWER_STAGES,
             num_warps=_WARPS,
@@ -189,6 +192,7 @@ def choose_keys(
             scores.stride(0),
             chosen.stride(0),
             TOP_K=top_k,
+            POOL=pool,
             KEYS=selected,
             num_warps=warps,
         )

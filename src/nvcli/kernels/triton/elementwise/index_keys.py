@@ -27,6 +27,7 @@ def _turn(first, second, angles, pair, is_pair, HALF: tl.constexpr):
 def _store_index_keys_kernel(
     queries_ptr,  # [num_queries, NUM_HEADS, SIZE], contiguous, rotated in place
     keys_ptr,  # [T, SIZE], rows key_stride apart
+    gates_ptr,  # None, or the same, stored behind the keys
     cos_sin_ptr,  # [T, ROPE] float32, or None: nothing is rotated
     cache_ptr,  # blocks cache_block_stride apart, tokens CACHE_ROW, written
     slot_mapping_ptr,
@@ -70,6 +71,9 @@ def _store_index_keys_kernel(
         place = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * CACHE_ROW
         normed = (centered * factor * weight + bias).to(keys_ptr.dtype.element_ty)
         tl.store(place + numbers, normed.to(cache_ptr.dtype.element_ty), mask=is_number & (numbers >= ROPE))
+        if gates_ptr is not None:
+            gates = tl.load(gates_ptr + token * key_stride + numbers, mask=is_number, other=0.0)
+            tl.store(place + SIZE + numbers, gates.to(cache_ptr.dtype.element_ty), mask=is_number)
         is_pair = pair < HALF
         first = tl.load(key_row + first_place, mask=is_pair, other=0.0).to(tl.float32)
         second = tl.load(key_row + second_place, mask=is_pair, other=0.0).to(tl.float32)
@@ -105,11 +109,13 @@ def store_index_keys(
     bias: Tensor,
     eps: float,
     is_interleaved: bool,
+    gates: Tensor | None = None,
 ) -> None:
     """See `nvcli.kernels.chosen_keys.store_index_keys`."""
     num_queries, num_heads, size = queries.shape
     assert queries.is_contiguous()
     assert keys.stride(1) == 1
+    assert gates is None or gates.stride() == keys.stride()
     assert cos_sin is None or cos_sin.is_contiguous()
     assert cache.stride(2) == 1
     rope = 0 if cos_sin is None else cos_sin.shape[1]
@@ -117,6 +123,7 @@ def store_index_keys(
     _store_index_keys_kernel[(len(keys), 1 + ceil_div(num_heads, of_program))](
         queries,
         keys,
+        gates,
         cos_sin,
         cache,
         slot_mapping,

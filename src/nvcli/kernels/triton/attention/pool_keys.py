@@ -1,0 +1,119 @@
+"""Index keys of pools of neighbouring tokens, and the positions of the keys of chosen pools: a program for each token
+that fills a pool, and one for each token and a part of its chosen keys.
+
+Shapes: T tokens, K most keys of a token, E numbers of an index key, P keys of a pool.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.chosen_keys import TokenKeys
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+
+_PLACES = 1024
+"""The chosen keys that a program lists."""
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables"])
+def _pool_keys_kernel(
+    cache,  # blocks cache_block_stride apart, tokens CACHE_ROW: key, gates, and the pool's key, which is written
+    seen,  # [T] int32
+    slots,  # [T] int64
+    tables,  # [slots, ...] int32, rows table_stride apart
+    bias,  # [POOL, SIZE] float32
+    cache_block_stride: tl.int64,
+    table_stride,
+    SIZE: tl.constexpr,
+    POOL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CACHE_ROW: tl.constexpr,
+    BLOCK_NUMBERS: tl.constexpr,  # SIZE, rounded up to a power of two
+    BLOCK_POOL: tl.constexpr,  # POOL likewise
+):
+    """Program (token)."""
+    token = tl.program_id(0).to(tl.int64)
+    count = tl.load(seen + token)
+    if (count == 0) | (count % POOL != 0):
+        return
+    lane, number = tl.arange(0, BLOCK_POOL), tl.arange(0, BLOCK_NUMBERS)
+    is_key, is_number = lane < POOL, number < SIZE
+    position = count - POOL + tl.where(is_key, lane, 0)
+    table = tables + tl.load(slots + token) * table_stride
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    place = block * cache_block_stride + position % BLOCK_SIZE * CACHE_ROW
+    inside = is_key[:, None] & is_number[None, :]
+    key = tl.load(cache + place[:, None] + number[None, :], mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(cache + place[:, None] + SIZE + number[None, :], mask=inside, other=0.0).to(tl.float32)
+    gate += tl.load(bias + lane[:, None] * SIZE + number[None, :], mask=inside, other=0.0)
+    gate = tl.where(is_key[:, None], gate, -float("inf"))
+    share = tl.exp(gate - tl.max(gate, 0)[None, :])
+    share = (share / tl.sum(share, 0)[None, :]).to(cache.dtype.element_ty).to(tl.float32)
+    last = tl.sum(tl.where(lane == POOL - 1, place, 0), 0)
+    pooled = tl.sum(share * key, 0)
+    tl.store(cache + last + 2 * SIZE + number, pooled.to(cache.dtype.element_ty), mask=is_number)
+
+
+@triton.jit
+def _expand_pools_kernel(
+    pools,  # [T, MOST] int32, rows pool_stride apart
+    seen,  # [T] int32
+    chosen,  # [T, TOP_K] int32, rows chosen_stride apart, written
+    pool_stride,
+    chosen_stride,
+    MOST: tl.constexpr,
+    TOP_K: tl.constexpr,
+    POOL: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Program (token, PLACES of its chosen keys)."""
+    token = tl.program_id(0).to(tl.int64)
+    count = tl.load(seen + token)
+    num_pools = count // POOL
+    in_pools = tl.minimum(num_pools, MOST) * POOL
+    total = in_pools + count % POOL
+    place = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
+    pool = tl.load(pools + token * pool_stride + place // POOL, mask=place < in_pools, other=0)
+    position = tl.where(place < in_pools, pool * POOL + place % POOL, num_pools * POOL + place - in_pools)
+    tl.store(chosen + token * chosen_stride + place, position, mask=(place < total) & (place < TOP_K))
+
+
+def pool_keys(cache: Tensor, tokens: TokenKeys, bias: Tensor) -> None:
+    """See `nvcli.kernels.chosen_keys.pool_keys`."""
+    pool, size = bias.shape
+    assert bias.is_contiguous()
+    assert cache.stride(2) == tokens.tables.stride(1) == 1
+    _pool_keys_kernel[(len(tokens.seen),)](
+        cache,
+        *tokens,
+        bias,
+        cache.stride(0),
+        tokens.tables.stride(0),
+        SIZE=size,
+        POOL=pool,
+        BLOCK_SIZE=cache.shape[1],
+        CACHE_ROW=cache.stride(1),
+        BLOCK_NUMBERS=next_power_of_2(size),
+        BLOCK_POOL=next_power_of_2(pool),
+        num_warps=4,
+    )
+
+
+def expand_pools(pools: Tensor, tokens: TokenKeys, chosen: Tensor, pool: int) -> None:
+    """See `nvcli.kernels.chosen_keys.expand_pools`."""
+    num_tokens, top_k = chosen.shape
+    assert pools.stride(1) == chosen.stride(1) == 1
+    _expand_pools_kernel[num_tokens, ceil_div(top_k, _PLACES)](
+        pools,
+        tokens.seen,
+        chosen,
+        pools.stride(0),
+        chosen.stride(0),
+        MOST=pools.shape[1],
+        TOP_K=top_k,
+        POOL=pool,
+        PLACES=_PLACES,
+        num_warps=4,
+    )
