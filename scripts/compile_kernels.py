@@ -120,6 +120,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "hy4-preview",
         {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _FEW_EXPERTS},
     ),
+    "GLM-5.3-Flash with drafts": (
+        "glm-5.3-flash",
+        {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": {"text_config": _FEW_EXPERTS}},
+    ),
     "GLM-4.7-Flash with drafts": ("glm-4.7-flash", {"speculation": SpeculationConfig(method="lookup")}),
     "Gemma 2": ("gemma-2-9b", {}),
     "Gemma 3": ("gemma-3-27b", {}),

@@ -160,6 +160,7 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Glm46V": ("Glm4vMoeText", "Glm4vMoeVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "Glm4vMoe": ("Glm4vMoeText", "Glm4vMoeVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "GlmOcr": ("GlmOcrText", "GlmOcrVision", _QWEN_OR_GLM),
+    "Glm5Next": ("Glm5NextText", "Glm5NextVision", _QWEN_OR_GLM),
     "PaddleOCRVL": ("PaddleOCRText", "PaddleOCRVision", {**_VISION, "image_size": 24, "patch_size": 4}),
     "InternVL": (
         "Qwen2",
@@ -313,7 +314,7 @@ SINCE = {
     **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
     **dict.fromkeys(("AXK1", "Dbrx", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
     **dict.fromkeys(
-        ("DeepseekV32", "GlmMoeDsa", "GraniteDocling", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"
+        ("DeepseekV32", "Glm5Next", "GlmMoeDsa", "GraniteDocling", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"
     ),
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
@@ -325,6 +326,7 @@ _UNKNOWN_BEFORE = {
         "Beam",
         "DeepseekV32",
         "Flint",
+        "Glm5Next",
         "GlmMoeDsa",
         "GraniteDocling",
         "GraniteMoeSWA",

@@ -470,6 +470,27 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "indexer_types": ["full", "shared", "full"],
         },
     ),
+    "glm 5.3 flash with vision": (
+        "Glm5Next",
+        {
+            **_LATENT_EXPERTS,
+            "qk_rope_head_dim": 0,
+            "num_hidden_layers": 4,
+            "layer_types": [LINEAR, *["indexed_attention"] * 3],
+            "indexer_types": ["full", "full", "full", "shared"],
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "index_topk": 8,
+            "index_kpool": 4,
+            "index_n_heads": 24,
+            "index_head_dim": 24,
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "linear_lower_bound": -2.0,
+            "swiglu_limit": 1.0,  # so that something is clamped
+            "hc_eps": 0.01,
+            "hc_sinkhorn_iters": 3,
+        },
+    ),
     "hunyuan v4": (
         "HYV4",
         {

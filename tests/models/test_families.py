@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -436,6 +437,42 @@ def test_hunyuan_v4_of_the_hub(tmp_path: Path) -> None:
     assert choosing == [0, 1, 5]
 
 
+@pytest.mark.parametrize(
+    ("section", "lowest"), [({}, -5.0), ({"gate_lower_bound": -3.0}, -3.0), ({"safe_gate": False}, None)]
+)
+def test_glm_5_3_of_the_hub(section: dict[str, Any], lowest: float | None, tmp_path: Path) -> None:
+    """The names of its files, its section for linear attention, and layers without a list of their kinds."""
+    of_linear = {"head_dim": 16, "num_heads": 8, "short_conv_kernel_size": 3, "gate_lower_bound": None, **section}
+    own = {"qk_rope_head_dim": 0, "num_hidden_layers": 9, "linear_attn_config": of_linear}
+    config = latent_attention(tmp_path, "Glm5NextForConditionalGeneration", **own)
+    name = "model.language_model.layers.3.{}"
+    names = {
+        name.format("hc_attn_fn"): "model.layers.3.attn_hc.fn",
+        name.format("hc_ffn_scale"): "model.layers.3.ffn_hc.scale",
+        name.format("self_attn.indexer.index_kpool_compress_gate"): "model.layers.3.self_attn.indexer_gates.weight",
+        name.format("mlp.shared_experts.up_proj.weight"): "model.layers.3.mlp.shared_expert.up_proj.weight",
+        "model.language_model.layers.9.eh_proj.weight": None,
+    }
+    layout = replace(config.decoder.layout, is_part=True)
+    assert {stored: layout.decoder_name(stored) for stored in names} == names
+    assert {tensor.name for tensor in model_tensors(config, "bfloat16")} > {found for found in names.values() if found}
+    mixers = [layer.mixer for layer in config.layers]
+    assert [number for number, mixer in enumerate(mixers) if isinstance(mixer, LatentAttentionConfig)] == [3, 7]
+    delta = mixers[0]
+    assert isinstance(delta, KimiDeltaConfig)
+    assert (delta.head_dim, delta.num_heads, delta.conv_taps, delta.lowest_decay) == (16, 8, 3, lowest)
+
+
+def test_stages_choose_their_own_keys(tmp_path: Path) -> None:
+    """Also behind layers that choose none."""
+    kinds = [*["full"] * 7, "shared"]
+    own = {"qk_rope_head_dim": 0, "num_hidden_layers": 8, "indexer_types": kinds}
+    config = latent_attention(tmp_path, "Glm5NextForConditionalGeneration", **own)
+    with pytest.raises(ConfigError, match="a layer would attend to keys that an earlier stage has chosen"):
+        config.check_pipeline_parallel(2)
+    config.for_length(2000).check_pipeline_parallel(2)
+
+
 def test_deepseek_of_the_hub(tmp_path: Path) -> None:
     """Scores grow with the stretched context; a token keeps 576 numbers in each layer on every rank."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["deepseek-v2-lite"]))
@@ -562,6 +599,17 @@ def test_kimi_linear_that_is_not_computed(changes: dict[str, Any], problem: str,
             "GlmMoeDsaForCausalLM",
             {"num_hidden_layers": 2, "index_topk_pattern": "SF"},
             "`index_topk_pattern`: the first layer has none before",
+        ),
+        ("Glm5NextForConditionalGeneration", {}, "`qk_rope_head_dim`: only 0 is supported here"),
+        (
+            "Glm5NextForConditionalGeneration",
+            {"qk_rope_head_dim": 0, "index_kpool": 3},
+            "`index_topk`: 2048 keys are no whole number of pools of 3",
+        ),
+        (
+            "Glm5NextForConditionalGeneration",
+            {"qk_rope_head_dim": 0, "linear_lower_bound": 1.0},
+            "`linear_lower_bound`: 1 is not below zero",
         ),
         ("HYV4ForCausalLM", {"hc_mult": 1}, "`hc_mult`: 1 is too small"),
         ("HYV4ForCausalLM", {"hidden_act": "gelu_new"}, "`hidden_act`: only silu is supported together with `swiglu"),

@@ -172,6 +172,7 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("longcat-flash", 560.67),
         ("glm-4.7-flash", 29.94),
         ("glm-5", 743.93),
+        ("glm-5.3-flash", 313.36),
         ("hy4-preview", 58.28),
         ("mixtral-8x7b", 46.70),
         ("mixtral-8x22b", 140.63),

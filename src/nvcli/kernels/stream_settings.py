@@ -24,6 +24,9 @@ class StreamSettings:
     """How often rows and columns of the shares of streams in each other are divided by their sums (Sinkhorn); 0: each
     stream goes on by itself."""
 
+    ends_with_mean: bool = False
+    """Whether the mean of the streams follows the last layer, and not a sum with shares."""
+
     @property
     def num_kept(self) -> int:
         """The shares of a token that are needed after a block: of its result in each stream, and of the streams in each

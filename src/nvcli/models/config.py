@@ -210,11 +210,13 @@ class ModelConfig:
                 "earlier ones, which are in another stage: leave it out, or use --tp"
             )
         most = self.num_layers // (1 + self.decoder.has_shortcuts)
-        firsts = [self.decoder.stage_layers(Stage(index, size)).start for index in range(size if size <= most else 0)]
-        if any(self.layers[first].mixer.reads_earlier_choice for first in firsts):
+        stages = (self.decoder.stage_layers(Stage(index, size)) for index in range(size if size <= most else 0))
+        mixers = ([self.layers[number].mixer for number in stage] for stage in stages)
+        firsts = (next((mixer for mixer in of_stage if mixer.most_chosen), None) for of_stage in mixers)
+        if any(first is not None and first.reads_earlier_choice for first in firsts):
             raise ConfigError(
-                f"pipeline_parallel_size (--pp) is {size}, and the first layer of a stage would attend to keys that an "
-                "earlier stage has chosen: choose another number, leave it out, or use --tp"
+                f"pipeline_parallel_size (--pp) is {size}, and a layer would attend to keys that an earlier stage has "
+                "chosen: choose another number, leave it out, or use --tp"
             )
         if size > most:
             what = "pairs of layers" if self.decoder.has_shortcuts else "layers"

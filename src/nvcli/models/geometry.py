@@ -119,7 +119,7 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
     if stage.is_last:
         of_last = replace(context, norm=decoder.last_norm or decoder.norm)
         yield from of_last.norm_tensors("model.norm", factor=decoder.logit_scale)
-        if streams is not None:
+        if streams is not None and not streams.ends_with_mean:
             yield from _share_tensors(f"model.{STREAMS_AT_END}", streams, hidden, streams.count, 1, "MLP")
         if not config.tie_word_embeddings:
             yield matrix(HEAD, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "LM head")

@@ -19,6 +19,8 @@ from nvcli.worker.distributed.stage import Stage
 
 SHORTCUT = "shortcut"
 """The name of a layer's shortcut in the decoder."""
+MOST_STREAMS = 16
+"""The most residual streams; more than any model has."""
 TO_GATES, FROM_GATES = "W_down", "W_up"
 """The matrices of a norm's gates."""
 STREAMS_OF_MIXER, STREAMS_OF_MLP, STREAMS_AT_END = "attn_hc", "ffn_hc", "hc_head"

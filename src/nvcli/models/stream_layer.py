@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import CacheSpec
+from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.kernels.streams import ShareWeights, add_to_streams, read_streams
 from nvcli.models.decoder_layer import DecoderLayer
@@ -98,24 +99,27 @@ class StreamLayer(DecoderLayer):
 
 
 class StreamEnd(nn.Module):
-    """The end of a stage: the normed sum of the streams in the last one, and elsewhere the streams with the last
-    result."""
+    """The end of a stage: in the last one the normed sum or mean of the streams, and elsewhere the streams with the
+    last result."""
 
     def __init__(self, build: BuildContext, path: str, settings: StreamSettings, norm: InputNorm | None) -> None:
         """`norm`: the decoder's last norm, in the last stage."""
         super().__init__()
         self.group, self.settings = build.group, settings
-        self.shares = None if norm is None else StreamShares(build, path, settings)
+        has_shares = norm is not None and not settings.ends_with_mean
+        self.shares = StreamShares(build, path, settings) if has_shares else None
 
     def forward(self, delta: Tensor | None, streams: Tensor, kept: Tensor | None, norm: InputNorm | None) -> Tensor:
         """Return [T, H] in the last stage, and elsewhere the streams [T, N × H], which are overwritten."""
-        if self.shares is None:
-            assert delta is not None
-            assert kept is not None
-            add_to_streams(streams, self.group.sum(delta) if self.group.size > 1 else delta, kept, self.settings)
-            return streams
-        assert norm is not None
-        if len(streams) == 0:
+        if norm is not None and len(streams) == 0:
             return streams[:, : len(norm.weight)]
-        hidden: Tensor = self.shares(delta, streams, kept, norm)[0]
-        return hidden
+        if self.shares is not None:
+            assert norm is not None
+            hidden: Tensor = self.shares(delta, streams, kept, norm)[0]
+            return hidden
+        assert delta is not None
+        assert kept is not None
+        add_to_streams(streams, self.group.sum(delta) if self.group.size > 1 else delta, kept, self.settings)
+        if norm is None:
+            return streams
+        return rms_norm(streams.view(len(streams), self.settings.count, -1).mean(dim=1), norm.weight, norm.eps)

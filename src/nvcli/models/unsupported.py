@@ -72,7 +72,6 @@ _LACKING = {
     "DogeForCausalLM": "its scores depend on a number that each value gives, which nvcli does not compute",
     "Gemma3nForCausalLM": _SEVERAL_STREAMS,
     "Gemma3nForConditionalGeneration": _SEVERAL_STREAMS,
-    "Glm5NextForConditionalGeneration": _SEVERAL_STREAMS,
     "Inkling2ForCausalLM": _RELATIVE,
     "Inkling2ForConditionalGeneration": _RELATIVE,
     "InklingForCausalLM": _RELATIVE,

@@ -17,6 +17,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from nvcli.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_MOE_DSA, GLM_OCR
+from nvcli.models.families.glm5_next import GLM5_NEXT
 from nvcli.models.families.gpt2 import BIGCODE, CODEGEN, GPT2, GPT_NEO, GPTJ
 from nvcli.models.families.gpt_neox import GPT_NEOX, PERSIMMON
 from nvcli.models.families.gpt_oss import GPT_OSS
@@ -109,6 +110,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     GLM4_MOE_LITE,
     GLM_MOE_DSA,
+    GLM5_NEXT,
     GLM4V,
     GLM4V_MOE,
     GLM_OCR,

@@ -25,13 +25,11 @@ from nvcli.models.families.latent_attention import (
     with_indexers,
 )
 from nvcli.models.families.model_file import ModelFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.layer_config import MOST_STREAMS, DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import GATE, AttentionConfig, OutputGate
 from nvcli.models.rope_config import RopeConfig, rope_section
 from nvcli.models.vision.hunyuan import read_hunyuan_vision
 
-_MOST_STREAMS = 16
-"""The most residual streams; more than any model has."""
 _V1_NAMES = (
     (".query_layernorm", ".q_norm"),
     (".key_layernorm", ".k_norm"),
@@ -136,7 +134,7 @@ def read_v4(config: ModelFile) -> DecoderConfig:
     )
     eps = config.positive_number("hc_eps", 1e-6)
     streams = StreamSettings(
-        count=config.positive("hc_mult", 4, least=2, most=_MOST_STREAMS),
+        count=config.positive("hc_mult", 4, least=2, most=MOST_STREAMS),
         norm_eps=norm.eps,
         eps=eps,
         factor=config.positive_number("hc_magnitude", 2.0),

@@ -14,7 +14,8 @@ from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
 from nvcli.models.layer_config import DecoderConfig
 from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
 
-_SECTION = "linear_attn_config"
+SECTION = "linear_attn_config"
+"""The part of config.json for Kimi Delta Attention."""
 NAMES_OF_DELTA = ((".forget_gate.", "."), (".self_attn.conv1d.", ".self_attn.qkv_conv1d."))
 """Names of a layer's tensors in files of transformers, and in the decoder."""
 _COMPUTED: dict[str, str | int | bool] = {
@@ -41,7 +42,7 @@ def read_kimi_linear(config: ModelFile) -> DecoderConfig:
 
 def _read_delta(config: ModelFile) -> KimiDeltaConfig:
     """Read the heads and the convolution."""
-    section = config.object(_SECTION)
+    section = config.object(SECTION)
     section.only(use_full_rank_gate=False, gate_lower_bound=False)
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
     names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
@@ -54,12 +55,20 @@ def _read_delta(config: ModelFile) -> KimiDeltaConfig:
     )
 
 
+def read_lowest_decay(config: ModelFile, key: str) -> float:
+    """Read the lower bound of the logarithms of decays, by default -5."""
+    lowest = config.get(key, float, -5.0)
+    if lowest >= 0:
+        raise config.error(key, f"{lowest:g} is not below zero")
+    return lowest
+
+
 def _layer_types(config: ModelFile) -> list[str]:
     """Read `layer_types`; if they are absent, the lists of layers, which are counted from 1."""
     types = config.layer_types(supported=(FULL, LINEAR))
     if types is not None:
         return types
-    section, count = config.object(_SECTION), config.num_layers()
+    section, count = config.object(SECTION), config.num_layers()
     kinds: dict[int, str] = {}
     for key, kind in (("kda_layers", LINEAR), ("full_attn_layers", FULL)):
         numbers = section.values.get(key)

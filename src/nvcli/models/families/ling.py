@@ -14,7 +14,7 @@ from nvcli.models.families.deepseek_experts import (
     with_limits,
 )
 from nvcli.models.families.family import Family
-from nvcli.models.families.kimi_linear import NAMES_OF_DELTA
+from nvcli.models.families.kimi_linear import NAMES_OF_DELTA, read_lowest_decay
 from nvcli.models.families.latent_attention import read_latent_attention
 from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
@@ -71,15 +71,13 @@ def _mlps(config: ModelFile, experts: ExpertsConfig) -> Iterator[MLPConfig | Exp
 
 
 def _read_delta(config: ModelFile) -> KimiDeltaConfig:
-    lowest = config.get("kda_lower_bound", float, -5.0) if config.get("kda_safe_gate", bool, True) else None
-    if lowest is not None and lowest >= 0:
-        raise config.error("kda_lower_bound", f"{lowest:g} is not below zero")
+    is_bounded = config.get("kda_safe_gate", bool, True)
     return KimiDeltaConfig(
         num_heads=config.positive("num_attention_heads"),
         head_dim=config.with_names({"linear_head_dim": "head_dim"}).positive("head_dim", most=256),
         conv_taps=config.conv_taps("short_conv_kernel_size"),
         has_whole_gates=True,
-        lowest_decay=lowest,
+        lowest_decay=read_lowest_decay(config, "kda_lower_bound") if is_bounded else None,
     )
 
 

@@ -1,0 +1,128 @@
+"""GLM-5.3-Flash (https://github.com/zai-org): Kimi Delta Attention between layers of latent attention without rotated
+numbers, to keys that are chosen by pools; clamped MLPs and experts, and several residual streams that are mixed with
+each other. The vision tower is not computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nvcli.kernels.stream_settings import StreamSettings
+from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.deepseek_experts import SHARED_EXPERT, read_experts, read_limit, with_limits
+from nvcli.models.families.family import Family
+from nvcli.models.families.kimi_linear import NAMES_OF_DELTA, SECTION, read_lowest_decay
+from nvcli.models.families.latent_attention import choosing_layers, with_indexers
+from nvcli.models.families.model_file import FULL, LINEAR, MAX_HEAD_DIM, ModelFile
+from nvcli.models.layer_config import MOST_STREAMS, DecoderConfig, LayerConfig
+from nvcli.models.mixers.indexer import IndexerConfig
+from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
+from nvcli.models.mixers.latent_attention import LatentAttentionConfig
+
+_INDEXED = "indexed_attention"
+_MOST_POOLED = 256
+"""The most keys that are chosen together; more than any model has."""
+_NAMES = (
+    *NAMES_OF_DELTA,
+    (".hc_attn_", ".attn_hc."),
+    (".hc_ffn_", ".ffn_hc."),
+    SHARED_EXPERT,
+)
+
+
+def read(config: ModelFile) -> DecoderConfig:
+    """Read the text model. A layer for multi-token prediction stays on disk."""
+    norm, chooser = config.rms_norm(), _read_attention(config)
+    delta, other = _read_delta(config), replace(chooser, indexer=None)
+    mlps, limit = config.mlps(read_experts(config), config.sparse_layers(3)), read_limit(config)
+    layers = (
+        LayerConfig(
+            mixer=delta if kind == LINEAR else chooser if chooses else other,
+            mlp=with_limits(mlp, limit, limit, kind="clamped_swiglu"),
+        )
+        for kind, chooses, mlp in zip(_layer_types(config), choosing_layers(config), mlps, strict=True)
+    )
+    streams = StreamSettings(
+        count=config.positive("hc_mult", 4, least=2, most=MOST_STREAMS),
+        norm_eps=norm.eps,
+        eps=config.positive_number("hc_eps", 1e-6),
+        factor=2.0,
+        iterations=config.positive("hc_sinkhorn_iters", 20, most=1000),
+        ends_with_mean=True,
+    )
+    layout = CheckpointLayout(renamed=_NAMES, left=(f"model.layers.{config.num_layers()}.",))
+    return with_indexers(config.decoder(layers, norm=norm, layout=layout, streams=streams))
+
+
+def _read_attention(config: ModelFile) -> LatentAttentionConfig:
+    """Read latent attention without rotated numbers, to pools of keys and those after the last one."""
+    config.only(index_kpool_always_select_tail=True, attention_bias=False)
+    if config.get("qk_rope_head_dim", int, 0):
+        raise config.error("qk_rope_head_dim", "only 0 is supported here: nothing is rotated")
+    plain_dim, most = config.positive("qk_nope_head_dim", most=MAX_HEAD_DIM), config.positive("index_topk", 2048)
+    pool = config.positive("index_kpool", 16, least=2, most=_MOST_POOLED)
+    if most % pool:
+        raise config.error("index_topk", f"{most} keys are no whole number of pools of {pool} (`index_kpool`)")
+    return LatentAttentionConfig(
+        num_heads=config.positive("num_attention_heads"),
+        query_rank=config.positive("q_lora_rank"),
+        latent_dim=config.positive("kv_lora_rank", most=MAX_HEAD_DIM),
+        plain_dim=plain_dim,
+        rope_dim=0,
+        value_dim=config.positive("v_head_dim", most=MAX_HEAD_DIM),
+        scale=plain_dim**-0.5,
+        rope=None,
+        norm_eps=config.rms_norm().eps,
+        top_k=most + pool - 1,
+        indexer=IndexerConfig(
+            num_heads=config.positive("index_n_heads", 32),
+            head_dim=config.positive("index_head_dim", 128, most=MAX_HEAD_DIM),
+            is_interleaved=False,
+            pool=pool,
+        ),
+    )
+
+
+def _read_delta(config: ModelFile) -> KimiDeltaConfig:
+    """Read the heads, the convolution and the bound of decays, which the published file has in a section of their
+    own."""
+    section = config.object(SECTION) if config.has(SECTION) else None
+    names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+    names |= {"short_conv_kernel_size": "linear_conv_kernel_dim", "gate_lower_bound": "linear_lower_bound"}
+    found = {
+        key: (section, key) if section is not None and key in section.values else (config, own)
+        for key, own in names.items()
+    }
+    (of_dim, dim_key), (of_heads, heads_key), (of_taps, taps_key), (of_bound, bound_key) = found.values()
+    is_null = bound_key in of_bound.values and not of_bound.has(bound_key)
+    is_bounded = not is_null or (section is not None and section.get("safe_gate", bool, True))
+    return KimiDeltaConfig(
+        num_heads=of_heads.positive(heads_key, 64),
+        head_dim=of_dim.positive(dim_key, 128, most=256),
+        conv_taps=of_taps.conv_taps(taps_key) if of_taps.has(taps_key) else 4,
+        lowest_decay=read_lowest_decay(of_bound, bound_key) if is_bounded else None,
+    )
+
+
+def _layer_types(config: ModelFile) -> list[str]:
+    """Read `layer_types`; if they are absent, every fourth layer has latent attention."""
+    types = config.layer_types(supported=(_INDEXED, FULL, LINEAR))
+    return types or [_INDEXED if number % 4 == 3 else LINEAR for number in range(config.num_layers())]
+
+
+GLM5_NEXT = Family(
+    name="GLM-5.3-Flash",
+    architectures=("Glm5NextForConditionalGeneration",),
+    features="KDA between layers of latent attention to pools of keys that an indexer chooses (DSA); experts; several "
+    "residual streams (mHC); of text alone",
+    examples=("zai-org/GLM-5.3-Flash",),
+    read=read,
+    defaults={
+        "kv_lora_rank": 512,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 256,
+        "routed_scaling_factor": 2.5,
+        "v_head_dim": 256,
+    },
+)
