@@ -94,8 +94,8 @@ def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -
     """Cut a fused projection into views: q [T, num_heads, D], k [T, num_kv_heads, D] and v [T, num_kv_heads, V]."""
     counts = num_heads, num_kv_heads, num_kv_heads
     of_values = qkv.shape[1] - (num_heads + num_kv_heads) * head_dim
-    sizes = num_heads * head_dim, num_kv_heads * head_dim, of_values
-    parts = zip(qkv.split(sizes, dim=1), counts, sizes, strict=True)
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, of_values]
+    parts = zip(torch.split(qkv, sizes, dim=1), counts, sizes, strict=True)
     return [part.view(len(part), count, size // count) for part, count, size in parts]
 
 
