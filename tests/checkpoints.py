@@ -332,6 +332,7 @@ _UNKNOWN_BEFORE = {
         "GraniteMoeSWA",
         "GraniteSWA",
         "HYV4",
+        "HyperCLOVAXVisionV2",
         "HunYuanVL",
         "Kimi_K25",
         "KimiLinear",

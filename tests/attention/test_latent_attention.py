@@ -85,7 +85,7 @@ def test_chosen_keys(num_heads: int, has_sinks: bool) -> None:
     top_k, seen, generator = 100, (0, 1, 64, 100, 350, 70), torch.Generator().manual_seed(0)
     shape = AttentionShape(
         num_heads=num_heads, num_kv_heads=1, head_dim=latent_dim, tail_dim=64, block_size=64, dtype=dtype,
-        kv_dtype=dtype, device=DEVICE,
+        kv_dtype=dtype, device=DEVICE, has_values=False,
     )  # fmt: skip
     if HAS_GPU and not serves_latents(shape):
         pytest.skip("Hopper GPUs alone have it")
