@@ -62,7 +62,7 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
 
 def _expand_pattern(name: str, output: str | None) -> list[str]:
     found = sorted(glob.glob(os.path.expanduser(name), recursive=True))
-    files = [file for file in _without_outputs(found, output) if Path(file).is_file()]
+    files = _without_outputs([file for file in found if Path(file).is_file()], output)
     if not files:
         raise ConfigError(f"the input {name} matches no file")
     return files
