@@ -12,8 +12,10 @@ from attention_setup import Bench, History
 
 from nvcli.attention import selection
 from nvcli.attention.backend import AttentionCase
+from nvcli.attention.chosen_keys import ChosenKeys
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.hybrid import HybridBackend
+from nvcli.attention.kv_layout import choice_bytes, choice_score_rows
 from nvcli.attention.selection import AUTO_ORDER, BACKENDS, NOT_ASKED, select_backend, why_not
 from nvcli.attention.spec import AttentionSpec
 from nvcli.attention.torch_backend import TorchBackend
@@ -223,3 +225,17 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     (what_is_slower,) = TritonBackend(case).notes
     assert what_is_slower.startswith("Triton 4.0.0: ")
+
+
+@pytest.mark.parametrize(("top_k", "pool"), [(32, 1), (47, 16)])
+def test_what_the_choice_of_keys_takes_is_planned(top_k: int, pool: int) -> None:
+    """But for scores, which a CPU does not keep, and the list of work of Hopper GPUs."""
+    device = torch.device("cpu")
+    case = AttentionCase(device=device, dtype=torch.float32, specs=(), block_size=16, max_num_batched_tokens=64)
+    taken = {
+        value.data_ptr(): value.nbytes
+        for value in vars(ChosenKeys(case, top_k, pool)).values()
+        if isinstance(value, torch.Tensor)
+    }
+    planned = choice_bytes(case.max_model_len, 64, top_k, pool)
+    assert planned - 4 * choice_score_rows(case.max_model_len, 64) * case.max_model_len == sum(taken.values()) + 64 * 48

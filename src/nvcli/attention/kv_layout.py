@@ -60,11 +60,13 @@ def choice_score_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
     return min(max_num_batched_tokens, max(1, _CHOICE_BYTES // (4 * max_model_len)))
 
 
-def choice_bytes(max_model_len: int, max_num_batched_tokens: int, top_k: int) -> int:
+def choice_bytes(max_model_len: int, max_num_batched_tokens: int, top_k: int, pool: int) -> int:
     """The bytes that the choice of keys takes (`attention/chosen_keys.py`): scores, and for each token the keys, how
-    many there are, its slot and its part of the list of work."""
+    many there are, its slot and its part of the list of work; where `pool` keys are chosen together, also the pools,
+    and how many keys it sees."""
     scores = choice_score_rows(max_model_len, max_num_batched_tokens) * max_model_len
-    return 4 * (scores + max_num_batched_tokens * (top_k + 15))
+    of_pools = top_k // pool + 1 if pool > 1 else 0
+    return 4 * (scores + max_num_batched_tokens * (top_k + of_pools + 15))
 
 
 def scratch_tokens(max_model_len: int, max_num_seqs: int) -> int:

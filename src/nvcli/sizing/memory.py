@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from nvcli.attention.kv_layout import SCRATCH_UNIT, choice_bytes, projected_scratch_tokens, scratch_tokens
-from nvcli.attention.spec import StateSpec, attention_kinds, projected_kind
+from nvcli.attention.spec import AttentionSpec, StateSpec, attention_kinds, projected_kind
 from nvcli.core.config_types import FP8_PRODUCTS
 from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
 from nvcli.core.messages import MemoryUse
@@ -223,7 +223,9 @@ def _buffers(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
         tables += image_buffer_bytes(config, model.vision, total)
     scratch = _prefill_scratch(config, model)
     if model.most_chosen:
-        scratch += choice_bytes(config.max_model_len, config.of_home.max_padded_tokens, model.most_chosen)
+        specs = [mixer.kv_spec() for of_layer in model.mixers for mixer in of_layer]
+        pool = max(spec.index_pool for spec in specs if isinstance(spec, AttentionSpec))
+        scratch += choice_bytes(config.max_model_len, config.of_home.max_padded_tokens, model.most_chosen, pool)
     return tokens + tables + drafts + sums + links + angles + scratch + _WORKSPACE_BYTES
 
 
