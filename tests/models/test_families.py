@@ -306,6 +306,17 @@ MINIMAX = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": None
 NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
 
 
+_STEP = {
+    "attention_other_setting": {"num_attention_heads": 4, "num_attention_groups": 2},
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "moe_num_experts": 4,
+    "moe_top_k": 2,
+    "share_expert_dim": 32,
+    "sliding_window": 8,
+}
+
+
 @pytest.mark.parametrize(
     ("architecture", "values", "parts"),
     [
@@ -404,6 +415,12 @@ NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
         ),
         ("MambaForCausalLM", {"conv_kernel": 4, "state_size": 128}, ["`state_size`", "128 is too large"]),
         ("MambaForCausalLM", {"conv_kernel": 4, "hidden_act": "gelu"}, ["`hidden_act`", "supported: silu"]),
+        (
+            "Step3p5ForCausalLM",
+            {**_STEP, "swiglu_limits": [0, 7], "hidden_act": "gelu_pytorch_tanh"},
+            ["`hidden_act`", "only silu", "`swiglu_limits`"],
+        ),
+        ("Step3p5ForCausalLM", {**_STEP, "swiglu_limits": [0, -7]}, ["`swiglu_limits.1`", "-7"]),
         ("Mistral3ForConditionalGeneration", {"text_config": {"model_type": "x"}}, ["`text_config.model_type`", "x"]),
         ("Gemma3ForConditionalGeneration", {"text_config": "x"}, ["`text_config`", "x", "not an object"]),
     ],

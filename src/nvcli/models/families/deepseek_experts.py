@@ -66,9 +66,11 @@ def read_limits(config: ModelFile, key: str) -> list[float | None]:
         return [None] * count
     if not isinstance(found, list) or len(found) < count:
         raise config.error(key, f"{show(found)} is not a list for {count} layers")
-    limits = {str(number): limit for number, limit in enumerate(found[:count])}
+    limits = {str(number): limit for number, limit in enumerate(found[:count]) if limit not in (None, 0)}
+    if limits:
+        _check_silu(config, key)
     numbers = config.with_values(limits, f"{config.section}{key}.")
-    return [None if limit in (None, 0) else numbers.positive_number(number) for number, limit in limits.items()]
+    return [numbers.positive_number(number) if number in limits else None for number in map(str, range(count))]
 
 
 def read_limit(config: ModelFile) -> float | None:
@@ -76,9 +78,13 @@ def read_limit(config: ModelFile) -> float | None:
     limit = config.get("swiglu_limit", float, 10.0)
     if limit <= 0:
         return None
-    if config.activation() != "silu":
-        raise config.error("hidden_act", "only silu is supported together with `swiglu_limit`")
+    _check_silu(config, "swiglu_limit")
     return limit
+
+
+def _check_silu(config: ModelFile, key: str) -> None:
+    if config.activation() != "silu":
+        raise config.error("hidden_act", f"only silu is supported together with `{key}`")
 
 
 def with_limits(
