@@ -38,7 +38,7 @@ def test_choices_with_labels() -> None:
     for each in (choices, json.dumps(choices)):
         task = scored({"prompt": "p", "choices": each, "answer": "2"})
         assert (task.continuations, task.answer) == (("a", "2"), 1)
-    assert scored({"prompt": "p", "choices": choices, "answer": "1"}).answer == 0
+    assert {scored({"prompt": "p", "choices": choices, "answer": each}).answer for each in ("1", 1, 1.0)} == {0}
     assert scored({"prompt": "p", "choices": choices, "answer": "a"}).answer == 0
 
 

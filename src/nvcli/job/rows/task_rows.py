@@ -141,8 +141,8 @@ def _answer(value: Any, key: str, choices: tuple[str, ...], labels: Sequence[str
     except msgspec.DecodeError:  # a number that we cannot hold
         found = as_text(value)
     number: int | None = None
-    if isinstance(found, str) and found in labels[: len(choices)]:
-        return labels.index(found)
+    if isinstance(found, str | int) and str(found) in labels[: len(choices)]:
+        return labels.index(str(found))
     if isinstance(found, str) and found in choices:
         return choices.index(found)
     if isinstance(found, str | int) and found in ("", "-1", -1):
