@@ -46,8 +46,8 @@ def allows(vocabulary: Vocabulary, wanted: Structured, text: str) -> bool:
         ({"grammar": 'start: "a" B\nB: /[0-9]+/'}, ["a1", "a12"], ["a", "b1"]),
         ({"grammar": '?start: "a" "::=" b\n?b: "c"'}, ["a::=c"], ["a"]),
         (
-            {"json_schema": {"properties": {"format": {"enum": [{"format": "x"}]}, "a": {"format": "binary"}}}},
-            ['{"format": {"format": "x"}, "a": 1}'],
+            {"json_schema": {"properties": {"format": {"enum": [{"format": "x"}]}, "default": {"format": "binary"}}}},
+            ['{"format": {"format": "x"}, "default": 1}'],
             ['{"format": {}}'],
         ),
     ],

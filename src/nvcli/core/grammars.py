@@ -64,7 +64,6 @@ _FORMATS = (
     "regex",
 )
 """Values of `format` that JSON Schema defines."""
-_KEYWORDS_OF_VALUES = ("const", "enum", "default", "examples")
 _GBNF = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 """The beginning of a rule in GBNF's notation."""
 
@@ -214,7 +213,7 @@ def without_other_formats(schema: Any) -> Any:
         elif isinstance(part, dict):
             if isinstance(value := part.get("format"), str) and value not in _FORMATS:
                 del part["format"]
-            rest += (inner for key, inner in part.items() if key not in _KEYWORDS_OF_VALUES)
+            rest += (inner for _, inner in _parts(part))
     return copy
 
 
