@@ -72,7 +72,7 @@ def _numbered(config: ModelFile, key: str, kinds: tuple[Any, Any]) -> list[Any] 
         return None
     if not isinstance(numbers, list) or len(numbers) != count or any(number not in (0, 1) for number in numbers):
         raise config.error(key, f"{show(numbers)} is not a list of 0 and 1 for {count} layers")
-    return [kinds[number] for number in numbers]
+    return [kinds[int(number)] for number in numbers]
 
 
 MIMO_V2_FLASH = Family(
