@@ -10,7 +10,7 @@ from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import SHARED_EXPERT, read_experts, read_limit, with_limits
 from nvcli.models.families.family import Family
-from nvcli.models.families.kimi_linear import NAMES_OF_DELTA, SECTION, read_lowest_decay
+from nvcli.models.families.kimi_linear import NAMES_OF_DELTA, SECTION, read_delta, read_lowest_decay
 from nvcli.models.families.latent_attention import choosing_layers, with_indexers
 from nvcli.models.families.model_file import FULL, LINEAR, MAX_HEAD_DIM, ModelFile
 from nvcli.models.layer_config import MOST_STREAMS, DecoderConfig, LayerConfig
@@ -19,6 +19,7 @@ from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 
 _INDEXED = "indexed_attention"
+_BOUND = "gate_lower_bound"
 _MOST_POOLED = 256
 """The most keys that are chosen together; more than any model has."""
 _NAMES = (
@@ -83,24 +84,12 @@ def _read_attention(config: ModelFile) -> LatentAttentionConfig:
 
 
 def _read_delta(config: ModelFile) -> KimiDeltaConfig:
-    """Read the heads, the convolution and the bound of decays, which the published file has in a section of their
-    own."""
-    section = config.object(SECTION) if config.has(SECTION) else None
-    names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
-    names |= {"short_conv_kernel_size": "linear_conv_kernel_dim", "gate_lower_bound": "linear_lower_bound"}
-    found = {
-        key: (section, key) if section is not None and key in section.values else (config, own)
-        for key, own in names.items()
-    }
-    (of_dim, dim_key), (of_heads, heads_key), (of_taps, taps_key), (of_bound, bound_key) = found.values()
-    is_null = bound_key in of_bound.values and not of_bound.has(bound_key)
-    is_bounded = not is_null or (section is not None and section.get("safe_gate", bool, True))
-    return KimiDeltaConfig(
-        num_heads=of_heads.positive(heads_key, 64),
-        head_dim=of_dim.positive(dim_key, 128, most=256),
-        conv_taps=of_taps.conv_taps(taps_key) if of_taps.has(taps_key) else 4,
-        lowest_decay=read_lowest_decay(of_bound, bound_key) if is_bounded else None,
-    )
+    """Read Kimi Delta Attention, whose decays may be bounded."""
+    section = config.object(SECTION)
+    source, key = (section, _BOUND) if _BOUND in section.values else (config, "linear_lower_bound")
+    is_null = key in source.values and not source.has(key)
+    is_bounded = not is_null or (config.has(SECTION) and section.get("safe_gate", bool, True))
+    return replace(read_delta(config), lowest_decay=read_lowest_decay(source, key) if is_bounded else None)
 
 
 def _layer_types(config: ModelFile) -> list[str]:
@@ -118,6 +107,9 @@ GLM5_NEXT = Family(
     read=read,
     defaults={
         "kv_lora_rank": 512,
+        "linear_conv_kernel_dim": 4,
+        "linear_head_dim": 128,
+        "linear_num_heads": 64,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
         "q_lora_rank": 1536,

@@ -32,18 +32,18 @@ _COMPUTED: dict[str, str | int | bool] = {
 def read_kimi_linear(config: ModelFile) -> DecoderConfig:
     """Read the published file, or one of transformers."""
     config.only(**_COMPUTED)
+    config.object(SECTION).only(use_full_rank_gate=False, gate_lower_bound=False)
     attention = read_latent_attention(config, is_interleaved=False)
-    mixers = {FULL: replace(attention, rope=None), LINEAR: _read_delta(config)}
+    mixers = {FULL: replace(attention, rope=None), LINEAR: read_delta(config)}
     experts, kinds = read_experts(config), _layer_types(config)
     layers = config.layers(kinds, mixers, config.mlps(experts, config.sparse_layers()))
     layout = layout_without_predictions(config)
     return config.decoder(layers, layout=replace(layout, renamed=(*layout.renamed, *MIXTRAL_NAMES, *NAMES_OF_DELTA)))
 
 
-def _read_delta(config: ModelFile) -> KimiDeltaConfig:
-    """Read the heads and the convolution."""
+def read_delta(config: ModelFile) -> KimiDeltaConfig:
+    """Read the heads and the convolution, which published files have in a section of their own."""
     section = config.object(SECTION)
-    section.only(use_full_rank_gate=False, gate_lower_bound=False)
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
     names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
     found = {key: (section, key) if section.has(key) else (config, own) for key, own in names.items()}
