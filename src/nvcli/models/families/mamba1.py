@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nvcli.core.validation import show
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.families.nemotron_h import MIXER_ALONE, backbone_layout
@@ -38,7 +39,7 @@ def read_layer(
     return Mamba1Config(
         num_channels=num_channels,
         state_size=config.positive("mamba_d_state", 16, most=_MAX_STATE),
-        step_rank=config.positive("mamba_dt_rank") if has_rank else -(-hidden_size // 16),
+        step_rank=config.positive("mamba_dt_rank") if has_rank else ceil_div(hidden_size, 16),
         conv_taps=config.conv_taps("mamba_d_conv"),
         norm_eps=norm_eps,
         norm_has_weight=norm_has_weight,
