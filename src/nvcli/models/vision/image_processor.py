@@ -179,8 +179,9 @@ def _tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
 def _page_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     file.only(fine_route=False, crop_to_patches=True)
     least, most, more = file.positive("min_patches", 1), file.positive("max_patches", 32), file.get(_MORE, int, 0)
-    if not least <= most <= _MOST_TILES or not 0 <= more <= _MOST_TILES:
-        raise file.error("max_patches", f"{most:,} is not supported; supported: from {least} to {_MOST_TILES}")
+    for key, count in (("max_patches", most), *([(_MORE, more)] if more else [])):
+        if not least <= count <= _MOST_TILES:
+            raise file.error(key, f"{count:,} is not supported; supported: from {least} to {_MOST_TILES}")
     scale, ratio, most_ratio = (
         file.get(key, float, 0.0) for key in ("dense_max_scale", "dense_min_aspect", "dense_max_aspect")
     )
