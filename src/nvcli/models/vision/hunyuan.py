@@ -64,7 +64,6 @@ def read_hunyuan_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> V
         interpolation="enlarged",
         axes=read_axes(text, (16, 16, 16, 16), order=(_PLACE, _WIDTH, _HEIGHT, _IMAGE)),
         numbers_images=True,
-        has_borders=True,
         image_token_id=config.get("image_token_id", int, 120_120),
         **sizes,
     )

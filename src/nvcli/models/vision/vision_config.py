@@ -224,9 +224,6 @@ class VisionConfig:
     or not."""
     numbers_images: bool = False
     """Whether a token's positions are those of `numbered_positions`."""
-    has_borders: bool = False
-    """Whether learned vectors stand before the first of an image's tokens, after each row of them, and after the
-    last row."""
     attends_both_ways: Literal["", "windows", "all"] = ""
     """The decoder's layers in which the tokens of an image attend to all of it, also after them: none, those with a
     window, or all."""
@@ -266,6 +263,12 @@ class VisionConfig:
     def num_other_positions(self) -> int:
         """Entries of the table before those of patches."""
         return int(self.has_class_token or self.has_unused_position)
+
+    @property
+    def has_borders(self) -> bool:
+        """Whether learned vectors stand before the first of an image's tokens, after each row of them, and after the
+        last row."""
+        return self.merger.kind == "bordered"
 
     def num_tokens(self, rows: int, columns: int) -> int:
         """Return the vectors that the tower gives for an image of so many rows and columns of tokens."""
