@@ -122,9 +122,9 @@ class LatentAttention(TokenMixer):
             eps=config.norm_eps,
             keep_keys=batch.backend.reads_new_keys and config.top_k is None,
         )
-        if self.indexer is not None and batch.key_copies is not None:
-            self.indexer.store_pools(batch)  # so that they are copied with their keys
         if batch.key_copies is not None:
+            if self.indexer is not None:
+                self.indexer.store_pools(batch)  # so that they are copied with their keys
             copy_keys(cache, values, scales, batch.key_copies.of_groups[self.spec.kv_group])
         if self.indexer is not None:
             self.indexer.store_pools(batch)
