@@ -80,6 +80,8 @@ def _of_response_format(value: Any) -> dict[str, Any]:
     given: Any = {key: each for key, each in value.items() if each is not None}
     if unknown := [key for key in given if key not in _RESPONSE_FORMAT_KEYS]:
         raise unsupported_key(unknown[0], _RESPONSE_FORMAT_KEYS, where)
+    if "schema" in given and "json_schema" in given:
+        raise RowError("invalid_structured", f"`{where}` has `schema` and `json_schema`; give one of them")
     if "schema" not in given:
         if "json_schema" not in given and given["type"] == "json_object":
             return {"json_object": True}
