@@ -241,6 +241,10 @@ class ForwardBatch:
         """The LoRA adapters of all tokens; None: they have none."""
         return None if self.adapters is None else self.adapters.tokens
 
+    def adapters_behind_attention(self, rows: Tensor | None) -> AdapterRows | None:
+        """Return the LoRA adapters of the tokens `rows` that a stage's last layer computes further; None: of all."""
+        return self.token_adapters if rows is None or self.adapters is None else self.adapters.kept
+
     def states(self, group: int, layer: int) -> tuple[Tensor, Tensor, StateRows, KeptInputs | None]:
         """Return what `KVCache.state` does of a layer, where the rows find their states in its KV group and leave them,
         and what is kept of drafts."""

@@ -121,7 +121,7 @@ class DecoderLayer(nn.Module):
         self._go_on(residual, x, 0)
         mixed = self.mixer(x, angles, batch)
         other = None if self.beside is None else self.beside(x, angles, batch)
-        adapters = None if batch.adapters is None else batch.adapters.tokens if rows is None else batch.adapters.kept
+        adapters = batch.adapters_behind_attention(rows)
         if rows is not None:
             if len(rows) == 0:
                 return None, residual[rows], None

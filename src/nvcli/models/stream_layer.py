@@ -86,7 +86,7 @@ class StreamLayer(DecoderLayer):
         assert stream is None, "heads that read the residual stream are refused"
         x, kept = self.attn_hc(delta, residual, passed, self.before_attention)
         mixed = self.mixer(x, angles, batch)
-        adapters = None if batch.adapters is None else batch.adapters.tokens if rows is None else batch.adapters.kept
+        adapters = batch.adapters_behind_attention(rows)
         if rows is not None:
             residual = residual[rows]
             if len(rows) == 0:
