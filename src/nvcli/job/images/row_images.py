@@ -192,7 +192,7 @@ class RowImages:
                 first=0, rows=1, columns=count, key=pixels.key, file=pixels.file, offset=offset, tiles=tiles
             )
             return
-        border = int(isinstance(self._processor.rule, AreaRule) and self._processor.rule.has_borders)
+        border = int(self._processor.rule.has_borders)
         parts = pixels.fit.pictures
         if self._text is None or not self._text.parts_tiles:
             parts = [(sum(height for height, _ in parts), pixels.fit.width)]

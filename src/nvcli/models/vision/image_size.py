@@ -67,6 +67,8 @@ class SizeRule(ABC):
 
     side: int
     """Pixels of the side of a token's square."""
+    has_borders: bool = False
+    """`VisionConfig.has_borders`"""
 
     @property
     @abstractmethod
@@ -94,8 +96,6 @@ class AreaRule(SizeRule):
 
     min_pixels: int
     max_pixels: int
-    has_borders: bool = False
-    """`VisionConfig.has_borders`"""
     enlarges: Literal["", "floor", "round", "side"] = ""
     """How the sides of an image that is smaller than a token are rounded when it is enlarged, before anything else;
     side: only its shorter side is enlarged; empty: it is not enlarged."""
