@@ -25,7 +25,7 @@ from nvcli.kernels.chosen_keys import TokenKeys
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton.attention import decode_attention, hopper_latent_kernel, hopper_latent_loads
 from nvcli.kernels.triton.attention.attention_launch import AttentionShape
-from nvcli.kernels.triton.attention.latent_shares import LatentAttention, plan_shares_kernel, serves_latents
+from nvcli.kernels.triton.attention.latent_shares import HopperLatents, plan_shares_kernel, serves_latents
 
 pytestmark = MARKS
 not_on_gpu = pytest.mark.skipif(HAS_GPU, reason="it runs compiled there")
@@ -104,7 +104,7 @@ def test_chosen_keys(num_heads: int, has_sinks: bool) -> None:
     sinks = torch.linspace(-4, 6, num_heads, device=DEVICE) if has_sinks else None
     chosen_keys.attend_chosen(queries, keys[:, :, 0], tokens, chosen, expected, scale=0.1, sinks=sinks)
     with nullcontext() if HAS_GPU else simulated():
-        attention = LatentAttention(shape, max_rows=8, top_k=top_k)
+        attention = HopperLatents(shape, max_rows=8, top_k=top_k)
     for _ in range(2):  # what the first launch counted must be forgotten
         out = torch.full_like(expected, float("nan"))
         attention.plan(tokens.seen, tokens.slots)

@@ -23,7 +23,7 @@ from nvcli.kernels.chosen_keys import TokenKeys, attend_chosen, choose_keys, exp
 from nvcli.kernels.whole_numbers import next_power_of_2
 
 if TYPE_CHECKING:
-    from nvcli.kernels.triton.attention.latent_shares import LatentAttention
+    from nvcli.kernels.triton.attention.latent_shares import HopperLatents
 
 
 def check_sizes(case: AttentionCase) -> None:
@@ -116,16 +116,16 @@ class ChosenKeys:
         return tokens, self._chosen[: len(counts), : spec.top_k]
 
 
-def _on_hopper(case: AttentionCase) -> dict[tuple[Geometry, int | None], LatentAttention]:
+def _on_hopper(case: AttentionCase) -> dict[tuple[Geometry, int | None], HopperLatents]:
     """Make the attention by the kernel for Hopper GPUs, for each kind of layers that it serves."""
     from nvcli.attention.triton_inputs import attention_shape
-    from nvcli.kernels.triton.attention.latent_shares import LatentAttention, serves_latents
+    from nvcli.kernels.triton.attention.latent_shares import HopperLatents, serves_latents
 
-    found: dict[tuple[Geometry, int | None], LatentAttention] = {}
+    found: dict[tuple[Geometry, int | None], HopperLatents] = {}
     for spec in case.specs:
         shape = attention_shape(case, (spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, None))
         if spec.top_k is not None and serves_latents(shape):
-            found[spec.geometry, spec.top_k] = LatentAttention(
+            found[spec.geometry, spec.top_k] = HopperLatents(
                 shape, max_rows=case.max_num_batched_tokens, top_k=spec.top_k
             )
     return found

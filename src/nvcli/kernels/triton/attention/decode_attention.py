@@ -37,7 +37,7 @@ from nvcli.kernels.triton.attention.invariant_attention import (
     invariant_draft_tile,
     invariant_registers,
 )
-from nvcli.kernels.triton.attention.latent_shares import LatentAttention, serves_latents
+from nvcli.kernels.triton.attention.latent_shares import HopperLatents, serves_latents
 from nvcli.kernels.triton.launch.dependent_launch import dependent
 from nvcli.kernels.triton.launch.multiprocessors import shared_memory_bytes
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
@@ -137,9 +137,9 @@ class DecodeAttention:
         self._direct_kernel = _load_direct_kernel(shape, self._align)
         self._max_rows = max_rows
         self._lists = {window: self.work_list(window) for window in windows}
-        self._latents: LatentAttention | None = None
+        self._latents: HopperLatents | None = None
         if has_plain_blocks and not is_beside and not is_invariant and not any(self._lists) and serves_latents(shape):
-            self._latents = LatentAttention(shape, max_rows=max_rows, max_width=max_width)
+            self._latents = HopperLatents(shape, max_rows=max_rows, max_width=max_width)
         most_chunks = max(one.max_partials for one in self._lists.values())
         most_queries, most_tiles = most_chunks * shape.group, max(max_rows, most_chunks)
         self._has_tiles = not shape.has_values and not is_invariant

@@ -122,7 +122,7 @@ def serves_latents(shape: AttentionShape) -> bool:
     )
 
 
-class LatentAttention:
+class HopperLatents:
     """Attention over latents: its work list and scratch memory, allocated once for a run.
 
     Call `plan` each step, then `run` in each layer, as for `DecodeAttention`.
