@@ -122,15 +122,24 @@ def marked_processes(mark: str) -> list[int]:
 def descendants(pid: int) -> list[int]:
     """Return engines before their ranks. The process that renders chat templates is left out: no run ends with it."""
     try:
-        children = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-            if not any("chat_renderer" in Path(f"/proc/{child}/{name}").read_text() for name in ("cmdline", "comm"))
-        ]
+        tasks = os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):
         return []
+    children = [
+        int(child)
+        for task in tasks
+        for child in _text_of(f"/proc/{pid}/task/{task}/children").split()
+        if not any("chat_renderer" in _text_of(f"/proc/{child}/{name}") for name in ("cmdline", "comm"))
+    ]
     return children + [grandchild for child in children for grandchild in descendants(child)]
+
+
+def _text_of(path: str) -> str:
+    """Return what /proc says of a thread or process; nothing of one that has ended, which others outlive."""
+    try:
+        return Path(path).read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _environment(pid: int) -> list[bytes]:
