@@ -59,15 +59,30 @@ class SimulatedLatents(TritonBackend):
 
 @not_on_gpu
 @pytest.mark.parametrize(
-    ("latent_dim", "ratio", "block_size", "kv_dtype"), [(512, 3, 64, None), (64, 20, 128, FP8), (64, 40, 64, None)]
+    ("latent_dim", "tail_dims", "ratio", "block_size", "kv_dtype"),
+    [
+        (512, (64,), 3, 64, None),
+        (64, (64,), 20, 128, FP8),
+        (64, (0,), 3, 64, FP8),
+        (64, (0,), 40, 64, None),
+        (64, (64, 0), 20, 64, FP8),
+        (64, (64, 0), 40, 64, None),
+    ],
 )
-def test_steps(latent_dim: int, ratio: int, block_size: int, kv_dtype: torch.dtype | None) -> None:
+def test_steps(
+    latent_dim: int, tail_dims: tuple[int, ...], ratio: int, block_size: int, kv_dtype: torch.dtype | None
+) -> None:
     """Rows of one token and of several, in one tile of queries and in two; rows in several shares; padding; and what an
-    earlier owner of a block left."""
+    earlier owner of a block left. Blocks that keys of two sizes share are not plain."""
     bench = Bench(
-        SimulatedLatents, ratio=ratio, head_dim=latent_dim + 64, value_dim=latent_dim, block_size=block_size,
+        SimulatedLatents,
+        ratio=ratio,
+        windows=(None,) * len(tail_dims),
+        head_dims=tuple(latent_dim + tail_dim for tail_dim in tail_dims),
+        value_dim=latent_dim,
+        block_size=block_size,
         kv_dtype=kv_dtype,
-    )  # fmt: skip
+    )
     bench.leave_garbage(float("nan"))
     a, b, c = (History() for _ in range(3))
     for history, num_tokens in ((a, 2), (b, 64), (c, 400)):
@@ -77,21 +92,25 @@ def test_steps(latent_dim: int, ratio: int, block_size: int, kv_dtype: torch.dty
     bench.step((b, 4), (c, 4), shape=BatchShape(decode_rows=3, tokens_per_row=4))
 
 
-@pytest.mark.parametrize(("num_heads", "has_sinks"), [(20, True), (80, False), (80, True)])
-def test_chosen_keys(num_heads: int, has_sinks: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "tail_dim", "has_sinks"),
+    [(20, 64, True), (80, 64, False), (80, 64, True), (20, 0, False), (80, 0, True)],
+)
+def test_chosen_keys(num_heads: int, tail_dim: int, has_sinks: bool) -> None:
     """Rows of one token that attend to chosen keys, in one tile of queries and in two; padding. Other numbers lie
     behind each key."""
     latent_dim, dtype = (512, torch.bfloat16) if HAS_GPU else (64, torch.float32)
     top_k, seen, generator = 100, (0, 1, 64, 100, 350, 70), torch.Generator().manual_seed(0)
     shape = AttentionShape(
-        num_heads=num_heads, num_kv_heads=1, head_dim=latent_dim, tail_dim=64, block_size=64, dtype=dtype,
+        num_heads=num_heads, num_kv_heads=1, head_dim=latent_dim, tail_dim=tail_dim, block_size=64, dtype=dtype,
         kv_dtype=dtype, device=DEVICE, has_values=False,
     )  # fmt: skip
     if HAS_GPU and not serves_latents(shape):
         pytest.skip("Hopper GPUs alone have it")
-    cache = torch.randn(40, 64, 1, latent_dim + 64 + 32, generator=generator).to(DEVICE, dtype)
-    cache[..., latent_dim + 64 :] = float("nan")
-    keys = cache[..., : latent_dim + 64]
+    key_dim = latent_dim + tail_dim
+    cache = torch.randn(40, 64, 1, key_dim + 32, generator=generator).to(DEVICE, dtype)
+    cache[..., key_dim:] = float("nan")
+    keys = cache[..., :key_dim]
     tables = torch.randperm(40, generator=generator)[:36].view(6, 6).int().to(DEVICE)
     chosen = torch.zeros(6, top_k + 20, dtype=torch.int32)
     for row, count in enumerate(seen):
@@ -99,7 +118,7 @@ def test_chosen_keys(num_heads: int, has_sinks: bool) -> None:
         chosen[row, : len(own)] = own
     chosen = chosen.to(DEVICE)[:, :top_k]
     tokens = TokenKeys(torch.tensor(seen, dtype=torch.int32).to(DEVICE), torch.arange(6).flip(0).to(DEVICE), tables)
-    queries = torch.randn(6, num_heads, latent_dim + 64, generator=generator).to(DEVICE, dtype)
+    queries = torch.randn(6, num_heads, key_dim, generator=generator).to(DEVICE, dtype)
     expected = queries.new_empty(6, num_heads, latent_dim)
     sinks = torch.linspace(-4, 6, num_heads, device=DEVICE) if has_sinks else None
     chosen_keys.attend_chosen(queries, keys[:, :, 0], tokens, chosen, expected, scale=0.1, sinks=sinks)

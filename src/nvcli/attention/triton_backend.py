@@ -40,7 +40,6 @@ class TritonBackend(AttentionBackend):
         windows: dict[Geometry, set[int | None]] = {}
         for spec in case.specs:
             windows.setdefault(spec.geometry, set()).add(spec.window)
-        has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in windows}) == 1
         self._decodes: dict[Geometry, DecodeAttention] = {}
         for geometry, kinds in windows.items():
             self._decodes[geometry] = DecodeAttention(
@@ -50,7 +49,6 @@ class TritonBackend(AttentionBackend):
                 max_width=case.max_decode_width,
                 max_tokens=case.max_draft_step_tokens,
                 is_invariant=case.batch_invariant,
-                has_plain_blocks=has_plain_blocks,
             )
         self._prefill = ChunkedPrefill(case)
         self.notes, self.prefix_tile_tokens = self._prefill.notes, self._prefill.prefix_tile_tokens

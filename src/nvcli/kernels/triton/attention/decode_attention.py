@@ -109,7 +109,6 @@ class DecodeAttention:
     (`hopper_segment_kernel.py`). It has a part of the multiprocessors, and tiles of half the size, so that twice as
     many programs run on each.
     is_invariant: rows get the same bits in every batch (`invariant_attention.py`).
-    has_plain_blocks: a layer's blocks lie one behind the other, with nothing but scales between their keys.
     """
 
     def __init__(
@@ -122,7 +121,6 @@ class DecodeAttention:
         max_tokens: int = 0,
         is_beside: bool = False,
         is_invariant: bool = False,
-        has_plain_blocks: bool = False,
     ) -> None:
         assert not is_invariant or shape.kv_dtype == shape.dtype
         self._shape, self._is_beside, self._is_invariant = shape, is_beside, is_invariant
@@ -138,7 +136,7 @@ class DecodeAttention:
         self._max_rows = max_rows
         self._lists = {window: self.work_list(window) for window in windows}
         self._latents: HopperLatents | None = None
-        if has_plain_blocks and not is_beside and not is_invariant and not any(self._lists) and serves_latents(shape):
+        if not is_beside and not is_invariant and not any(self._lists) and serves_latents(shape):
             self._latents = HopperLatents(shape, max_rows=max_rows, max_width=max_width)
         most_chunks = max(one.max_partials for one in self._lists.values())
         most_queries, most_tiles = most_chunks * shape.group, max(max_rows, most_chunks)

@@ -15,14 +15,21 @@ their results.
 A key of an FP8 cache has one scale, for its scores and as a value. Weights times scales are what is multiplied, so the
 scale counts in the reference: the highest product so far.
 
-On an H200 a layer of 20 heads over latents of 512 in bfloat16 takes, in microseconds, against `decode_kernel.py`: 296
-against 424 for 64 rows of 16,000 keys (3,990 GB/s), 313 against 456 for 64 of 8,000 to 24,000, 135 against 148 for 256
-of 1,500, 43 against 156 for one of 16,000; but 104 against 94 for 256 of 100 to 1,620, where each program has the
-results of two or three rows to store and to reduce. 16 heads take 281 (4,210 GB/s; against 336), 296 (363), 119 (118),
-33 (83) and 81 (73). 64 heads take 309 for the first (3,815 GB/s; against 653, and 381 with one group and keys on the
-left), 99 for 256 of 1,000 (155; 118), but 74 for 64 of 100 to 1,620 (68; 67); 128 heads 524 for the first (742 with
-one group). In FP8 16 heads take 258 (621), 271 (674), 114 (215), 41 (85) and 80 (130), 20 heads 407 (874) for the first
-and 177 (296) for the third, and 64 heads 432 for the first (492 with one group).
+On an H200 a layer of heads over latents of 512 and tails of 64 in bfloat16 takes, in microseconds, against
+`decode_kernel.py` (in brackets), with Triton 3.8:
+
+    heads                           16           20           32           64            128
+    64 rows of 16,000 keys          281 (311)    296 (424)    301 (408)    325 (647)     549 (1,092)
+    256 rows of 1,500               120 (115)    132 (151)    137 (142)    153 (221)     260 (414)
+    256 rows of 1,000               80 (81)      90 (108)     95 (102)     102 (154)     194 (286)
+    64 rows of 100 to 1,620         33 (34)      43 (49)      45 (47)      58 (67)       83 (94)
+    256 rows of 100 to 1,620        81 (70)      99 (93)      106 (86)     135 (135)     197 (258)
+    16 rows of 4,000                35 (46)      46 (74)      51 (72)      63 (107)      75 (167)
+    one row of 16,000               35 (60)      43 (128)     51 (123)     66 (235)      80 (265)
+
+281 µs are 4,197 GB/s. Of many short rows each program has the results of two or three to store and to reduce. Without
+tails the numbers are about a tenth smaller. In FP8, with Triton 3.6, 16 heads take 258 (621) for the first, 114 (215)
+for the second, 41 (85) for the fourth and 80 (130) for the fifth; 20 heads 407 (874) and 177 (296) for the first two.
 
 To 2,048 chosen keys, against `attend_chosen.py`, 128 heads take 9.6 ms for 8,192 tokens of a prompt (486 TFLOP/s;
 against 18.9), 4.6 for 4,096 (9.1), and 85 µs for 64 rows (170); 16 heads 1.46 ms for 4,096 tokens (1.93) and 48 µs for
@@ -69,33 +76,36 @@ def _read_item(work, index, starts):
 
 @gluon.jit
 def _store_queries(
-    inputs, q_parts, first_query, first_token, num_tokens, KIND: gl.constexpr, ROWS: gl.constexpr, IS_FP8: gl.constexpr
-):
-    """Load queries to shared memory: → [ROWS] float32, powers of 2 by which they were divided. Those for an FP8 cache
-    become small numbers, which float16 has room for; others are divided by 1. Query i of a row is head i % G of its
-    token i // G."""
+    inputs, q_parts, first_query, first_token, num_tokens,
+    KIND: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, IS_FP8: gl.constexpr,
+):  # fmt: skip
+    """Load ROWS queries of a tile, from its query START on, to shared memory: → [ROWS] float32, powers of 2 by which
+    they were divided. Those for an FP8 cache become small numbers, which float16 has room for; others are divided by 1.
+    Query i of a row is head i % G of its token i // G."""
     q, _, _, q_stride, _ = inputs
-    q_smem, q_tail_smem = q_parts
+    dtype: gl.constexpr = q_parts[0].dtype
     body: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    of_tail: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     dims = gl.arange(0, KIND.head_dim, gl.SliceLayout(0, body))
-    tail_dims = KIND.head_dim + gl.arange(0, KIND.tail_dim, gl.SliceLayout(0, of_tail))
-    lane = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, body))
+    lane = first_query + START + gl.arange(0, ROWS, gl.SliceLayout(1, body))
     q_row = (first_token + lane // KIND.group).to(gl.int64)
     is_query = lane < num_tokens * KIND.group
     offset = q_row * q_stride + lane % KIND.group * (KIND.head_dim + KIND.tail_dim)
-    tail_offset = gl.convert_layout(offset, gl.SliceLayout(1, of_tail))
-    in_tail = gl.convert_layout(is_query, gl.SliceLayout(1, of_tail))
     query = gl.load(q + offset[:, None] + dims[None, :], mask=is_query[:, None], other=0.0)
-    tail = gl.load(q + tail_offset[:, None] + tail_dims[None, :], mask=in_tail[:, None], other=0.0)
     power = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, body))
     if IS_FP8:
         query = query.to(gl.float32)
         power = gl.exp2(gl.floor(gl.log2(gl.maximum(gl.max(gl.abs(query), 1), 1e-30))))
         query = query * (1.0 / power)[:, None]
-        tail = tail.to(gl.float32) * gl.convert_layout(1.0 / power, gl.SliceLayout(1, of_tail))[:, None]
-    q_smem.store(query.to(q_smem.dtype))
-    q_tail_smem.store(tail.to(q_smem.dtype))
+    q_parts[0].index(0).slice(START, ROWS).store(query.to(dtype))
+    if KIND.tail_dim > 0:
+        of_tail: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+        tail_dims = KIND.head_dim + gl.arange(0, KIND.tail_dim, gl.SliceLayout(0, of_tail))
+        tail_offset = gl.convert_layout(offset, gl.SliceLayout(1, of_tail))
+        in_tail = gl.convert_layout(is_query, gl.SliceLayout(1, of_tail))
+        tail = gl.load(q + tail_offset[:, None] + tail_dims[None, :], mask=in_tail[:, None], other=0.0)
+        if IS_FP8:
+            tail = tail.to(gl.float32) * gl.convert_layout(1.0 / power, gl.SliceLayout(1, of_tail))[:, None]
+        q_parts[1].index(0).slice(START, ROWS).store(tail.to(dtype))
     fence_async_shared()
     return power
 
@@ -131,24 +141,25 @@ def _load_sinks(sinks, queries, begin, KIND: gl.constexpr, ROWS: gl.constexpr, l
 
 
 @gluon.jit
-def _wait_for_keys(full, stage, phase, IS_COPIED: gl.constexpr):
+def _wait_for_keys(stages, stage, phase):
     """Wait until a tile of keys is there. Those copied by address are not visible to tensor cores before a fence."""
+    _, scale_smem, full, _ = stages
     mbarrier.wait(full.index(stage), phase)
-    if IS_COPIED:
+    if scale_smem is None:
         fence_async_shared()
 
 
 @gluon.jit
 def _attend(
     inputs, results, work, q_parts, weight_smem, stages,
-    KIND: gl.constexpr, ROWS: gl.constexpr, IS_COPIED: gl.constexpr,
+    KIND: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Run the group of warps that multiplies, if it is alone."""
     _, starts, scale_log2, _, sinks = inputs
     query_tile = results[4]
     _, first_item, end_item = work
-    k_smem, tail_smem, scale_smem, full, free = stages
-    q_smem, q_tail_smem = q_parts
+    k_parts, scale_smem, _full, free = stages
+    k_smem = k_parts[0]
     HEAD_DIM: gl.constexpr = KIND.head_dim
     GROUP: gl.constexpr = KIND.group
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -161,7 +172,7 @@ def _attend(
     for index in range(first_item, end_item):
         row, begin, end, num_keys, first_token, num_tokens = _read_item(work, index, starts)
         power = _store_queries(
-            inputs, q_parts, first_query, first_token, num_tokens, KIND, ROWS, scale_smem is not None
+            inputs, q_parts, first_query, first_token, num_tokens, KIND, 0, ROWS, scale_smem is not None
         )
         unit = gl.convert_layout(power, by_query) * scale_log2
         ends = gl.minimum(num_keys - num_tokens + 1 + queries // GROUP, end)
@@ -173,11 +184,12 @@ def _attend(
         for start in range(begin, end, KEYS):
             stage, phase = stage_of(i, STAGES)
             i += 1
-            _wait_for_keys(full, stage, phase, IS_COPIED)
-            product = warpgroup_mma(
-                k_smem.index(stage), q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True
-            )
-            product = warpgroup_mma(tail_smem.index(stage), q_tail_smem.permute((1, 0)), product, is_async=True)
+            _wait_for_keys(stages, stage, phase)
+            query = q_parts[0].index(0).permute((1, 0))
+            product = warpgroup_mma(k_smem.index(stage), query, no_scores, use_acc=False, is_async=True)
+            if KIND.tail_dim > 0:
+                query_tail = q_parts[1].index(0).permute((1, 0))
+                product = warpgroup_mma(k_parts[1].index(stage), query_tail, product, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[product]) * unit[None, :]
             weights, factors, new_reference = _weigh(scores, scale_smem, stage, start, ends, reference, by_row, 0)
             decay = gl.exp2(reference - new_reference)
@@ -224,7 +236,7 @@ def _meet(meeting, phase):
 @gluon.jit
 def _attend_half(
     inputs, results, work, q_parts, exchange, stages,
-    KIND: gl.constexpr, SELF: gl.constexpr, IS_COPIED: gl.constexpr,
+    KIND: gl.constexpr, SELF: gl.constexpr,
 ):  # fmt: skip
     """Run one of two groups of warps that multiply, here with queries as the left operand. It computes the weights of
     every second tile of keys, hands them to the other group, and multiplies all tiles' weights with half of the values'
@@ -235,8 +247,8 @@ def _attend_half(
     _, starts, scale_log2, _, sinks = inputs
     query_tile = results[4]
     _, first_item, end_item = work
-    k_smem, tail_smem, scale_smem, full, free = stages
-    q_smem, q_tail_smem = q_parts
+    k_parts, scale_smem, _full, free = stages
+    k_smem = k_parts[0]
     weight_smem, numbers, ready, meeting = exchange
     ROWS: gl.constexpr = _PAIR_ROWS
     HALF: gl.constexpr = KIND.head_dim // 2
@@ -249,16 +261,14 @@ def _attend_half(
     values = reinterpret(k_smem, k_smem.dtype, [STAGES * 2, KEYS, HALF], gl.NVMMASharedLayout(128, 16, 2))
     first_query = query_tile * ROWS
     own_query: gl.constexpr = SELF * (ROWS // 2)
-    own_parts = q_smem.index(0).slice(own_query, ROWS // 2), q_tail_smem.index(0).slice(own_query, ROWS // 2)
     no_scores = gl.zeros([ROWS, KEYS], gl.float32, of_scores)
     queries = first_query + gl.arange(0, ROWS, by_query)
     i = 0
     for index in range(first_item, end_item):
         row, begin, end, num_keys, first_token, num_tokens = _read_item(work, index, starts)
         power = _store_queries(
-            inputs, own_parts, first_query + own_query, first_token, num_tokens, KIND, ROWS // 2,
-            scale_smem is not None,
-        )  # fmt: skip
+            inputs, q_parts, first_query, first_token, num_tokens, KIND, own_query, ROWS // 2, scale_smem is not None
+        )
         numbers.index(4).slice(own_query, ROWS // 2).store(power)
         _meet(meeting.index(0), 0)
         unit = numbers.index(4).load(by_query) * scale_log2
@@ -273,14 +283,15 @@ def _attend_half(
         for start in range(begin, end, KEYS):
             stage, phase = stage_of(i, STAGES)
             i += 1
-            _wait_for_keys(full, stage, phase, IS_COPIED)
+            _wait_for_keys(stages, stage, phase)
             zero = _opaque_zero(stage)
             if stage == SELF:
-                query = q_smem.index(zero)
+                query = q_parts[0].index(zero)
                 key = k_smem.index(SELF + zero).permute((1, 0))
                 product = warpgroup_mma(query, key, no_scores, use_acc=False, is_async=True)
-                tail = tail_smem.index(SELF + zero).permute((1, 0))
-                product = warpgroup_mma(q_tail_smem.index(zero), tail, product, is_async=True)
+                if KIND.tail_dim > 0:
+                    tail = k_parts[1].index(SELF + zero).permute((1, 0))
+                    product = warpgroup_mma(q_parts[1].index(zero), tail, product, is_async=True)
                 scores = warpgroup_mma_wait(0, deps=[product]) * unit[:, None]
                 weights, factors, new_reference = _weigh(scores, scale_smem, SELF, start, ends, reference, by_key, 1)
                 decay = gl.exp2(reference - new_reference)
@@ -407,12 +418,12 @@ def _reduce(
 @gluon.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
 def hopper_latent_kernel(
     q,  # [T, H, D and the tail], tokens q_stride apart
-    k_desc,  # of the cache as [rows, D and the tail], a row for each token; of an FP8 cache its first number
-    v_desc,
+    k_cache,  # its first number
+    v_cache,  # the same
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
     sinks,  # [H] float32, or anything if the heads have none
-    cache,  # its first number; of an FP8 cache as int32, each four numbers
-    scales,  # that of an FP8 cache as bfloat16; None: it is in 16 bits
+    words,  # the first word of an FP8 cache, int32, four numbers each; None: it is in 16 bits, and so of `scales`
+    scales,  # the beginning of an FP8 cache as bfloat16
     out,  # [T, H, D], contiguous
     items,  # [capacity, ITEM_FIELDS] int32; these and `shares` as `latent_shares.py` lists them
     shares,  # [shares, 2] int32
@@ -443,25 +454,29 @@ def hopper_latent_kernel(
     dtype: gl.constexpr = q.dtype.element_ty if scales is None else gl.float16
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, KIND.head_dim], layout)
-    tail_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, KIND.tail_dim], layout)
     q_smem = gl.allocate_shared_memory(dtype, [1, ROWS, KIND.head_dim], layout)
-    q_tail_smem = gl.allocate_shared_memory(dtype, [1, ROWS, KIND.tail_dim], layout)
+    if KIND.tail_dim > 0:
+        k_parts = k_smem, gl.allocate_shared_memory(dtype, [STAGES, KEYS, KIND.tail_dim], layout)
+        q_parts = q_smem, gl.allocate_shared_memory(dtype, [1, ROWS, KIND.tail_dim], layout)
+    else:
+        k_parts = (k_smem,)
+        q_parts = (q_smem,)
     weight_smem = gl.allocate_shared_memory(dtype, [1, ROWS, KEYS], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=WARPS * 32 if CHOSEN_ROW > 0 else 1)
+        mbarrier.init(full.index(stage), count=WARPS * 32 if scales is None else 1)
         mbarrier.init(free.index(stage), count=2 if IS_PAIR else 1)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if scales is None:
-        stages = k_smem, tail_smem, None, full, free
+        stages = k_parts, None, full, free
     else:
         scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], plain)
-        stages = k_smem, tail_smem, scale_smem, full, free
+        stages = k_parts, scale_smem, full, free
     work = items, first_item, end_item
     inputs = q, starts, scale_log2, q_stride, sinks
     results = out, partial_out, partial_lse, arrivals, query_tile, TILES
-    source = k_desc, cache, scales, block_tables, block_table_stride, chosen
+    source = k_cache, words, scales, block_tables, block_table_stride, chosen
     if IS_PAIR:
         numbers = gl.allocate_shared_memory(gl.float32, [5, ROWS], plain)
         ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -470,12 +485,11 @@ def hopper_latent_kernel(
             mbarrier.init(ready.index(group), count=1)
         mbarrier.init(meeting.index(0), count=2)
         fence_async_shared()
-        q_parts = q_smem, q_tail_smem
         exchange = weight_smem, numbers, ready, meeting
         gl.warp_specialize(
             [
-                (_attend_half, (inputs, results, work, q_parts, exchange, stages, KIND, 0, CHOSEN_ROW > 0)),
-                (_attend_half, (inputs, results, work, q_parts, exchange, stages, KIND, 1, CHOSEN_ROW > 0)),
+                (_attend_half, (inputs, results, work, q_parts, exchange, stages, KIND, 0)),
+                (_attend_half, (inputs, results, work, q_parts, exchange, stages, KIND, 1)),
                 (load_keys, (source, work, stages, KIND, False, CHOSEN_ROW)),
             ],
             [WARPS, WARPS],
@@ -483,10 +497,9 @@ def hopper_latent_kernel(
         )
     else:
         fence_async_shared()
-        q_parts = q_smem.index(0), q_tail_smem.index(0)
         gl.warp_specialize(
             [
-                (_attend, (inputs, results, work, q_parts, weight_smem.index(0), stages, KIND, ROWS, CHOSEN_ROW > 0)),
+                (_attend, (inputs, results, work, q_parts, weight_smem.index(0), stages, KIND, ROWS)),
                 (load_keys, (source, work, stages, KIND, True, CHOSEN_ROW)),
             ],
             [WARPS],

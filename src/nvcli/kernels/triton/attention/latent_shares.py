@@ -31,9 +31,9 @@ _FEWEST_CHOOSING_ROWS = 16
 """The fewest rows with chosen keys that are served. With 2,048 keys each an H200 takes 22 and 44 µs for 16 rows of 16
 and of 128 heads, where `attend_chosen.py` takes 24 and 58, but 21 and 48 for 8, where that takes 19 and 35."""
 _MOST_ROWS_IN_16_BITS = 64
-"""The most rows of a step that are served from a cache in 16 bits, with up to 64 heads. With 16 heads an H200 takes
-33 µs for 64 rows of 100 to 1,620 keys, where `decode_kernel.py` takes 37, but 81 for 256 of them, where that takes
-73."""
+"""The most rows of a step that are served from a cache in 16 bits, with up to 32 heads. With 16 heads an H200 takes
+33 µs for 64 rows of 100 to 1,620 keys, where `decode_kernel.py` takes 34, but 81 for 256 of them, where that takes 70;
+with 64 heads it takes 135 for these, as that does, and 102 for 256 rows of 1,000, where that takes 154."""
 _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
 """The rows of a planning program, and the rows with which it compares them at a time."""
 
@@ -113,7 +113,7 @@ def serves_latents(shape: AttentionShape) -> bool:
         and torch.cuda.get_device_capability(shape.device) == (9, 0)
         and has_known_gluon()
         and not shape.has_values
-        and shape.tail_dim == 64
+        and shape.tail_dim in (0, 64)
         and shape.head_dim in (256, 512)
         and shape.block_size % 64 == 0
         and shape.num_kv_heads == 1
@@ -136,8 +136,7 @@ class HopperLatents:
         from nvcli.kernels.triton.attention import hopper_latent_kernel as kernels
 
         self._shape, self._kernel, self._top_k = shape, kernels.hopper_latent_kernel, top_k
-        by_tma = None if shape.is_fp8 or top_k is not None else 64
-        self._launch = AttentionLauncher(shape, by_tma=by_tma, has_gaps=top_k is not None).launch
+        self._launch = AttentionLauncher(shape, has_gaps=top_k is not None).launch
         self._num_programs = num_multiprocessors(shape.device)
         most_queries = next_power_of_2(shape.group * max_width)
         num_tiles = ceil_div(most_queries, _MOST_ROWS)
@@ -155,7 +154,7 @@ class HopperLatents:
         shape = self._shape
         if self._top_k is not None:
             return num_rows >= _FEWEST_CHOOSING_ROWS
-        return shape.is_fp8 or shape.group > _MOST_ROWS or num_rows <= _MOST_ROWS_IN_16_BITS
+        return shape.is_fp8 or shape.group > 32 or num_rows <= _MOST_ROWS_IN_16_BITS
 
     def _tile(self, tokens: RowTokens | None) -> tuple[int, int, int]:
         """Return the queries of a tile, the tiles of a row, and the shares."""
@@ -196,15 +195,11 @@ class HopperLatents:
         assert layer.window is None
         assert layer.soft_cap is None
         rows, num_tiles, num_shares = self._tile(tokens)
-        cache, scales = layer.k_cache, None
         starts = None if tokens is None else tokens.starts
+        words = scales = None
         if self._shape.is_fp8:
-            scales = cache.view(torch.bfloat16)
+            words, scales = layer.k_cache.view(torch.int32), layer.k_cache.view(torch.bfloat16)
         lists = out, self._items, self._shares, starts, self._partial_out, self._partial_lse, self._arrivals, chosen
-        memory: tuple[Tensor | None, ...] = scales, *lists
-        if scales is not None:
-            memory = cache.view(torch.int32), *memory
-        elif chosen is not None:
-            memory = cache, *memory
+        memory = words, scales, *lists
         constants = rows, num_tiles, 0 if chosen is None else chosen.stride(0)
         self._launch(self._kernel, (num_shares * num_tiles,), layer, memory, None, *constants, launch_pdl=True)
