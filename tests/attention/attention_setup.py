@@ -56,7 +56,7 @@ class Bench:
         has_sinks: bool = False,
         head_dims: tuple[int, ...] | None = None,
         value_dim: int | None = None,
-        own_value_dim: int | None = None,
+        has_values: bool = True,
         projected: HeadSizes | None = None,
         top_k: int | None = None,
         index_dim: int = 0,
@@ -83,7 +83,7 @@ class Bench:
                 has_sinks=has_sinks,
                 kv_group=group,
                 value_dim=value_dim,
-                own_value_dim=own_value_dim,
+                has_values=has_values,
                 projected=projected,
                 top_k=top_k,
                 index_dim=index_dim,
@@ -98,8 +98,8 @@ class Bench:
             block_size=block_size,
             dtype=dtype,
             kv_dtype=kv_dtype,
-            group_value_dims=(value_dim or own_value_dim,) * num_groups,
-            latent_groups=() if value_dim is None else tuple(range(num_groups)),
+            group_value_dims=(value_dim,) * num_groups,
+            latent_groups=() if has_values else tuple(range(num_groups)),
         )
         self.layers = range(num_groups, 2 * num_groups)
         self.kv_cache = KVCache(cache_spec, num_blocks, self.device)
@@ -145,7 +145,7 @@ class Bench:
     def random_qkv(self, num_tokens: int, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         """Strided views of one buffer, as the fused projection gives them."""
         heads = self.random(num_tokens, spec.num_heads + spec.num_parts * spec.num_kv_heads, spec.head_dim)
-        if spec.value_dim is not None:
+        if not spec.has_values:
             q, k = heads.split([spec.num_heads, spec.num_kv_heads], dim=1)
             return q, k, k[..., : spec.value_dim]
         q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
@@ -158,7 +158,7 @@ class Bench:
         if scales is not None:
             keys, values = self.kv_cache.layer(layer)
             store_heads(keys, scales.k, places, k)
-            if self.specs[group].value_dim is not None:
+            if not self.specs[group].has_values:
                 k = dequantise_heads(*quantise_heads(k)).to(self.dtype)
                 return k, k[..., : self.specs[group].value_dim]
             store_heads(values, scales.v, places, v)

@@ -56,8 +56,8 @@ CASES: list[Any] = [
     (3, 16, 16, (None, 50), {"has_sinks": True}),
     full((5, 16, 24, (None,), {"soft_cap": 0.7}), in_parts=True),
     (2, 32, 64, (90, None), {"kv_dtype": FP8}),
-    (5, 80, 16, (None,), {"value_dim": 64}),
-    (3, 48, 16, (None,), {"own_value_dim": 32}),
+    (5, 80, 16, (None,), {"value_dim": 64, "has_values": False}),
+    (3, 48, 16, (None,), {"value_dim": 32}),
     full((4, 64, 64, (None,), {}), in_parts=True),  # on a Hopper GPU by a kernel of its own
     (5, 128, 128, (None,), {"soft_cap": 0.7, "has_sinks": True}),
     full((8, 256, 64, (None,), {}), in_parts=True),

@@ -116,7 +116,7 @@ def test_rows_of_several_tokens(backend: Any, width: int, geometry: dict[str, An
     [
         full({"num_kv_heads": 2, "ratio": 3, "block_size": 64}),
         {"ratio": 8, "windows": (600, None), "has_sinks": True},
-        full({"head_dim": 576, "value_dim": 512, "ratio": 20, "block_size": 64}),
+        full({"head_dim": 576, "value_dim": 512, "has_values": False, "ratio": 20, "block_size": 64}),
     ],
     ids=str,
 )

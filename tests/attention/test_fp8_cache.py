@@ -71,9 +71,9 @@ def test_shapes(backend: type[AttentionBackend], head_dim: int, num_kv_heads: in
 @pytest.mark.parametrize(
     ("head_dim", "ratio", "block_size", "sizes"),
     [
-        (80, 5, 16, {"value_dim": 64}),
-        (192, 3, 64, {"value_dim": 128}),
-        (48, 3, 16, {"own_value_dim": 32, "num_kv_heads": 2}),
+        (80, 5, 16, {"value_dim": 64, "has_values": False}),
+        (192, 3, 64, {"value_dim": 128, "has_values": False}),
+        (48, 3, 16, {"value_dim": 32, "num_kv_heads": 2}),
     ],
 )
 def test_values_of_another_size(

@@ -168,15 +168,15 @@ def test_padding_and_rows_of_several_tokens(case: tuple[Any, ...]) -> None:
     bench.step((a, 4), (b, 4), (c, 25), shape=DRAFTS)
 
 
-SMALLER = {"own_value_dim": 128, "windows": (None, 129), "has_sinks": True}
+SMALLER = {"value_dim": 128, "windows": (None, 129), "has_sinks": True}
 
 
 @pytest.mark.parametrize(
     ("case", "sizes"),
     [
-        (("triton", 576, 1, 16, 64, BF16), {"value_dim": 512}),
-        (("triton", 576, 1, 20, 64, BF16), {"value_dim": 512}),
-        (("triton", 576, 1, 40, 16, F16), {"value_dim": 512}),
+        (("triton", 576, 1, 16, 64, BF16), {"value_dim": 512, "has_values": False}),
+        (("triton", 576, 1, 20, 64, BF16), {"value_dim": 512, "has_values": False}),
+        (("triton", 576, 1, 40, 16, F16), {"value_dim": 512, "has_values": False}),
         (("triton", 192, 4, 16, 64, BF16), SMALLER),
         (("triton", 192, 1, 8, 16, F16), SMALLER),
     ],

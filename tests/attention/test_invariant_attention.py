@@ -50,10 +50,10 @@ BACKENDS = pytest.mark.parametrize("backend", [TritonBackend, RowByRowBackend])
         {"head_dim": 64, "ratio": 3, "block_size": 24},
         {"head_dim": 64, "ratio": 2, "windows": (5, 40, None), "block_size": 16},
         {"head_dim": 32, "num_kv_heads": 2, "windows": (700, None), "has_sinks": True, "soft_cap": 0.7},
-        {"head_dim": 80, "value_dim": 64, "ratio": 5, "block_size": 16},
-        {"head_dim": 48, "own_value_dim": 32, "ratio": 3, "block_size": 16},
-        full({"head_dim": 576, "value_dim": 512, "ratio": 20, "block_size": 64}),
-        full({"head_dim": 576, "value_dim": 512, "ratio": 64, "block_size": 64}),
+        {"head_dim": 80, "value_dim": 64, "has_values": False, "ratio": 5, "block_size": 16},
+        {"head_dim": 48, "value_dim": 32, "ratio": 3, "block_size": 16},
+        full({"head_dim": 576, "value_dim": 512, "has_values": False, "ratio": 20, "block_size": 64}),
+        full({"head_dim": 576, "value_dim": 512, "has_values": False, "ratio": 64, "block_size": 64}),
     ],
     ids=str,
 )
@@ -109,8 +109,8 @@ def bits_of_last_tokens(
     [
         {"num_kv_heads": 2, "ratio": 2, "block_size": 64},
         {"ratio": 3, "windows": (300, None), "has_sinks": True},
-        {"head_dim": 80, "value_dim": 64, "ratio": 5},
-        full({"head_dim": 576, "value_dim": 512, "ratio": 20, "block_size": 64}),
+        {"head_dim": 80, "value_dim": 64, "has_values": False, "ratio": 5},
+        full({"head_dim": 576, "value_dim": 512, "has_values": False, "ratio": 20, "block_size": 64}),
     ],
     ids=str,
 )

@@ -80,6 +80,7 @@ def test_steps(
         windows=(None,) * len(tail_dims),
         head_dims=tuple(latent_dim + tail_dim for tail_dim in tail_dims),
         value_dim=latent_dim,
+        has_values=False,
         block_size=block_size,
         kv_dtype=kv_dtype,
     )

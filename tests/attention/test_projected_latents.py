@@ -96,7 +96,7 @@ def test_steps(num_heads: int, key_dim: int, value_dim: int, block_size: int, kv
     sizes = HeadSizes(key_dim=key_dim, value_dim=value_dim, rope_dim=ROPE)
     with hopper():
         bench = Bench(
-            TritonBackend, ratio=num_heads, head_dim=LATENT + ROPE, value_dim=LATENT, projected=sizes,
+            TritonBackend, ratio=num_heads, head_dim=LATENT + ROPE, value_dim=LATENT, has_values=False, projected=sizes,
             block_size=block_size, dtype=DTYPE, kv_dtype=kv_dtype, device=str(DEVICE),
         )  # fmt: skip
         assert bench.backend.projected is not None
@@ -116,8 +116,8 @@ def test_latents_before_index_keys() -> None:
     sizes = HeadSizes(key_dim=192, value_dim=128, rope_dim=ROPE)
     with hopper():
         bench = Bench(
-            of_choice, ratio=2, head_dim=LATENT + ROPE + 32, value_dim=LATENT, projected=sizes, top_k=100,
-            index_dim=32, has_sinks=True, block_size=64, dtype=DTYPE, device=str(DEVICE),
+            of_choice, ratio=2, head_dim=LATENT + ROPE + 32, value_dim=LATENT, has_values=False, projected=sizes,
+            top_k=100, index_dim=32, has_sinks=True, block_size=64, dtype=DTYPE, device=str(DEVICE),
         )  # fmt: skip
         bench.leave_garbage(float("nan"))
         weight = bench.random(2 * 256, LATENT) / 4
@@ -134,9 +134,9 @@ def test_choice_of_steps(top_k: int | None) -> None:
         pytest.skip("needs a Hopper GPU")
     with hopper():
         bench = Bench(
-            of_choice if top_k else TritonBackend, ratio=16, head_dim=512 + ROPE, value_dim=512, block_size=64,
-            projected=HeadSizes(key_dim=192, value_dim=128, rope_dim=ROPE), num_tokens=64, top_k=top_k, dtype=DTYPE,
-            device=str(DEVICE),
+            of_choice if top_k else TritonBackend, ratio=16, head_dim=512 + ROPE, value_dim=512, has_values=False,
+            block_size=64, projected=HeadSizes(key_dim=192, value_dim=128, rope_dim=ROPE), num_tokens=64, top_k=top_k,
+            dtype=DTYPE, device=str(DEVICE),
         )  # fmt: skip
 
     def projects(*chunks: tuple[int, int]) -> bool:

@@ -37,8 +37,8 @@ CASES: list[Any] = [
     full((40, 16, 32, (None,), {}), in_parts=True),
     (2, 32, 64, (90, None), {"kv_dtype": FP8}),
     (2, 32, 8, (None,), {"kv_dtype": FP8, "soft_cap": 0.7}),
-    (5, 80, 16, (None,), {"value_dim": 64, "num_kv_heads": 1}),
-    (3, 48, 16, (None, 50), {"own_value_dim": 32}),
+    (5, 80, 16, (None,), {"value_dim": 64, "has_values": False, "num_kv_heads": 1}),
+    (3, 48, 16, (None, 50), {"value_dim": 32}),
     # On a Hopper GPU by a kernel of its own, beside the rows' own keys:
     full((3, 64, 64, (None,), {}), in_parts=True),
     (5, 128, 128, (None,), {"soft_cap": 0.7, "has_sinks": True}),

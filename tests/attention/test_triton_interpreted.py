@@ -45,13 +45,13 @@ GEOMETRIES: list[Any] = [
     # Blocks that hold keys of several shapes, so that they do not lie side by side.
     {"num_kv_heads": 2, "ratio": 2, "windows": (40, None), "head_dims": (32, 64), "soft_cap": 0.7},
     # Values that are the first numbers of their keys.
-    {"head_dim": 80, "value_dim": 64, "ratio": 5, "block_size": 16},
-    {"head_dim": 64, "value_dim": 64, "ratio": 5, "block_size": 16},
+    {"head_dim": 80, "value_dim": 64, "has_values": False, "ratio": 5, "block_size": 16},
+    {"head_dim": 64, "value_dim": 64, "has_values": False, "ratio": 5, "block_size": 16},
     # Values that are smaller than their keys.
-    {"head_dim": 48, "own_value_dim": 32, "num_kv_heads": 2, "ratio": 2, "windows": (40, None), "has_sinks": True},
+    {"head_dim": 48, "value_dim": 32, "num_kv_heads": 2, "ratio": 2, "windows": (40, None), "has_sinks": True},
     full({"head_dim": 64, "num_kv_heads": 2, "ratio": 1, "block_size": 64}),
     full({"head_dim": 64, "num_kv_heads": 1, "ratio": 2, "block_size": 256}),
-    full({"head_dim": 576, "value_dim": 512, "ratio": 20, "block_size": 64}),
+    full({"head_dim": 576, "value_dim": 512, "has_values": False, "ratio": 20, "block_size": 64}),
     full({"head_dim": 128, "num_kv_heads": 2, "ratio": 2, "block_size": 16}),
     full({"head_dim": 16, "num_kv_heads": 1, "ratio": 16, "block_size": 4}),
     full({"head_dim": 512, "num_kv_heads": 1, "ratio": 2, "block_size": 16}),
@@ -82,7 +82,7 @@ def test_steps_of_all_kinds(geometry: dict[str, Any]) -> None:
 
 def test_more_heads_than_a_tile_has_rows() -> None:
     """All heads of latents, which share one key, are attended to, also where chunks are reduced."""
-    bench = Bench(head_dim=32, value_dim=16, ratio=70, max_decode_width=1)
+    bench = Bench(head_dim=32, value_dim=16, has_values=False, ratio=70, max_decode_width=1)
     a, b = History(), History()
     bench.fill(a, 400)
     bench.step((a, 1))

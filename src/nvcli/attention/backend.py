@@ -187,7 +187,7 @@ class AttentionBackend(ABC):
         token's heads contiguous. k may be None unless the backend has `reads_new_keys`.
         sinks: [num_heads] float32, the layer's own, where `spec.has_sinks`; they are not scaled.
         → [T, num_heads, head_dim], contiguous; where values are a part of the keys, v and the result have
-        `spec.value_dim` in place of head_dim.
+        `spec.result_dim` in place of head_dim.
         A batch that projects latents has decode rows here alone: T is the number of their tokens.
         """
         num_rows, first, one = batch.num_decoded_rows, batch.num_decoded_tokens, AttentionLayer(spec, layer, sinks)

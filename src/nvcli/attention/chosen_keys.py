@@ -93,7 +93,7 @@ class ChosenKeys:
         self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend to the keys that this layer or the last one before it has chosen. queries: [first tokens, num_heads,
-        size of a key]; sinks: as for `AttentionBackend.forward` → [first tokens, num_heads, spec.value_dim]."""
+        size of a key]; sinks: as for `AttentionBackend.forward` → [first tokens, num_heads, spec.result_dim]."""
         keys = batch.kv_cache.layer(layer)[0][..., : queries.shape[2]]
         out = torch.empty(*queries.shape[:2], spec.result_dim, dtype=queries.dtype, device=queries.device)
         tokens, chosen = self._of(spec, batch, self._counts[: len(queries)])
@@ -123,7 +123,9 @@ def _on_hopper(case: AttentionCase) -> dict[tuple[Geometry, int | None], HopperL
 
     found: dict[tuple[Geometry, int | None], HopperLatents] = {}
     for spec in case.specs:
-        shape = attention_shape(case, (spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, None))
+        shape = attention_shape(
+            case, (spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.result_dim, spec.has_values)
+        )
         if spec.top_k is not None and serves_latents(shape):
             found[spec.geometry, spec.top_k] = HopperLatents(
                 shape, max_rows=case.max_num_batched_tokens, top_k=spec.top_k

@@ -76,7 +76,7 @@ class KVCacheSpec:
         )
         states = tuple(spec if isinstance(spec, StateSpec) else None for spec in first)
         kinds = [spec if isinstance(spec, AttentionSpec) else None for spec in first]
-        value_dims = tuple(None if kind is None else kind.value_dim or kind.own_value_dim for kind in kinds)
+        value_dims = tuple(None if kind is None else kind.value_dim for kind in kinds)
         return cls(
             group_layers=group_layers,
             group_heads=heads,
@@ -85,7 +85,7 @@ class KVCacheSpec:
             kv_dtype=kv_dtype,
             group_states=states if any(states) else (),
             group_value_dims=value_dims if any(value_dims) else (),
-            latent_groups=tuple(number for number, kind in enumerate(kinds) if kind and kind.value_dim),
+            latent_groups=tuple(number for number, kind in enumerate(kinds) if kind and not kind.has_values),
         )
 
     @property

@@ -53,17 +53,17 @@ def unmet_requirements(
     if case.batch_invariant and not is_batch_invariant:
         reasons.append("batch_invariant is true, and its results depend on the batch")
     for spec in case.specs:
-        if spec.value_dim is not None:
+        size, rest = spec.result_dim, spec.head_dim - spec.result_dim
+        if not spec.has_values:
             if not takes_tails:
                 reasons.append("the model has latent attention, whose values are a part of its keys")
-            elif not {spec.value_dim, spec.head_dim - spec.value_dim} <= {0, *head_dims}:
-                sizes = f"{spec.value_dim} numbers and {spec.head_dim - spec.value_dim} rotated ones"
+            elif not {size, rest} <= {0, *head_dims}:
+                sizes = f"{size} numbers and {rest} rotated ones"
                 reasons.append(f"keys of {sizes} are not each one of {', '.join(map(str, head_dims))}")
             elif spec.num_heads > _MOST_LATENT_HEADS:
                 heads = f"{spec.num_heads} heads of latent attention on a rank"
                 reasons.append(f"{heads} are more than {_MOST_LATENT_HEADS}, which fit into a tile (see --tp)")
-        elif spec.own_value_dim is not None:
-            size, rest = spec.own_value_dim, spec.head_dim - spec.own_value_dim
+        elif spec.value_dim is not None:
             if not takes_tails:
                 reasons.append(f"values have {size} numbers, and their keys {spec.head_dim}")
             elif not {size, rest} <= {*head_dims}:

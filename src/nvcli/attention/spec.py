@@ -11,9 +11,8 @@ from typing import ClassVar
 from nvcli.attention.kv_layout import KV_DTYPE_BYTES, STATE_ALIGNMENT, KVDtype, part_bytes, token_bytes
 from nvcli.kernels.whole_numbers import round_up
 
-Geometry = tuple[int, int, int, int | None, int | None]
-"""Query heads, KV heads, head size, the size of values that are a part of their keys (None: they are not), and that of
-values that are not (None: the head size)."""
+Geometry = tuple[int, int, int, int, bool]
+"""Query heads, KV heads, the size of a key, that of a value, and whether values are kept apart from their keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +56,10 @@ class AttentionSpec:
     kv_group: int = 0
     """Index of the KV group whose blocks hold its keys and values."""
     value_dim: int | None = None
-    """The first `value_dim` numbers of a key are its value, which is not kept apart; None: values have `head_dim`
-    numbers of their own."""
-    own_value_dim: int | None = None
-    """The numbers of a value that is kept apart, in a place that has room for `head_dim`; None: `head_dim`."""
+    """The size of a value, up to `head_dim`; None: `head_dim`."""
+    has_values: bool = True
+    """Whether values are kept apart, in places with room for `head_dim` numbers; if not, a key's first numbers are its
+    value."""
     projected: HeadSizes | None = None
     """The keys and values that a key is projected to, if it is a latent vector with rotated numbers after it, so that
     prompts may be attended as they are projected. None: it is not."""
@@ -76,7 +75,7 @@ class AttentionSpec:
     @property
     def geometry(self) -> Geometry:
         """The head counts and sizes, which determine the tiles of kernels."""
-        return self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, self.own_value_dim
+        return self.num_heads, self.num_kv_heads, self.head_dim, self.result_dim, self.has_values
 
     @property
     def key_dim(self) -> int:
@@ -86,12 +85,12 @@ class AttentionSpec:
     @property
     def result_dim(self) -> int:
         """The size of a value, and of each query head's result."""
-        return self.value_dim or self.own_value_dim or self.head_dim
+        return self.value_dim or self.head_dim
 
     @property
     def num_parts(self) -> int:
         """The parts of a block for one layer: its keys, and its values where they are kept apart."""
-        return 2 if self.value_dim is None else 1
+        return 2 if self.has_values else 1
 
     def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:
         """The bytes of a layer's keys and values in a block, in a model of type `dtype`."""

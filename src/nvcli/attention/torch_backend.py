@@ -147,9 +147,9 @@ class TorchBackend(AttentionBackend):
         for group in decodes.groups:
             num_blocks = group.block_ids.shape[0]
             k, v = self._scratch[: 2 * num_blocks * k_cache[0].numel()].view(2, num_blocks, *k_cache.shape[1:])
-            if spec.value_dim is not None:
+            if not spec.has_values:
                 gather_blocks(k_cache, None if scales is None else scales.k, group.block_ids, k)
-                v = k[..., : spec.value_dim]
+                v = k[..., : spec.result_dim]
             elif self.reads_new_keys:
                 v = v[..., : spec.result_dim]
                 torch.index_select(k_cache, 0, group.block_ids, out=k)

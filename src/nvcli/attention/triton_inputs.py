@@ -13,14 +13,13 @@ from nvcli.kernels.triton.attention.decode_work_list import RowTokens
 
 def attention_shape(case: AttentionCase, geometry: Geometry) -> AttentionShape:
     """Return the heads of a geometry and their cache."""
-    num_heads, num_kv_heads, head_dim, value_dim, own_value_dim = geometry
-    result_dim = value_dim or own_value_dim or head_dim
+    num_heads, num_kv_heads, head_dim, value_dim, has_values = geometry
     return AttentionShape(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=result_dim,
-        tail_dim=head_dim - result_dim,
-        has_values=value_dim is None,
+        head_dim=value_dim,
+        tail_dim=head_dim - value_dim,
+        has_values=has_values,
         block_size=case.block_size,
         dtype=case.dtype,
         kv_dtype=case.cache_dtype,

@@ -141,7 +141,7 @@ def read_kv_scales(model: CausalLM, weights: CheckpointWeights) -> dict[int, lis
     for index, number in enumerate(model.config.decoder.stage_layers(model.stage)):
         of_layer = found.get(number, {})
         spec, reads_own = model.mixers[index].spec, model.config.layers[number].mixer.reads_kv_of is None
-        if len(of_layer) == 2 and isinstance(spec, AttentionSpec) and spec.value_dim is None and reads_own:
+        if len(of_layer) == 2 and isinstance(spec, AttentionSpec) and spec.has_values and reads_own:
             scales[index] = [_read_scale(of_layer[kind]) for kind in "kv"]
     return scales
 

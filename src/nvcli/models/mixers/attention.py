@@ -133,7 +133,7 @@ class AttentionConfig(Mixer):
             soft_cap=self.soft_cap,
             has_sinks=self.has_sinks,
             kv_group=kv_group,
-            own_value_dim=self.value_dim,
+            value_dim=self.value_dim,
         )
 
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:

@@ -143,6 +143,7 @@ class LatentAttentionConfig(Mixer):
             scale=self.scale,
             kv_group=kv_group,
             value_dim=self.latent_dim,
+            has_values=False,
             has_sinks=self.has_sinks,
             projected=sizes,
             top_k=self.top_k,
