@@ -88,10 +88,9 @@ class StreamLayer(DecoderLayer):
         mixed = self.mixer(x, angles, batch)
         adapters = batch.adapters_behind_attention(rows)
         if rows is not None:
-            residual = residual[rows]
             if len(rows) == 0:
-                return None, residual, None
-            mixed, kept = mixed[rows], kept[rows]
+                return None, residual[rows], None
+            mixed, residual, kept = mixed[rows], residual[rows], kept[rows]
         delta = self.mixer.o_proj(mixed, None, adapters)
         del mixed  # the MLP can reuse its memory
         x, kept = self.ffn_hc(delta, residual, kept, self.before_mlp)
