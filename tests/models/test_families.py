@@ -565,7 +565,8 @@ def test_the_last_experts_of_ling_3_are_clamped(tmp_path: Path) -> None:
     )
     mlps: list[Any] = [layer.mlp for layer in config.layers]
     clamped = ExpertActivation(kind="clamped_silu", limit=16.0)
-    assert (mlps[0].clamped, [mlp.shared.clamped for mlp in mlps[1:]]) == (None, [None, clamped, clamped])
+    shared = [mlp.shared.activation for mlp in mlps[1:]]
+    assert (mlps[0].activation, shared) == (ExpertActivation(), [ExpertActivation(), clamped, clamped])
     assert [(mlp.activation.kind, mlp.activation.limit) for mlp in mlps[1:]] == [
         *[("silu", 0.0)] * 2,
         ("clamped_silu", 7),

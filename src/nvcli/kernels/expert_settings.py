@@ -45,8 +45,8 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertActivation:
-    """The function of an expert on its gate and up projections, or on its up projection if it has no gate; dense MLPs
-    take those that clamp.
+    """The function of an expert or a gated MLP on its gate and up projections, or of an expert without a gate on its up
+    projection.
 
     `silu`: silu(gate) × up. `clamped_silu`: the same with silu(gate) at most `limit` and up within ±`limit`.
     `gelu_tanh`: gelu(gate) × up, with the approximation of gelu by tanh. `clamped_swiglu` (gpt-oss): with the gate at
@@ -64,3 +64,8 @@ class ExpertActivation:
         """Whether experts have gates. Without them, what is said of gate and up projections holds of up alone: it has
         half as many rows."""
         return self.kind != "relu2"
+
+    @property
+    def clamps(self) -> bool:
+        """Whether `limit` counts."""
+        return self.kind in ("clamped_silu", "clamped_swiglu")

@@ -223,7 +223,7 @@ class GatedMLP(FeedForward):
 
     def __init__(self, build: BuildContext, path: str, config: MLPConfig, norm: NormConfig) -> None:
         super().__init__()
-        self.activation, self.clamped = config.activation, config.clamped
+        self.activation = config.activation
         self.batch_invariant = build.batch_invariant
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
@@ -239,11 +239,11 @@ class GatedMLP(FeedForward):
 
     def hidden(self, x: Activations, adapters: AdapterRows | None, scaling: FP8Scaling | None = None) -> Activations:
         """Compute activation(gate(x)) × up(x), [T, H] → [T, I], which may be quantised as `scaling` says."""
-        if self.clamped is not None:
-            clamped = partial(clamped_and_mul, activation=self.clamped)
-            gate_up = self.gate_up_proj(x, adapters)
-            return row_by_row(clamped, gate_up) if self.batch_invariant else clamped(gate_up)
-        return self.gate_up_proj.gated(x, self.activation, scaling, adapters)
+        if (kind := self.activation.kind) in ("silu", "gelu_tanh"):
+            return self.gate_up_proj.gated(x, kind, scaling, adapters)
+        clamped = partial(clamped_and_mul, activation=self.activation)
+        gate_up = self.gate_up_proj(x, adapters)
+        return row_by_row(clamped, gate_up) if self.batch_invariant else clamped(gate_up)
 
 
 class Angles:

@@ -83,7 +83,7 @@ def read_limit(config: ModelFile) -> float | None:
 
 
 def _check_silu(config: ModelFile, key: str) -> None:
-    if config.activation() != "silu":
+    if config.activation().kind != "silu":
         raise config.error("hidden_act", f"only silu is supported together with `{key}`")
 
 
@@ -96,15 +96,16 @@ def with_limits(
 ) -> MLPConfig | ExpertsConfig:
     """Return experts that are clamped to a `limit`, and a shared one or a dense MLP to its own; None: they are not.
     `kind`: whether gates are clamped after their activation, or before it."""
-    clamped = None if of_shared is None else ExpertActivation(kind=kind, limit=of_shared)
+
+    def clamped(activation: ExpertActivation, limit: float | None) -> ExpertActivation:
+        return activation if limit is None else ExpertActivation(kind=kind, limit=limit)
+
     if isinstance(mlp, MLPConfig):
-        return replace(mlp, clamped=clamped)
-    experts = mlp
-    if limit is not None:
-        experts = replace(experts, activation=ExpertActivation(kind=kind, limit=limit))
-    if clamped is not None and isinstance(experts.shared, MLPConfig):
-        experts = replace(experts, shared=replace(experts.shared, clamped=clamped))
-    return experts
+        return replace(mlp, activation=clamped(mlp.activation, of_shared))
+    shared = mlp.shared
+    if isinstance(shared, MLPConfig):
+        shared = replace(shared, activation=clamped(shared.activation, of_shared))
+    return replace(mlp, activation=clamped(mlp.activation, limit), shared=shared)
 
 
 def layout_without_predictions(config: ModelFile) -> CheckpointLayout:

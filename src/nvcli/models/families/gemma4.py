@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nvcli.core.validation import show
-from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA3, NORMS_ON_BOTH_SIDES
@@ -62,8 +61,8 @@ def read(config: ModelFile) -> DecoderConfig:
 
 def _layers(config: ModelFile) -> Iterator[LayerConfig]:
     mlp = config.mlp(key="hidden_activation", default="gelu_pytorch_tanh")
-    if mlp.activation != "gelu_tanh":
-        raise config.error("hidden_activation", f"{mlp.activation} is not supported; supported: gelu_pytorch_tanh")
+    if mlp.activation.kind != "gelu_tanh":
+        raise config.error("hidden_activation", f"{mlp.activation.kind} is not supported; supported: gelu_pytorch_tanh")
     kinds = config.every_nth_full(6)
     kinds[-1] = FULL  # whatever the file says, as in transformers
     num_shared = config.get("num_kv_shared_layers", int, 0)
@@ -94,7 +93,7 @@ def _layers(config: ModelFile) -> Iterator[LayerConfig]:
 def _experts(config: ModelFile, mlp: MLPConfig) -> ExpertsConfig:
     return config.experts(
         config.routing(keys=("num_experts",), chosen_key="top_k_experts", renormalise=True),
-        activation=ExpertActivation(kind=mlp.activation),
+        activation=mlp.activation,
         has_factors=True,
         has_norms=True,
     )

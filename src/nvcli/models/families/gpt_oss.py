@@ -20,7 +20,7 @@ _LAYOUT = CheckpointLayout(
 
 def read(config: ModelFile) -> DecoderConfig:
     """Read two kinds of layers. The weights of a token's experts are a softmax over the chosen experts alone."""
-    if config.activation() != "silu":
+    if config.activation().kind != "silu":
         raise config.error("hidden_act", "only silu is supported here: the experts' gates are based on it")
     bias = config.bias(default=True)
     attention = config.by_kind(config.attention(bias=bias, has_sinks=True, rope=config.rope(150_000.0)), 128)

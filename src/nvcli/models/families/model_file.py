@@ -14,7 +14,7 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms, Le
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
-from nvcli.models.mixers.mlp import Activation, MLPConfig
+from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.mixers.plain_mlp import PlainMLPConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
 
@@ -29,11 +29,11 @@ DENSE, SPARSE = "dense", "sparse"
 NORMS_BEFORE = LayerNorms()
 """Norms of what the blocks read alone."""
 
-_ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
+_ACTIVATIONS: dict[str, ExpertActivation] = {
+    "silu": ExpertActivation(),
+    "swish": ExpertActivation(),
+    "gelu_pytorch_tanh": ExpertActivation(kind="gelu_tanh"),
+    "gelu_new": ExpertActivation(kind="gelu_tanh"),
 }
 _PLAIN_ACTIVATIONS: dict[str, PlainActivation] = {
     "relu": "relu",
@@ -145,8 +145,7 @@ class ModelFile(JsonFile):
         size_key: str = "intermediate_size",
     ) -> MLPConfig:
         """Read the gated MLP, whose activation is under `key`."""
-        activation = self.activation(key, default)
-        return MLPConfig(intermediate_size=self.positive(size_key), activation=activation, bias=bias)
+        return MLPConfig(intermediate_size=self.positive(size_key), activation=self.activation(key, default), bias=bias)
 
     def plain_mlp(self, default: str, *, bias: bool = False, default_size: int | None = None) -> PlainMLPConfig:
         """Read the MLP without a gate, whose activation is `default` if the file has none."""
@@ -154,8 +153,8 @@ class ModelFile(JsonFile):
         size = self.positive("intermediate_size", default_size)
         return PlainMLPConfig(intermediate_size=size, activation=activation, bias=bias)
 
-    def activation(self, key: str = "hidden_act", default: str = "silu") -> Activation:
-        """Read the activation of an MLP's gate."""
+    def activation(self, key: str = "hidden_act", default: str = "silu") -> ExpertActivation:
+        """Read the activation of gated MLPs."""
         return self.choice(key, _ACTIVATIONS, default)
 
     def optional_number(self, key: str, default: float | None) -> float | None:
@@ -263,7 +262,7 @@ class ModelFile(JsonFile):
 
     def experts(self, routing: Routing, *, size_key: str = "moe_intermediate_size", **settings: Any) -> ExpertsConfig:
         """Read the experts' size from `size_key`, and their activation. `settings` are fields of `ExpertsConfig`."""
-        settings.setdefault("activation", ExpertActivation(kind=self.activation()))
+        settings.setdefault("activation", self.activation())
         return ExpertsConfig(routing=routing, intermediate_size=self.positive(size_key), **settings)
 
     def routing_with_groups(self, routing: Routing) -> Routing:

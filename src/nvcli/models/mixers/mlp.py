@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.mixers.mixer import FeedForward, LayerContext, Piece, Ranks, code_elements
 from nvcli.models.tensor_spec import FUSED, TensorSpec
-
-Activation = Literal["silu", "gelu_tanh"]
-"""The activation function on the gate of a gated MLP; `gelu_tanh` is GELU in its tanh approximation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +52,12 @@ class MLPConfig(DenseMLP):
     launch_seconds: ClassVar[float] = 0.65e-3
     """Measured on an H200 machine, torch 2.11."""
     inputs: ClassVar[tuple[str, ...]] = FUSED["gate_up_proj"]
-    activation: Activation = "silu"
-    clamped: ExpertActivation | None = None
-    """A function that clamps, in place of `activation`; None: nothing is clamped."""
+    activation: ExpertActivation
 
     def num_kernels(self, ranks: Ranks) -> int:
-        return DenseMLP.num_kernels(self, ranks) + (self.clamped is not None)
+        return DenseMLP.num_kernels(self, ranks) + self.activation.clamps
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         """Count the elements, beside those of gate and up where a kernel of their own clamps them."""
-        apart = 0 if self.clamped is None else 2 * self.intermediate_size // ranks.size
+        apart = self.activation.clamps * 2 * self.intermediate_size // ranks.size
         return DenseMLP.activation_elements(self, hidden_size, ranks, quantization) + apart
