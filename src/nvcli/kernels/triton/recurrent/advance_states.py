@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.kept_inputs import KeptInputs, PendingTokens
-from nvcli.kernels.recurrent_types import Decays
+from nvcli.kernels.recurrent_types import RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.recurrent.delta_chunks import NORM_EPS
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
@@ -45,28 +45,26 @@ def add_pending(
     head,
     i,
     j,
-    rates,  # [i, j] float32, as in `KeptInputs`, with DECAYS "value"
+    rates,  # [i, j] float32, as in `KeptInputs`, where each value has a decay
     kept,  # `KeptInputs`
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    UNIT_KEYS: tl.constexpr,
-    DECAYS: tl.constexpr,
+    HEADS: tl.constexpr,  # `RecurrentHeads`
 ):
-    """Add `count` kept tokens, from number `first` (int64) on, to columns `j` of one head's state [i, j]. DECAYS: as in
-    `RecurrentHeads`."""
+    """Add `count` kept tokens, from number `first` (int64) on, to columns `j` of one head's state [i, j]."""
+    KEY_HEADS: tl.constexpr = HEADS.num_key_heads
+    VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
+    KEY_DIM: tl.constexpr = HEADS.key_dim
+    VALUE_DIM: tl.constexpr = HEADS.value_dim
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     for index in range(count):
         at = first + index
         k = tl.load(kept.keys + (at * KEY_HEADS + key_head) * KEY_DIM + i, mask=i < KEY_DIM, other=0.0).to(tl.float32)
-        if UNIT_KEYS:
+        if HEADS.rule == "delta":
             k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
         written = tl.load(kept.written + (at * VALUE_HEADS + head) * VALUE_DIM + j, mask=j < VALUE_DIM, other=0.0)
-        if DECAYS == "value":
+        if HEADS.decays == "value":
             step_ptrs = kept.decay + (at * VALUE_HEADS + head) * VALUE_DIM + j
             state *= tl.exp(rates * tl.load(step_ptrs, mask=j < VALUE_DIM, other=0.0)[None, :])
-        elif DECAYS == "key":
+        elif HEADS.decays == "key":
             decay_ptrs = kept.decay + (at * VALUE_HEADS + head) * KEY_DIM + i
             state *= tl.exp(tl.load(decay_ptrs, mask=i < KEY_DIM, other=0.0))[:, None]
         else:
@@ -84,16 +82,13 @@ def _advance_kernel(
     num_tokens,
     layer_stride,
     pool_stride,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,  # `RecurrentHeads`
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
-    UNIT_KEYS: tl.constexpr,
-    DECAYS: tl.constexpr,
 ):
     """Program (tile of a state's columns and value head, chosen row, layer)."""
+    KEY_DIM: tl.constexpr = HEADS.key_dim
+    VALUE_DIM: tl.constexpr = HEADS.value_dim
     TILES: tl.constexpr = (VALUE_DIM + VALUE_TILE - 1) // VALUE_TILE
     head = tl.program_id(0) // TILES
     layer = tl.program_id(2).to(tl.int64)
@@ -109,12 +104,10 @@ def _advance_kernel(
         state = tl.load(pool_ptr + places + source * pool_stride, mask=inside & (source > 0), other=0.0)
         count = tl.load(pending.counts + row)
         rates = 0.0
-        if DECAYS == "value":
+        if HEADS.decays == "value":
             of_layer = layer * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
             rates = tl.load(kept.rates + of_layer, mask=inside, other=0.0)
-        state = add_pending(
-            state, first, count, head, i, j, rates, kept, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, UNIT_KEYS, DECAYS
-        )
+        state = add_pending(state, first, count, head, i, j, rates, kept, HEADS)
         tl.store(pool_ptr + places + target * pool_stride, state, mask=inside)
 
 
@@ -196,7 +189,14 @@ def advance_states(
     assert all(tensor.is_contiguous() for tensor in kept)
     assert pool[0, 0].is_contiguous()
     tile = min(_TILE, next_power_of_2(value_dim))
-    decays: Decays = "value" if kept.rates.numel() else "key" if kept.decay.shape[-1] > 1 else "head"
+    heads = RecurrentHeads(
+        num_key_heads=kept.keys.shape[2] // key_dim,
+        key_dim=key_dim,
+        num_value_heads=num_heads,
+        value_dim=value_dim,
+        rule="channel scan" if kept.rates.numel() else "delta" if has_unit_keys else "scan",
+        decays_by_channel=kept.decay.shape[-1] > 1,
+    )
     _advance_kernel[num_heads * ceil_div(value_dim, tile), len(chosen), num_layers](
         kept,
         pool,
@@ -205,13 +205,8 @@ def advance_states(
         kept.keys.shape[1],
         pool.stride(0),
         pool.stride(1),
-        KEY_HEADS=kept.keys.shape[2] // key_dim,
-        VALUE_HEADS=num_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
+        HEADS=heads,
         KEY_TILE=next_power_of_2(key_dim),
         VALUE_TILE=tile,
-        UNIT_KEYS=has_unit_keys,
-        DECAYS=decays,
         num_warps=_WARPS,
     )

@@ -20,7 +20,7 @@ from nvcli.kernels.recurrent_types import ChannelGates, RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.recurrent.chunk_walk import find_chunk, first_program, num_chunk_programs
-from nvcli.kernels.triton.recurrent.gates import LOG2_E, read_step_sizes
+from nvcli.kernels.triton.recurrent.gates import LOG2_E, read_rates, read_step_sizes
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_of, chunk_tokens, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -36,26 +36,14 @@ parts of 128 and of 512 tokens take 1.4 and 1.3, tiles of 16 and of 64 channels 
 
 
 @triton.jit
-def _read_rates(gates, i, j, inside, KEY_DIM: tl.constexpr):
-    """Return the logarithms to base 2 of the decays of states [j, i] in a step of size 1."""
-    log_rates = tl.load(gates.log_rate + j[:, None] * KEY_DIM + i[None, :], mask=inside, other=0.0)
-    return -tl.exp(log_rates.to(tl.float32)) * LOG2_E
-
-
-@triton.jit
 def _walk(
     state,  # [TILE, KEY_TILE] float32
     first,
     count,
-    x_ptr,
-    gates,
-    out_ptr,
-    x_stride,
-    key_stride,
-    step_stride,
+    tensors,  # as in _rows_kernel: x_ptr, gates, out_ptr, x_stride, key_stride, step_stride
     i,
     j,
-    rates,
+    rates,  # [TILE, KEY_TILE], logarithms to base 2
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     WRITES: tl.constexpr,
@@ -63,6 +51,7 @@ def _walk(
     """Add `count` tokens, from number `first` (int64) on, to the states of channels `j`, and with WRITES store their
     results. Returns the states and the sum of all step sizes."""
     VALUE_DIM: tl.constexpr = HEADS.value_dim
+    x_ptr, gates, out_ptr, x_stride, key_stride, step_stride = tensors
     in_key, in_value = i < HEADS.key_dim, j < VALUE_DIM
     bias = tl.load(gates.step_bias + j, mask=in_value, other=0.0).to(tl.float32)
     skip = tl.load(gates.skip + j, mask=in_value, other=0.0).to(tl.float32)
@@ -138,28 +127,13 @@ def _rows_kernel(
     inside = (j < VALUE_DIM)[:, None] & (i < KEY_DIM)[None, :]
     places = i[None, :] * VALUE_DIM + j[:, None]
     state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
-    rates = _read_rates(gates, i, j, inside, KEY_DIM)
+    rates = read_rates(gates, i[None, :], j[:, None], inside, KEY_DIM) * LOG2_E
+    tensors = x_ptr, gates, out_ptr, x_stride, key_stride, step_stride
     first = start
     while first < end:
         # The tokens of one block, at whose end the state is stored.
         last = tl.minimum(end, first + BLOCK_SIZE - (before + first - start) % BLOCK_SIZE)
-        state, _ = _walk(
-            state,
-            first.to(tl.int64),
-            last - first,
-            x_ptr,
-            gates,
-            out_ptr,
-            x_stride,
-            key_stride,
-            step_stride,
-            i,
-            j,
-            rates,
-            HEADS,
-            TOKENS,
-            True,
-        )
+        state, _ = _walk(state, first.to(tl.int64), last - first, tensors, i, j, rates, HEADS, TOKENS, True)
         target = tl.load(rows.places + last - 1) // BLOCK_SIZE
         tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & (target > 0))
         first = last
@@ -201,24 +175,9 @@ def _parts_kernel(
     state_ptrs = states_ptr + program * KEY_DIM * VALUE_DIM + i[None, :] * VALUE_DIM + j[:, None]
     if count > 0:
         state = tl.load(state_ptrs, mask=inside & WRITES, other=0.0)
-        rates = _read_rates(gates, i, j, inside, KEY_DIM)
-        state, total = _walk(
-            state,
-            first.to(tl.int64),
-            count,
-            x_ptr,
-            gates,
-            out_ptr,
-            x_stride,
-            key_stride,
-            step_stride,
-            i,
-            j,
-            rates,
-            HEADS,
-            TOKENS,
-            WRITES,
-        )
+        rates = read_rates(gates, i[None, :], j[:, None], inside, KEY_DIM) * LOG2_E
+        tensors = x_ptr, gates, out_ptr, x_stride, key_stride, step_stride
+        state, total = _walk(state, first.to(tl.int64), count, tensors, i, j, rates, HEADS, TOKENS, WRITES)
         if not WRITES:
             tl.store(state_ptrs, state, mask=inside)
             tl.store(totals_ptr + program * VALUE_DIM + j, total, mask=j < VALUE_DIM)
@@ -254,7 +213,7 @@ def _join_kernel(
     inside = (j < VALUE_DIM)[:, None] & (i < KEY_DIM)[None, :]
     places = i[None, :] * VALUE_DIM + j[:, None]
     state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
-    rates = _read_rates(gates, i, j, inside, KEY_DIM)
+    rates = read_rates(gates, i[None, :], j[:, None], inside, KEY_DIM) * LOG2_E
     program = first_program(start, row, tl.load(rows.starts + first_row), first_row, PARTS, BLOCK_SIZE).to(tl.int64)
     first_part = chunk_of(before, BLOCK_SIZE, PART)
     num_parts = chunk_of(before + end - start - 1, BLOCK_SIZE, PART) - first_part + 1

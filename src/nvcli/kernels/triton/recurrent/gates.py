@@ -17,6 +17,14 @@ def _softplus(x):
 
 
 @triton.jit
+def read_rates(gates, i, j, inside, KEY_DIM: tl.constexpr):
+    """Return the logarithms of the decays of a state's numbers in a step of size 1, in a scan by channels, for `i` of
+    its key and `j` of its values, which broadcast; outside `inside` -1."""
+    log_rates = tl.load(gates.log_rate + j * KEY_DIM + i, mask=inside, other=0.0)
+    return -tl.exp(log_rates.to(tl.float32))
+
+
+@triton.jit
 def read_beta(gates, token, head, is_token, beta_stride, BETA_SCALE: tl.constexpr):
     """Return the factors of what tokens write by the delta rule: sigmoid(beta) × BETA_SCALE."""
     factor = tl.sigmoid(tl.load(gates.beta + token * beta_stride + head, mask=is_token, other=0.0).to(tl.float32))

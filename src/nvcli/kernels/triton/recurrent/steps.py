@@ -17,7 +17,7 @@ from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.recurrent.advance_states import add_pending
 from nvcli.kernels.triton.recurrent.delta_chunks import NORM_EPS
-from nvcli.kernels.triton.recurrent.gates import read_beta, read_decays, read_gates, read_step_sizes
+from nvcli.kernels.triton.recurrent.gates import read_beta, read_decays, read_gates, read_rates, read_step_sizes
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -38,8 +38,7 @@ def _read_rates(gates, i, j, inside, HEADS: tl.constexpr):
     """Return the `rates` of columns `j` of a state [i, j] in a scan by channels; 0 outside, and by another rule."""
     rates = 0.0
     if HEADS.rule == "channel scan":
-        log_rates = tl.load(gates.log_rate + j[None, :] * HEADS.key_dim + i[:, None], mask=inside, other=0.0)
-        rates = tl.where(inside, -tl.exp(log_rates.to(tl.float32)), 0.0)
+        rates = tl.where(inside, read_rates(gates, i[:, None], j[None, :], inside, HEADS.key_dim), 0.0)
     return rates
 
 
@@ -167,7 +166,6 @@ def _draft_kernel(
     KEY_DIM: tl.constexpr = HEADS.key_dim
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     HEADS_OF_KEY: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    DECAYS: tl.constexpr = HEADS.decays
     head = tl.program_id(1)
     row = tl.program_id(0)
     start, end, _, source = row_of(row, rows, BLOCK_SIZE)
@@ -184,22 +182,7 @@ def _draft_kernel(
     places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
     state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
     rates = _read_rates(gates, i, j, inside, HEADS)
-    state = add_pending(
-        state,
-        first,
-        count,
-        head,
-        i,
-        j,
-        rates,
-        kept,
-        KEY_HEADS,
-        VALUE_HEADS,
-        KEY_DIM,
-        VALUE_DIM,
-        HEADS.rule == "delta",
-        DECAYS,
-    )
+    state = add_pending(state, first, count, head, i, j, rates, kept, HEADS)
     if HEADS.rule == "channel scan":
         tl.store(kept.rates + i[:, None] * VALUE_DIM + j[None, :], rates, mask=inside & (row == 0))
     tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & is_behind)
