@@ -166,8 +166,12 @@ class JsonFile:
             raise self.error(key, f"{show(value)} is not a number above zero; allowed: from {_LEAST:g} to {_MOST:g}")
         return value
 
+    def name(self, key: str) -> str:
+        """Return the name that a key has in the file."""
+        return self.names_in_file.get(key, key)
+
     def error(self, key: str, problem: str) -> LoadError:
         """Return the error that names the file, the key and what is wrong with its value."""
-        name = f"{self.section}{self.names_in_file.get(key, key)}"
+        name = f"{self.section}{self.name(key)}"
         changed = ", changed by `hf_overrides`" if name.partition(".")[0] in self.changed else ""
         return LoadError(f"{self.path}{changed}: `{name}`: {problem}")

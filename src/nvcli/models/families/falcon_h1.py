@@ -40,7 +40,7 @@ def read_falcon_h1(config: ModelFile) -> DecoderConfig:
 
 
 def _mamba(config: ModelFile) -> MambaConfig:
-    mamba = read_mamba(config, inner_size=config.positive("mamba_d_ssm") if config.has("mamba_d_ssm") else None)
+    mamba = read_mamba(config, config.positive("mamba_d_ssm") if config.has("mamba_d_ssm") else None)
     if not config.get("mamba_rms_norm", bool, False):
         return replace(mamba, norm=None)
     is_before = config.get("mamba_norm_before_gate", bool, True)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from nvcli.models.families.family import Family
 from nvcli.models.families.mamba import read_mamba
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.families.nemotron_h import KEYS, MIXER_ALONE, backbone_layout
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
-from nvcli.models.mixers.mixer import NormConfig
-
-_KEYS = replace(KEYS, heads="num_heads", head_dim="head_dim", state="state_size", activation="hidden_act")
 
 
 def read_mamba2(config: ModelFile) -> DecoderConfig:
     """Read Mamba-2, whose inner size is `expand` times the hidden size."""
-    mamba = read_mamba(config, _KEYS, inner_size=config.positive("expand") * config.positive("hidden_size"))
-    norm = NormConfig(eps=config.positive_number("layer_norm_epsilon"))
+    mamba = read_mamba(config)
     layout = backbone_layout([f"{number}.{mamba.name}" for number in range(config.num_layers())])
-    return config.decoder(LayerConfig(mixer=mamba, mlp=None, norms=MIXER_ALONE), norm=norm, layout=layout)
+    return config.decoder(LayerConfig(mixer=mamba, mlp=None, norms=MIXER_ALONE), layout=layout)
 
 
 MAMBA2 = Family(
@@ -28,5 +22,12 @@ MAMBA2 = Family(
     features="Mamba-2 layers alone",
     examples=("mistralai/Mamba-Codestral-7B-v0.1",),
     read=read_mamba2,
+    keys={
+        **KEYS,
+        "expand": "mamba_expand",
+        "head_dim": "mamba_d_head",
+        "num_heads": "mamba_n_heads",
+        "state_size": "mamba_d_state",
+    },
     defaults={"max_position_embeddings": 1 << 18},
 )

@@ -14,11 +14,11 @@ from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import SHARED_EXPERT
 from nvcli.models.families.family import Family
-from nvcli.models.families.mamba import ATTENTION, MAMBA, MambaKeys, read_mamba
+from nvcli.models.families.mamba import ATTENTION, MAMBA, read_mamba
 from nvcli.models.families.model_file import FULL, LINEAR, MAX_LAYERS, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.experts import ExpertsConfig
-from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
+from nvcli.models.mixers.mixer import FeedForward, Mixer
 from nvcli.models.mixers.plain_mlp import PlainMLPConfig
 
 _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
@@ -28,32 +28,27 @@ _PREFIXES = ("backbone.", "model.")
 """Prefixes of names in older and newer files."""
 _BEFORE_MIXER, _BEFORE_MLP = "input_layernorm", "post_attention_layernorm"
 MIXER_ALONE = LayerNorms(before_attention=_BEFORE_MIXER, before_mlp=None)
-KEYS = MambaKeys(
-    heads="mamba_num_heads",
-    head_dim="mamba_head_dim",
-    groups="n_groups",
-    state="ssm_state_size",
-    taps="conv_kernel",
-    conv_bias="use_conv_bias",
-    bias="use_bias",
-    activation="mamba_hidden_act",
-    eps="layer_norm_epsilon",
-)
+KEYS = {
+    "conv_kernel": "mamba_d_conv",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "n_groups": "mamba_n_groups",
+    "use_bias": "mamba_proj_bias",
+    "use_conv_bias": "mamba_conv_bias",
+}
+"""Names that files without a prefix for Mamba have for its keys, and those that are read."""
 
 
 def read_nemotron_h(config: ModelFile) -> DecoderConfig:
     """Read the blocks of `layers_block_type`, or of the older `hybrid_override_pattern`. Raises LoadError for an order
     in which an MLP follows no block that mixes tokens."""
     kinds = _block_kinds(config)
-    bias, eps = config.bias(), config.positive_number("layer_norm_epsilon")
-    attention = config.attention(bias=bias, rope=None)
+    attention = config.attention(bias=config.bias(), rope=None)
     blocks: dict[str, Mixer | FeedForward] = {}
     for kind in dict.fromkeys(kinds):
         if kind in ATTENTION:
             blocks[kind] = attention
         elif kind in MAMBA:
-            inner_size = config.positive(KEYS.heads) * config.positive(KEYS.head_dim)
-            blocks[kind] = read_mamba(config, KEYS, inner_size=inner_size)
+            blocks[kind] = read_mamba(config, config.positive("mamba_n_heads") * config.positive("mamba_d_head"))
         else:
             blocks[kind] = _mlp(config, "intermediate_size") if kind == "mlp" else _experts(config)
     layers: list[LayerConfig] = []
@@ -69,7 +64,7 @@ def read_nemotron_h(config: ModelFile) -> DecoderConfig:
                 _key(config), f"block {number} is {kind} behind no block that mixes tokens, which is not supported"
             )
         places.append(f"{len(layers) - 1}.{block.name}")
-    return config.decoder(layers, norm=NormConfig(eps=eps), layout=backbone_layout(places))
+    return config.decoder(layers, layout=backbone_layout(places))
 
 
 def _key(config: ModelFile) -> str:
@@ -137,4 +132,11 @@ NEMOTRON_H = Family(
     features="Mamba-2 layers, layers of attention, MLPs or experts without a gate, with relu², also in a latent space",
     examples=("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
     read=read_nemotron_h,
+    keys={
+        **KEYS,
+        "mamba_head_dim": "mamba_d_head",
+        "mamba_hidden_act": "hidden_act",
+        "mamba_num_heads": "mamba_n_heads",
+        "ssm_state_size": "mamba_d_state",
+    },
 )
