@@ -29,7 +29,7 @@ from nvcli.models.families.jamba import JAMBA
 from nvcli.models.families.kimi_linear import KIMI_LINEAR
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3, LFM3_VL
 from nvcli.models.families.ling import LING
-from nvcli.models.families.llama import CWM, HELIUM, INTERNLM3, LLAMA, SMOLLM3
+from nvcli.models.families.llama import CWM, HELIUM, INTERNLM3, LLAMA, SEED_OSS, SMOLLM3
 from nvcli.models.families.llama4 import LLAMA4
 from nvcli.models.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
 from nvcli.models.families.longcat import LONGCAT_FLASH
@@ -59,7 +59,6 @@ from nvcli.models.families.qwen import (
     QWEN3_VL_MOE,
 )
 from nvcli.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from nvcli.models.families.seed_oss import SEED_OSS
 from nvcli.models.families.stablelm import STABLELM
 from nvcli.models.families.step import STEP
 from nvcli.models.families.windowed_experts import FLINT, KOLIBRI, MELLUM

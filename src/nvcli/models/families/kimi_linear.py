@@ -18,6 +18,14 @@ SECTION = "linear_attn_config"
 """The part of config.json for Kimi Delta Attention."""
 NAMES_OF_DELTA = ((".forget_gate.", "."), (".self_attn.conv1d.", ".self_attn.qkv_conv1d."))
 """Names of a layer's tensors in files of transformers, and in the decoder."""
+KEYS = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""Names of keys in published files, and those that are read."""
 _COMPUTED: dict[str, str | int | bool] = {
     "attn_res_block_size": 0,
     "mla_use_nope": True,
@@ -87,11 +95,5 @@ KIMI_LINEAR = Family(
     "after dense layers, and experts that all tokens share",
     examples=("moonshotai/Kimi-Linear-48B-A3B-Instruct",),
     read=read_kimi_linear,
-    keys={
-        "model_max_length": "max_position_embeddings",
-        "moe_renormalize": "norm_topk_prob",
-        "num_expert_group": "n_group",
-        "num_experts_per_token": "num_experts_per_tok",
-        "num_shared_experts": "n_shared_experts",
-    },
+    keys=KEYS,
 )

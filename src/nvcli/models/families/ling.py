@@ -14,7 +14,7 @@ from nvcli.models.families.deepseek_experts import (
     with_limits,
 )
 from nvcli.models.families.family import Family
-from nvcli.models.families.kimi_linear import NAMES_OF_DELTA, read_lowest_decay
+from nvcli.models.families.kimi_linear import KEYS, NAMES_OF_DELTA, read_lowest_decay
 from nvcli.models.families.latent_attention import read_latent_attention
 from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
@@ -92,13 +92,7 @@ LING = Family(
     features="Kimi Delta Attention between layers of latent attention; a mixture of experts after dense layers",
     examples=("inclusionAI/Ling-3.0-Flash",),
     read=read_ling,
-    keys={
-        "model_max_length": "max_position_embeddings",
-        "moe_renormalize": "norm_topk_prob",
-        "num_expert_group": "n_group",
-        "num_experts_per_token": "num_experts_per_tok",
-        "num_shared_experts": "n_shared_experts",
-    },
+    keys=KEYS,
     defaults={
         "n_group": 8,
         "topk_group": 4,

@@ -1,6 +1,7 @@
 """Llama 2 and 3 (https://arxiv.org/abs/2407.21783), the models of their architecture (Yi, DeepSeek-LLM, SmolLM2),
-InternLM3, Helium 1 (https://huggingface.co/kyutai/helium-1-preview-2b), CWM (https://arxiv.org/abs/2510.02387), which
-has windows, and SmolLM3 (https://huggingface.co/blog/smollm3), in which every fourth layer does not rotate (NoPE)."""
+InternLM3, Seed-OSS (https://github.com/ByteDance-Seed/seed-oss), Helium 1
+(https://huggingface.co/kyutai/helium-1-preview-2b), CWM (https://arxiv.org/abs/2510.02387), which has windows, and
+SmolLM3 (https://huggingface.co/blog/smollm3), in which every fourth layer does not rotate (NoPE)."""
 
 from __future__ import annotations
 
@@ -31,6 +32,14 @@ def read_internlm3(config: ModelFile) -> DecoderConfig:
         mlp=config.mlp(bias=config.get("bias", bool, False)),
     )
     return config.decoder(layer)
+
+
+def read_seed_oss(config: ModelFile) -> DecoderConfig:
+    """Read Seed-OSS, in which each bias has a key of its own."""
+    attention = config.attention(
+        qkv_bias=config.bias(default=True), o_bias=config.get("attention_out_bias", bool, False), rope=config.rope()
+    )
+    return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp(bias=config.mlp_bias())))
 
 
 def read_helium(config: ModelFile) -> DecoderConfig:
@@ -76,6 +85,13 @@ INTERNLM3 = Family(
     features="dynamic rope",
     examples=("internlm/internlm3-8b-instruct",),
     read=read_internlm3,
+)
+SEED_OSS = Family(
+    name="Seed-OSS",
+    architectures=("SeedOssForCausalLM",),
+    features="biased queries, keys and values",
+    examples=("ByteDance-Seed/Seed-OSS-36B-Instruct",),
+    read=read_seed_oss,
 )
 LLAMA_DEFAULTS = {
     "hidden_size": 4096,
