@@ -397,7 +397,7 @@ _STEP = {
             {"num_experts": [4, 8], "moe_topk": 2},
             ["`num_experts`", "[4, 8]", "all 2 layers"],
         ),
-        ("LagunaForCausalLM", {"num_attention_heads_per_layer": [4]}, ["`num_attention_heads_per_layer`", "2 numbers"]),
+        ("LagunaForCausalLM", {"num_attention_heads_per_layer": [4]}, ["`num_attention_heads_per_layer`", "2 layers"]),
         (
             "HYV3ForCausalLM",
             {"mlp_layer_types": ["dense"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},

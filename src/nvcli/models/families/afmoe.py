@@ -48,10 +48,8 @@ def read_afmoe(config: ModelFile) -> DecoderConfig:
 
 def read_laguna(config: ModelFile) -> DecoderConfig:
     """Read layers whose numbers of heads may differ. Softplus makes the gates, one for each head or for each number."""
-    count = config.num_layers()
-    heads = config.values.get("num_attention_heads_per_layer") or [config.positive("num_attention_heads")] * count
-    if not isinstance(heads, list) or len(heads) != count:
-        raise config.error("num_attention_heads_per_layer", f"{show(heads)} is not a list of {count} numbers")
+    heads = config.of_layers("num_attention_heads_per_layer")
+    heads = heads or [config.positive("num_attention_heads")] * config.num_layers()
     config.only(moe_apply_router_weight_on_input=0, moe_router_logit_softcapping=0)
     experts = config.experts(
         config.routing(

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from nvcli.core.validation import show
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.model_file import ModelFile
@@ -61,16 +60,11 @@ def shared_experts(config: ModelFile, count_key: str) -> MLPConfig | None:
 def read_limits(config: ModelFile, key: str) -> list[float | None]:
     """Read a list of what layers are clamped to, which has an entry for each, and may have others behind them; 0, null
     and an absent list clamp nothing."""
-    found, count = config.values.get(key), config.num_layers()
-    if found is None:
-        return [None] * count
-    if not isinstance(found, list) or len(found) < count:
-        raise config.error(key, f"{show(found)} is not a list for {count} layers")
-    limits = {str(number): limit for number, limit in enumerate(found[:count]) if limit not in (None, 0)}
-    if limits:
+    found = config.of_layers(key, may_be_longer=True) or [None] * config.num_layers()
+    limits = {str(number): limit or None for number, limit in enumerate(found)}
+    if any(limits.values()):
         _check_silu(config, key)
-    numbers = config.with_values(limits, f"{config.section}{key}.")
-    return [numbers.positive_number(number) if number in limits else None for number in map(str, range(count))]
+    return [config.with_values(limits, f"{config.section}{key}.").optional_number(number, None) for number in limits]
 
 
 def read_limit(config: ModelFile) -> float | None:

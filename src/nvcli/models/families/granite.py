@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.mamba import ATTENTION, MAMBA, read_mamba
@@ -84,11 +83,9 @@ def read_granite_swa(config: ModelFile) -> DecoderConfig:
 
 def _thetas(config: ModelFile) -> list[float]:
     """Read the theta of each layer; 0: it does not rotate."""
-    key, count = "layer_rope_theta", config.num_layers()
-    found = config.values[key]
-    if not isinstance(found, list) or len(found) != count:
-        raise config.error(key, f"{show(found)} is not a list of numbers for {count} layers")
-    numbers = config.with_values({str(number): theta for number, theta in enumerate(found)}, f"{config.section}{key}.")
+    key = "layer_rope_theta"
+    thetas = enumerate(config.of_layers(key) or ())
+    numbers = config.with_values({str(number): theta for number, theta in thetas}, f"{config.section}{key}.")
     return [numbers.positive_number(name) if numbers.values[name] != 0 else 0.0 for name in numbers.values]
 
 
@@ -126,14 +123,8 @@ def read_granite4(config: ModelFile) -> DecoderConfig:
 def _layer_types(config: ModelFile) -> list[str]:
     """Read which layers have attention; by default none has."""
     key = next(filter(config.has, ("layer_types", "layers_block_type")), None)
-    kinds = ["mamba"] * config.num_layers() if key is None else config.values[key]
-    known = (*ATTENTION, *MAMBA)
-    if not isinstance(kinds, list) or any(kind not in known for kind in kinds) or len(kinds) != config.num_layers():
-        raise config.error(
-            key or "layer_types",
-            f"{show(kinds)} is not a list of {' and '.join(known)} for {config.num_layers()} layers",
-        )
-    return kinds
+    kinds = None if key is None else config.of_layers(key, (*ATTENTION, *MAMBA))
+    return kinds or ["mamba"] * config.num_layers()
 
 
 def _attention(config: ModelFile, *, rotates: bool) -> AttentionConfig:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nvcli.core.validation import show
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
@@ -137,14 +136,12 @@ def read_smollm3(config: ModelFile) -> DecoderConfig:
 
 def rotating_layers(config: ModelFile) -> list[bool]:
     """Read `no_rope_layers`, which, despite its name, marks the layers that rotate with 1."""
-    count = config.num_layers()
-    found = config.values.get("no_rope_layers")
-    if not found:
+    key = "no_rope_layers"
+    found = config.of_layers(key, (0, 1), may_be_longer=True) if config.values.get(key) else None
+    if found is None:
         interval = config.positive("no_rope_layer_interval", _NOPE_INTERVAL)
-        return [(number + 1) % interval != 0 for number in range(count)]
-    if not isinstance(found, list) or len(found) < count or any(one not in (0, 1) for one in found):
-        raise config.error("no_rope_layers", f"{show(found)} is not a list of 0 and 1 for each of {count} layers")
-    return [bool(one) for one in found[:count]]
+        found = [(number + 1) % interval != 0 for number in range(config.num_layers())]
+    return [bool(one) for one in found]
 
 
 SMOLLM3 = Family(

@@ -3,9 +3,6 @@ that are smaller than their keys, and experts chosen by sigmoid scores with a co
 
 from __future__ import annotations
 
-from typing import Any
-
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import read_experts
 from nvcli.models.families.family import Family
@@ -29,10 +26,11 @@ def read(config: ModelFile) -> DecoderConfig:
     head; the others stay on disk."""
     config.only(scoring_func="sigmoid", topk_method="noaux_tc")
     attention = {FULL: _attention(config, FULL), SLIDING: _attention(_section_of_windows(config), SLIDING)}
-    kinds = config.layer_types() or _numbered(config, "hybrid_layer_pattern", (FULL, SLIDING))
-    kinds = kinds or config.layer_kinds(lambda number: number == 0 or number % 6 == 5)
-    freq = _numbered(config, "moe_layer_freq", (False, True))
-    is_sparse = config.sparse_layers() if freq is None else freq
+    has_window = config.of_layers("hybrid_layer_pattern", (0, 1))
+    kinds = config.layer_kinds(
+        lambda number: number == 0 or number % 6 == 5 if has_window is None else not has_window[number]
+    )
+    is_sparse = config.of_layers("moe_layer_freq", (0, 1)) or config.sparse_layers()
     layers = config.layers(kinds, attention, config.mlps(read_experts(config), is_sparse))
     norms = LayerNorms(before_mlp="pre_mlp_layernorm")
     layer = LayerConfig(mixer=attention[SLIDING], mlp=config.mlp(), norms=norms)
@@ -63,16 +61,6 @@ def _attention(config: ModelFile, kind: str) -> AttentionConfig:
 def _section_of_windows(config: ModelFile) -> ModelFile:
     own = config.with_defaults({"swa_num_key_value_heads": 2 * config.num_kv_heads()})
     return own.with_names({f"swa_{key}": key for key in _OF_WINDOWS})
-
-
-def _numbered(config: ModelFile, key: str, kinds: tuple[Any, Any]) -> list[Any] | None:
-    """Read a list that has the number of each layer's kind; None if it is absent."""
-    numbers, count = config.values.get(key), config.num_layers()
-    if numbers is None:
-        return None
-    if not isinstance(numbers, list) or len(numbers) != count or any(number not in (0, 1) for number in numbers):
-        raise config.error(key, f"{show(numbers)} is not a list of 0 and 1 for {count} layers")
-    return [kinds[int(number)] for number in numbers]
 
 
 MIMO_V2_FLASH = Family(

@@ -8,13 +8,12 @@ depend on the scale of what it reads, except through its epsilon: so the stream 
 
 from __future__ import annotations
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import CORRECTION_BESIDE_GATE
 from nvcli.models.families.family import Family
 from nvcli.models.families.mamba import MAX_STATE
 from nvcli.models.families.mistral import MIXTRAL_NAMES
-from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
+from nvcli.models.families.model_file import LINEAR, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.lightning import LightningConfig
 from nvcli.models.mixers.mixer import Mixer, NormConfig
@@ -80,13 +79,8 @@ def _factors(config: ModelFile, block: str) -> tuple[float, float]:
 def _layer_types(config: ModelFile) -> list[str]:
     """Read `layer_types`, or in MiniMax's own files `attn_type_list`: 0 for lightning attention, 1 for full attention.
     By default every second layer has lightning attention."""
-    types, key, count = config.layer_types(supported=(FULL, LINEAR)), "attn_type_list", config.num_layers()
-    if types is not None:
-        return types
-    found = config.values.get(key) or [1 - number % 2 for number in range(count)]
-    if not isinstance(found, list) or len(found) != count or any(one not in (0, 1) for one in found):
-        raise config.error(key, f"{show(found)} is not a list of 0 and 1 for {count} layers")
-    return [FULL if one else LINEAR for one in found]
+    is_full = config.of_layers("attn_type_list", (0, 1))
+    return config.layer_kinds(lambda number: number % 2 == 0 if is_full is None else is_full[number], other=LINEAR)
 
 
 MINIMAX_TEXT_01 = Family(

@@ -189,6 +189,19 @@ class ModelFile(JsonFile):
             raise self.error("layer_types", f"names {len(types)} layers, and `num_hidden_layers` is {count}")
         return types
 
+    def of_layers(self, key: str, allowed: Sequence[object] = (), *, may_be_longer: bool = False) -> list[Any] | None:
+        """Read a list with an entry for each layer, out of `allowed` ones if there are any; None: it is absent or null.
+        `may_be_longer`: entries of other layers may follow, which are left out."""
+        found, count = self.values.get(key), self.num_layers()
+        if found is None:
+            return None
+        if isinstance(found, list) and may_be_longer:
+            found = found[:count]
+        if not isinstance(found, list) or len(found) != count or (allowed and any(one not in allowed for one in found)):
+            what = f" of {' and '.join(map(str, allowed))}" if allowed else ""
+            raise self.error(key, f"{show(self.values[key])} is not a list{what} for {count} layers")
+        return found
+
     def layer_kinds(self, is_full: Callable[[int], bool], *, other: str = SLIDING) -> list[str]:
         """Read `layer_types`; if it is absent, the layers whose number `is_full` takes have full attention, and the
         others are of the kind `other`."""
@@ -238,14 +251,10 @@ class ModelFile(JsonFile):
     def sparse_layers(self, default: int = 1) -> list[bool]:
         """Read which layers have experts from `mlp_layer_types`; if it is absent, all but the first
         `first_k_dense_replace` ones do, by default `default`."""
-        count, kinds = self.num_layers(), self.values.get("mlp_layer_types")
+        kinds = self.of_layers("mlp_layer_types", (DENSE, SPARSE))
         if kinds is None:
             first = self.get("first_k_dense_replace", int, default)
-            return [number >= first for number in range(count)]
-        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (DENSE, SPARSE) for kind in kinds):
-            raise self.error(
-                "mlp_layer_types", f"{show(kinds)} is not a list of {DENSE} and {SPARSE} for {count} layers"
-            )
+            return [number >= first for number in range(self.num_layers())]
         return [kind == SPARSE for kind in kinds]
 
     def routing(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import NORMS_ON_BOTH_SIDES
@@ -61,12 +60,8 @@ def read(config: ModelFile) -> DecoderConfig:
 
 def _rotating_layers(config: ModelFile, is_full: list[bool]) -> list[bool]:
     """Read `layer_rope_theta`, of which, as in transformers, only zeros count: those layers do not rotate."""
-    thetas = config.values.get("layer_rope_theta")
-    if thetas is None:
-        return [not full for full in is_full]
-    if not isinstance(thetas, list) or len(thetas) != len(is_full):
-        raise config.error("layer_rope_theta", f"{show(thetas)} is not a list of {len(is_full)} numbers")
-    return [theta != 0 for theta in thetas]
+    thetas = config.of_layers("layer_rope_theta")
+    return [not full for full in is_full] if thetas is None else [theta != 0 for theta in thetas]
 
 
 MUSE_GLIMMER = Family(
