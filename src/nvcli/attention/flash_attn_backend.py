@@ -20,6 +20,7 @@ from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLa
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
 from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK_MULTIPLE = 256
 """Block sizes of flash-attn 2 are multiples of it."""
@@ -120,7 +121,7 @@ class FlashAttnBackend(AttentionBackend):
         """Gather some rows' block tables by KV group, as wide as a graph may need or as this batch needs."""
         num_columns = batch.block_tables.shape[2]
         if not torch.cuda.is_current_stream_capturing():
-            num_columns = min(num_columns, -(-int(batch.seq_lens_host[rows].max()) // self._block_size))
+            num_columns = min(num_columns, ceil_div(int(batch.seq_lens_host[rows].max()), self._block_size))
         return {group: batch.gather_block_tables(group, rows, max(num_columns, 1)) for group in self._kv_groups}
 
 

@@ -15,6 +15,7 @@ from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLa
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import first_seen
 from nvcli.attention.torch_backend import TorchBackend, softmax_attention
+from nvcli.kernels.whole_numbers import ceil_div
 
 _Kind = tuple[int | None, int]
 """The window and the KV group, which determine a plan."""
@@ -73,7 +74,7 @@ class RowByRowBackend(AttentionBackend):
         window, kv_group = kind
         first = first_seen(end - 1, window)
         first_block = first // self._block_size
-        columns = slice(first_block, -(-end // self._block_size))
+        columns = slice(first_block, ceil_div(end, self._block_size))
         skipped = first_block * self._block_size
         block_ids = batch.block_tables[kv_group, batch.slots[row], columns].long()
         return _Token(block_ids, slice(first - skipped, max(end, 0) - skipped))

@@ -35,6 +35,7 @@ from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
 from nvcli.attention.spec import AttentionSpec, first_seen
 from nvcli.attention.torch_segments import SharedRead, plan_prefix_reads, plan_shared_reads
 from nvcli.kernels.fp8_kv import gather_blocks
+from nvcli.kernels.whole_numbers import ceil_div
 
 _GROUP_BYTES_CPU = 4 << 20
 """Gathered keys and values of one group: measured best on two cores sharing 32 MiB of L3; flat from 4 to 16."""
@@ -266,7 +267,7 @@ class TorchBackend(AttentionBackend):
         start = most_blocks = 0
         while start < len(lens):
             most_keys = reads[order[start]]
-            width = -(-most_keys // case.block_size)
+            width = ceil_div(most_keys, case.block_size)
             size = min(len(lens) - start, max(1, group_tokens // (width * case.block_size)))
             rows = slice(start, start + size)
             column = torch.arange(width, device=device)
@@ -306,7 +307,7 @@ class TorchBackend(AttentionBackend):
             block_ids, first_key = None, 0
             if prefix > 0 or not self.reads_new_keys:
                 first_block = first_seen(prefix, window) // case.block_size
-                columns = slice(first_block, -(-max(seq_len, num_tokens) // case.block_size))
+                columns = slice(first_block, ceil_div(max(seq_len, num_tokens), case.block_size))
                 block_ids = batch.block_tables[kv_group, batch.slots[row], columns].long()
                 first_key = first_block * case.block_size
             if block_ids is not None or (window is not None and window < num_tokens):

@@ -18,6 +18,7 @@ from torch import Tensor
 from nvcli.attention import written_softmax
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, first_seen
+from nvcli.kernels.whole_numbers import ceil_div
 
 _MOST_ROWS = 256
 """Tokens of chunks attended at once; bounds the memory of the scores."""
@@ -99,7 +100,7 @@ def plan_prefix_reads(
         for start in range(starts[chunk], starts[chunk + 1] if end else 0, _MOST_ROWS):
             rows = torch.arange(start, min(start + _MOST_ROWS, starts[chunk + 1]), device=device)
             positions = rows - starts[chunk + 1] + lens[chunk]
-            blocks = tables[chunk, end // block_size : -(-lens[chunk] // block_size)].long()
+            blocks = tables[chunk, end // block_size : ceil_div(lens[chunk], block_size)].long()
             key = torch.arange(end, end + len(blocks) * block_size, device=device)
             mask = torch.zeros(len(rows), len(key), device=device)
             mask = mask.masked_fill_(key > positions.unsqueeze(1), float("-inf")).unsqueeze(1)

@@ -21,6 +21,7 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.image_tokens import ImageGroup
 from nvcli.attention.spec import AttentionSpec, first_seen
 from nvcli.attention.torch_backend import read_blocks, softmax_attention
+from nvcli.kernels.whole_numbers import ceil_div
 
 _MOST_KEYS = 16_384
 """The most keys that are read together; an image that has more is attended by itself."""
@@ -93,7 +94,7 @@ def _groups(images: Sequence[WholeImage], kind: Kind, batch: ForwardBatch) -> It
     block_size = batch.kv_cache.spec.block_size
 
     def num_blocks(image: WholeImage) -> int:
-        return -(-image.end // block_size) - first_seen(image.position, window) // block_size
+        return ceil_div(image.end, block_size) - first_seen(image.position, window) // block_size
 
     together: list[WholeImage] = []
     for image in sorted(images, key=lambda each: (each.num_tokens, num_blocks(each))):

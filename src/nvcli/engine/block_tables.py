@@ -29,6 +29,7 @@ from nvcli.engine.state import RequestState
 from nvcli.engine.state_blocks import StateBlocks, different
 from nvcli.engine.step_draft import StepDraft
 from nvcli.engine.whole_images import whole_chunk
+from nvcli.kernels.whole_numbers import ceil_div
 
 
 class BlockTables:
@@ -103,14 +104,14 @@ class BlockTables:
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""
-        if -(-num_tokens // self.block_size) * len(self._groups) <= self.block_manager.num_blocks:
+        if ceil_div(num_tokens, self.block_size) * len(self._groups) <= self.block_manager.num_blocks:
             return True
         needed = sum(group.most_blocks(num_tokens, self.block_size) for group in self._groups)
         return needed <= self.block_manager.num_blocks
 
     def reserve(self, num_requests: int, num_tokens: int) -> int:
         """Return the most blocks that `num_requests` decoding requests need for `num_tokens` more tokens each."""
-        return num_requests * len(self._of_keys) * -(-num_tokens // self.block_size)
+        return num_requests * len(self._of_keys) * ceil_div(num_tokens, self.block_size)
 
     def enter(self, state: RequestState, budget: int, *, reserve: int) -> int | None:
         """Take a waiting request's first blocks, cached ones first, and set `num_computed` to match, copied keys
@@ -129,7 +130,7 @@ class BlockTables:
         self._match(state, state.hash_blocks(0, most_reusable // block_size, self._prompt_hashes))
         num_cached = len(state.blocks[0])
         state.num_computed = num_cached * block_size
-        num_fresh = -(-num_tokens // block_size) - num_cached
+        num_fresh = ceil_div(num_tokens, block_size) - num_cached
         counts = [num_fresh if self._groups[group].window is None else 1 for group in self._of_keys]
         fresh = None
         if not self._states.are_new(self._states.last(state)):
@@ -193,7 +194,7 @@ class BlockTables:
     def has_room(self, wanted: Iterable[tuple[RequestState, int]]) -> bool:
         """Whether there are free blocks for this number of further tokens of each request, apart from those that
         windows will free."""
-        columns = [(state, -(-(state.num_computed + num_tokens) // self.block_size)) for state, num_tokens in wanted]
+        columns = [(state, ceil_div(state.num_computed + num_tokens, self.block_size)) for state, num_tokens in wanted]
         return sum(self._num_missing(*pair) for pair in columns) <= self.block_manager.num_free
 
     def _lengthen(
@@ -204,7 +205,7 @@ class BlockTables:
         Returns the number of tokens that fit, and (group, first column, blocks) of the blocks taken.
         """
         block_size, manager = self.block_size, self.block_manager
-        num_columns = -(-(state.num_computed + num_tokens) // block_size)
+        num_columns = ceil_div(state.num_computed + num_tokens, block_size)
         num_free = max(0, manager.num_free - reserve)
         while (num_missing := self._num_missing(state, num_columns)) > num_free:
             num_columns -= 1
@@ -237,7 +238,7 @@ class BlockTables:
 
     def trim(self, state: RequestState) -> None:
         """Give back the blocks that a request no longer needs after its upper bound was lowered."""
-        num_columns = -(-state.num_computed // self.block_size)
+        num_columns = ceil_div(state.num_computed, self.block_size)
         if state.capacity <= num_columns * self.block_size:
             return
         for group in self._of_keys:
@@ -364,7 +365,7 @@ class BlockTables:
         self._segments.check_integrity(holders)
         for state in holders:
             assert len(state.blocks) == len(state.first_columns) == len(self._groups)
-            num_columns = -(-state.num_computed // self.block_size)
+            num_columns = ceil_div(state.num_computed, self.block_size)
             assert state.capacity == min(map(len, state.blocks)) * self.block_size >= state.num_computed
             if state.num_pending or not state.num_uncomputed:
                 assert all(len(blocks) == num_columns for blocks in state.blocks), "not the blocks of its upper bound"

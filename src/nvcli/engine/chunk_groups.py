@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from nvcli.engine.segment_forest import num_equal
 from nvcli.engine.state import RequestState
+from nvcli.kernels.whole_numbers import ceil_div
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ class ChunkGroups:
         assert self._costs is not None
         tile_tokens, num_tokens = self._costs.tile_tokens, chunk.num_tokens
         num_blocks = min(run.num_blocks, num_common)
-        tiles_saved = run.tiles_saved + -(-num_tokens // tile_tokens) - num_tokens / tile_tokens
+        tiles_saved = run.tiles_saved + ceil_div(num_tokens, tile_tokens) - num_tokens / tile_tokens
         cost = run.cost + self._costs.token * num_tokens
         if run.count > 1:
             # A run starting with this chunk would have an almost empty tile of its own.

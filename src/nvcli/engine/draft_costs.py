@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from nvcli.kernels.whole_numbers import round_up
+
 _GUESSED_COST = 0.02
 """Assumed cost of one more token per row before any was measured, as a share of a step without drafts."""
 _FURTHER_COST = 0.25
@@ -141,7 +143,7 @@ def size_of(num_rows: int) -> int:
     if num_rows <= 8:
         return 1 << (num_rows - 1).bit_length()
     step = max(8, 1 << ((num_rows - 1).bit_length() - 3))
-    return -(-num_rows // step) * step
+    return round_up(num_rows, step)
 
 
 def _mean(before: tuple[float, int] | None, value: float) -> tuple[float, int]:

@@ -8,6 +8,7 @@ from nvcli.core.messages import KVGroup
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.draft_policy import NO_DRAFTS, Drafting
 from nvcli.engine.segment_forest import SegmentCosts
+from nvcli.kernels.whole_numbers import ceil_div
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +57,11 @@ class SchedulerLimits:
     @property
     def tokens_per_home(self) -> int:
         """The most tokens that a step computes for the requests of one home."""
-        return -(-self.max_num_batched_tokens // self.num_homes)
+        return ceil_div(self.max_num_batched_tokens, self.num_homes)
 
     def max_decode_rows(self, num_running: int) -> int:
         """Return the most decode rows of a step: a micro-batch's share of the running requests, within its tokens."""
-        return min(-(-num_running // self.num_micro_batches), self.max_num_batched_tokens)
+        return min(ceil_div(num_running, self.num_micro_batches), self.max_num_batched_tokens)
 
     def lowered(self) -> SchedulerLimits | None:
         """Return limits with half the `max_num_batched_tokens`; once that is no more than `max_num_seqs`, half of both.

@@ -19,6 +19,7 @@ from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import StepDraft
+from nvcli.kernels.whole_numbers import ceil_div
 
 _MAX_LENGTHS = 512
 _REST_SHARE = 1 / 3
@@ -221,7 +222,7 @@ class RunningRequests:
     def lengths(self) -> bytes:
         """Return the lengths of the answers (`EngineStats.running_lengths`): of all requests if at most `_MAX_LENGTHS`
         run, else of every n-th."""
-        stride = -(-len(self._states) // _MAX_LENGTHS) or 1
+        stride = ceil_div(len(self._states), _MAX_LENGTHS) or 1
         states = islice(self._states, 0, None, stride)
         numbers = ((len(state.generated), state.request.max_tokens, state.num_prompt) for state in states)
         return pack([number for triple in numbers for number in triple])

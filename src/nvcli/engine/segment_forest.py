@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from nvcli.kernels.whole_numbers import ceil_div
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentCosts:
@@ -63,7 +65,7 @@ class SegmentForest:
     def __init__(self, costs: SegmentCosts, window: int | None, block_size: int, max_segments: int) -> None:
         self._costs = costs
         self._block_size = block_size
-        self._most_seen = None if window is None else -(-window // block_size)
+        self._most_seen = None if window is None else ceil_div(window, block_size)
         """The most blocks that a token sees; None if it sees all."""
         self._segment_of: dict[int, _Segment] = {}
         """Block → its segment. A segment may list blocks that have since moved to another: once all of its requests'

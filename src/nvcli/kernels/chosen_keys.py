@@ -20,6 +20,7 @@ from torch import Tensor
 from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.rotary import apply_rope
+from nvcli.kernels.whole_numbers import ceil_div
 
 _TOKENS = 128
 """Tokens whose scores are computed at a time; bounds their memory."""
@@ -187,6 +188,6 @@ def _runs(cache: Tensor, tokens: TokenKeys, pool: int) -> Iterator[tuple[int, in
         ):
             end += 1
         if (length := seen[end - 1]) >= pool:
-            blocks = tokens.tables[slots[first], : -(-length // cache.shape[1])].long()
+            blocks = tokens.tables[slots[first], : ceil_div(length, cache.shape[1])].long()
             yield first, end, cache[blocks].flatten(0, 1)[pool - 1 : length : pool]
         first = end

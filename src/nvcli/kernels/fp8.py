@@ -22,6 +22,7 @@ from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, LowRankSum, QuantisedRows, numbers
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.kernels.whole_numbers import ceil_div
 
 
 @with_kernel("elementwise.fp8")
@@ -31,7 +32,7 @@ def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
     if scaling == "channel":
         codes, scales = _encode(x, x.float().abs().amax(-1, keepdim=True))
         return QuantisedRows(codes, scales.squeeze(-1), x.dtype)
-    groups = _pad(x, 1).reshape(len(x), -(-x.shape[1] // FP8_BLOCK), FP8_BLOCK)
+    groups = _pad(x, 1).reshape(len(x), ceil_div(x.shape[1], FP8_BLOCK), FP8_BLOCK)
     codes, scales = _encode(groups, groups.float().abs().amax(-1, keepdim=True))
     return QuantisedRows(codes.flatten(1)[:, : x.shape[1]].contiguous(), scales.squeeze(-1), x.dtype)
 

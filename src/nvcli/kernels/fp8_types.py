@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.kernels.whole_numbers import ceil_div
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -55,7 +56,7 @@ class QuantisedRows(NamedTuple):
     @staticmethod
     def empty(num_rows: int, size: int, scaling: FP8Scaling, like: Tensor) -> QuantisedRows:
         """Make room for [num_rows, size] of the type and on the device of another tensor."""
-        shape = (num_rows,) if scaling == "channel" else (num_rows, -(-size // FP8_BLOCK))
+        shape = (num_rows,) if scaling == "channel" else (num_rows, ceil_div(size, FP8_BLOCK))
         codes = torch.empty(num_rows, size, dtype=FP8, device=like.device)
         return QuantisedRows(codes, torch.empty(shape, dtype=torch.float32, device=like.device), like.dtype)
 

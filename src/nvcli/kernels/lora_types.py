@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nvcli.core.lora_config import PAGE_RANKS
-from nvcli.kernels.whole_numbers import next_power_of_2
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _MOST_ALIGN = 16
 RANKS_AT_ONCE = 64
@@ -113,11 +113,11 @@ class BatchAdapters(NamedTuple):
 def page_columns(max_rank: int) -> int:
     """Return how many pages of an adapter `AdapterBank.page_table` has room for: those of the largest rank, rounded up
     to what the kernels multiply by at a time."""
-    pages = -(-max_rank // PAGE_RANKS)
+    pages = ceil_div(max_rank, PAGE_RANKS)
     return (
         next_power_of_2(pages)
         if pages <= RANKS_AT_ONCE // PAGE_RANKS
-        else -(-max_rank // RANKS_AT_ONCE) * (RANKS_AT_ONCE // PAGE_RANKS)
+        else ceil_div(max_rank, RANKS_AT_ONCE) * (RANKS_AT_ONCE // PAGE_RANKS)
     )
 
 

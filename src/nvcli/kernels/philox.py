@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.whole_numbers import ceil_div
+
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
@@ -45,7 +47,7 @@ def token_uniforms(
 ) -> Tensor:
     """Make one number for each of `vocab_size` token ids from `start` on: [N] int64 each → [N, vocab_size] float32."""
     first = start // 4
-    blocks = torch.arange(first, -(-(start + vocab_size) // 4), device=seeds.device)
+    blocks = torch.arange(first, ceil_div(start + vocab_size, 4), device=seeds.device)
     skipped = start - 4 * first
     counter = (blocks[None, :], positions[:, None], (rows & _MASK)[:, None], samples[:, None])
     words = torch.stack(philox(seeds[:, None], counter), dim=-1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from nvcli.kernels.expert_settings import MXFP4_BLOCK
+from nvcli.kernels.whole_numbers import ceil_div
 
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in FP8 checkpoints with block scales (DeepSeek-V3, 2024)."""
@@ -43,7 +44,7 @@ MXFP4_KINDS: tuple[W4Kind, ...] = ("mxfp4", "mxfp4 for fp8")
 
 def scale_shape(rows: int, columns: int, scaling: FP8Scaling) -> tuple[int, ...]:
     """Return the shape of the scales of a weight [rows, columns] that ranks keep in FP8."""
-    return (rows,) if scaling == "channel" else (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    return (rows,) if scaling == "channel" else (ceil_div(rows, FP8_BLOCK), ceil_div(columns, FP8_BLOCK))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class W4Format:
 
     def words_of_row(self, columns: int) -> int:
         """Count the 16-bit words of a row of `columns`."""
-        return -(-columns // self.tile) * self.part
+        return ceil_div(columns, self.tile) * self.part
 
     def scales_of_row(self, columns: int) -> int:
         """Count the words of 32 bits that hold a row's scales: one for each group, or of FP4 for the four groups of a

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.lora_config import BASE_SHARE, PAGE_RANKS
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.adapters.row_adapters import linear_tensors
 from nvcli.models.config import ModelConfig
 from nvcli.models.tensor_spec import DTYPE_BYTES, FUSED
@@ -59,7 +60,7 @@ def adapter_memory(
         return AdapterMemory(num_places=0, device_bytes=base, host_bytes=0)
     one = _page_bytes(config, model, stage)
     ranks = [config.lora_sizes.ranks[number - 1] for number in config.placed_adapters]
-    pages = sorted((-(-rank // PAGE_RANKS) for rank in ranks), reverse=True)
+    pages = sorted((ceil_div(rank, PAGE_RANKS) for rank in ranks), reverse=True)
 
     def num_bytes(num_places: int) -> int:
         return sum(pages[:num_places]) * one

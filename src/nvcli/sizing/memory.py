@@ -13,6 +13,7 @@ from nvcli.attention.spec import AttentionSpec, StateSpec, attention_kinds, proj
 from nvcli.core.config_types import FP8_PRODUCTS
 from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
 from nvcli.core.messages import MemoryUse
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.config import ModelConfig
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.mixers.mixer import Mixer, code_elements
@@ -135,7 +136,7 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
     elements = activation_elements(model, config.tensor_parallel_size)
     # Attention by rows has a home's rows, and the residual stream of the others is elsewhere.
     most = max(
-        -(-count // config.num_homes) if isinstance(block, Mixer) else count for block, count in elements.items()
+        ceil_div(count, config.num_homes) if isinstance(block, Mixer) else count for block, count in elements.items()
     )
     if model.quantization in FP8_PRODUCTS:
         most += code_elements(hidden)

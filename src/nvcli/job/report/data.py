@@ -15,6 +15,7 @@ from nvcli.engine.request import SpeculationFigures
 from nvcli.job.progress.run_status import State
 from nvcli.job.run.counts import Counts, Example, bin_middle, bin_start
 from nvcli.job.run.settings import Setting
+from nvcli.kernels.whole_numbers import ceil_div
 
 FORMAT = 1
 """Version of the JSON form. It grows when a key is removed or changes its meaning."""
@@ -302,7 +303,7 @@ class Timeline:
 
 def merge_points(points: list[TimePoint], most: int) -> list[TimePoint]:
     """Merge neighbours, equally many each, so that there are at most `most` points."""
-    size = -(-len(points) // most) or 1
+    size = ceil_div(len(points), most) or 1
     return [_merged(points[at : at + size]) for at in range(0, len(points), size)]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nvcli.core.validation import show
+from nvcli.kernels.whole_numbers import round_up
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import first_layers_dense
 from nvcli.models.families.family import Family
@@ -54,7 +55,7 @@ def read_lfm2(config: ModelFile) -> DecoderConfig:
     if config.get("block_auto_adjust_ff_dim", bool, True):
         unit = config.positive("block_multiple_of", 256)
         size = int(config.positive_number("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
-        size = -(-size // unit) * unit
+        size = round_up(size, unit)
     return _read(config, config.replacing(intermediate_size=size).mlp())
 
 

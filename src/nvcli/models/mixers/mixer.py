@@ -18,6 +18,7 @@ from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import CacheSpec, StateSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.expert_settings import Routing
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.rope_config import RopeConfig
 from nvcli.models.tensor_spec import DTYPE_BYTES, Part, Sharding, StoredDtype, TensorSpec, matrix, with_bias
 
@@ -310,4 +311,4 @@ class FeedForward(Block):
 
 def code_elements(size: int) -> int:
     """Return the number of 16-bit elements that take as much memory as `size` FP8 codes."""
-    return -(-size // 2)
+    return ceil_div(size, 2)

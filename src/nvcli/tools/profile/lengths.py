@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nvcli.core.histogram import Bucket, histogram
+from nvcli.kernels.whole_numbers import ceil_div
 
 _NUM_BUCKETS = 8
 
@@ -39,6 +40,6 @@ def lengths_of(requests: Iterable[tuple[int, int]], *, failed_rows: int, block_s
         longest_prompt=max(prompts),
         mean_total=sum(totals) / len(pairs),
         longest_total=max(totals),
-        mean_blocks=sum(-(-total // block_size) for total in totals) / len(pairs),
+        mean_blocks=sum(ceil_div(total, block_size) for total in totals) / len(pairs),
         histogram=histogram(Counter(totals), _NUM_BUCKETS),
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache
 from nvcli.core.engine_config import EngineConfig
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
 
@@ -44,7 +45,7 @@ class PassageReader(ModelRunner):
         for note in self._notes:
             say(note)
         # In every group, a passage's blocks run from its first token to its last; all passages use the same ones.
-        num_groups, num_columns = self._attention.kv_spec.num_groups, -(-max_tokens // config.block_size)
+        num_groups, num_columns = self._attention.kv_spec.num_groups, ceil_div(max_tokens, config.block_size)
         self.kv_cache = KVCache(self._attention.kv_spec, 1 + num_groups * num_columns, self.device)
         blocks = torch.arange(1, 1 + num_groups * num_columns, dtype=torch.int32, device=self.device)
         self._block_tables = blocks.view(num_groups, 1, num_columns)

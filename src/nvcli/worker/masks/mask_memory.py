@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nvcli.errors import WorkerError
 from nvcli.kernels.late_masks import take_late_masks
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.worker.masks.mask_messages import MaskTable
 
 _SMALL_BYTES = 256 << 10
@@ -43,7 +44,7 @@ class MaskMemory:
             # The zeroing, and earlier uses of this memory, are queued on the current stream.
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._made, self._there = made, there
-        self._num_words = -(-num_logits // 32)
+        self._num_words = ceil_div(num_logits, 32)
 
     @property
     def masks(self) -> Tensor:

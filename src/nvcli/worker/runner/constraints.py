@@ -34,6 +34,7 @@ from torch import Tensor
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import CONSTRAINT_FAILED, NewSlot, StepInput
 from nvcli.core.structured import Constraint
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.worker.masks.answer_table import AnswerTable, FollowedAnswer
 from nvcli.worker.masks.forced_runs import ForcedRuns, Runs
 from nvcli.worker.masks.mask_memory import MaskMemory
@@ -232,7 +233,7 @@ class Constraints:
         that the step samples, at `places` [n]. `may_force` [n] bool: which answers choose a token that a mask alone
         allows, whatever else they ask for, and without its log-probability."""
         if self.memory is None or self._workers is None:
-            anything = TokenMasks.allowing_all(len(slots), -(-self._vocab_size // 32), self._device)
+            anything = TokenMasks.allowing_all(len(slots), ceil_div(self._vocab_size, 32), self._device)
             has_failed = np.full(len(slots), self._follows)
             return StepMasks(anything, places, slots, np.zeros(len(slots), dtype=np.int32), has_failed, memory=None)
         rows = self._answers.rows(slots)

@@ -11,6 +11,7 @@ import torch
 from nvcli.core.engine_config import UNEVEN_ROWS, EngineConfig
 from nvcli.core.messages import NO_ADAPTER, NewSlot, PromptQuery, SlotSampling, StepInput, pack
 from nvcli.errors import LimitsTooHigh
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.worker.runner.device import wait_for_gpu
 from nvcli.worker.runner.rank_attention import RankAttention
 
@@ -145,7 +146,7 @@ def _fewer(rows: int) -> list[int]:
 def _prompt_lens(config: EngineConfig, num_tokens: int) -> list[int]:
     """Return the lengths of as few prompts as hold `num_tokens` tokens."""
     longest = config.max_model_len - 1
-    num_prompts = min(-(-num_tokens // longest), config.max_num_seqs)
+    num_prompts = min(ceil_div(num_tokens, longest), config.max_num_seqs)
     return [min(longest, num_tokens - i * longest) for i in range(num_prompts)]
 
 
