@@ -1,33 +1,32 @@
 """Scheduler: for each running request, how many tokens to compute next.
 
 One mechanism serves whole prompts, chunks of prompts, prefix hits, decoding and recomputation after a preemption: a row
-computes the next n tokens of a request, of which the last l have logits. A prefill chunk has n known tokens, and l = 1
-where it ends what is known of the request, else 0. A decode row begins with the last token, and l = n.
+computes a request's next n tokens, and logits for the last l of them. A prefill chunk has n known tokens, and l is 1 if
+the chunk reaches the last known token, else 0. A decode row begins with the last token, and l = n.
 
-A step gives 0 to l tokens for a row, and is in flight while the next one is scheduled: `schedule` is called for step
-n+1 before `process` is called for step n. So a request is scheduled by upper bounds (`RequestState`), and holds exactly
-the blocks of its upper bound; `process` takes back what a step did not give, blocks included. A row may give more
-tokens than the request can use: those after a stop id or `max_tokens` are dropped, as is everything that a step gives
-for a request that turns out to have ended, or to have the tokens already (`ForcedTokens`). A request waits for its
-tokens, while others go on, when it has requested as many as it may, or when it needs its last token
-(`RequestState.needs_last_token`); then the next row brings that token.
+A step gives 0 to l tokens for a row, and is still in flight when the next one is scheduled: `schedule` is called for
+step n + 1 before `process` is called for step n. Requests are therefore scheduled by upper bounds of their lengths
+(`RequestState`), and hold exactly the blocks that these need; `process` takes back what a step did not give, blocks
+included. A row may give more tokens than its request can use: tokens after a stop id or `max_tokens` are dropped, as
+are all tokens of a request that has ended meanwhile, or that has them already (`ForcedTokens`). A request pauses when
+it has asked for as many tokens as it may have, or when it has to know its last token
+(`RequestState.needs_last_token`), which its next row then brings.
 
-Decode rows go first; the rest of the token budget goes to prompts, oldest first. Blocks for all known tokens of a
-prompt are taken when it is admitted (in KV groups with a window, as its chunks are scheduled); decoding takes one at a
-time. `Admission` aims to have enough of them. When there are too few, a request is preempted (`choose_victim`): its
-blocks are released, and its tokens recomputed later.
+Decode rows go first; the rest of the token budget goes to prompts, oldest first. A prompt gets blocks for all its known
+tokens when it is admitted (in KV groups with a window, chunk by chunk); decoding takes one block at a time. `Admission`
+aims to have enough of them. When there are too few, a request is preempted (`choose_victim`): its blocks are released,
+and its tokens recomputed later.
 
-A decode row is 1 token wide, or wider with drafts after it (`DraftPolicy`). A row may be wider than its request has
-tokens left; `StepInput.row_limits` keeps the ranks from giving more. Drafts only take free blocks:
-if there are too few, a step has no drafts, and steps in flight with drafts give back what they do not use before a
-request is preempted.
+A decode row is one token wide, or wider if drafts follow the token (`DraftPolicy`). It may be wider than its request
+has tokens left; `StepInput.row_limits` keeps the ranks from giving more. Drafts take only free blocks: if there are too
+few, a step has no drafts, and drafts in flight give back the blocks that they do not use before a request is preempted.
 
-With several micro-batches (pipeline stages) as many steps are in flight, and every request needs its last token, so
-that a decoding request is in one of them at a time; a step takes no more of them than its share of the running ones, so
-that the micro-batches stay balanced. Chunks of one prompt follow each other from step to step.
+With several micro-batches (pipeline stages), one step of each is in flight, and every request needs its last token, so
+that a decoding request is in only one of them at a time. A step takes at most its share of the running requests, which
+keeps the micro-batches balanced. Chunks of a prompt go into consecutive steps.
 
-A step that ran out of memory is taken back (`put_back`), as are those submitted after it: every running request waits
-again, finding in the prefix cache what earlier steps left there (unless it is lost: `start_anew`), and the limits are
+A step that ran out of memory is taken back (`put_back`), as are those submitted after it: all running requests wait
+again, to find in the prefix cache what earlier steps left there (unless it is lost: `start_anew`), and the limits are
 lowered. This module knows no ranks, text or devices.
 """
 
@@ -90,7 +89,7 @@ class Scheduler:
     # ------------------------------------------------------------------ requests
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queue requests after the waiting ones, each of their samples separately."""
+        """Queue requests behind the waiting ones, with each sample as a request of its own."""
         for request in requests:
             prompt = Prompt(request)
             for sample in request.samples():
@@ -115,7 +114,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether unfinished requests or untaken outputs are left: an abort may end the last request between two
+        """Whether requests are unfinished, or outputs not taken yet: an abort may end the last request between two
         steps."""
         return bool(self._by_id or self._unsent)
 
@@ -156,7 +155,7 @@ class Scheduler:
         budgets = self._homes.budgets(self.limits.tokens_per_home, rows, widths)
         chunks = self._plan_chunks(budgets, draft)
         preempted = self._num_preemptions > num_preemptions
-        if len(self._running) < num_running:  # some possibly lost their slots after they were given blocks in this step
+        if len(self._running) < num_running:  # some may have lost their slots after they got blocks in this step
             is_running = [state.slot is not None for state in rows]
             rows, widths = list(compress(rows, is_running)), list(compress(widths, is_running))
             chunks = [(state, length) for state, length in chunks if state.slot is not None]
@@ -270,8 +269,8 @@ class Scheduler:
     def put_back(self, steps: Sequence[ScheduledStep]) -> None:
         """Take back all steps in flight, because they did not run.
 
-        The running requests wait again, first in line, with their known tokens. Blocks that were never filled can no
-        longer be found for reuse.
+        Running requests go back to the head of the queue with their known tokens. The prefix cache forgets blocks that
+        were never filled.
         """
         self._running.end_rest()
         for state in reversed(list(self._running)):
@@ -310,8 +309,8 @@ class Scheduler:
         return any(step.input.row_limits for step in self._in_flight)
 
     def _plan_decode_rows(self, draft: StepDraft, *, has_prompts: bool) -> tuple[list[RequestState], list[int]]:
-        """Choose the requests that decode in the next step, the first ready ones, and take blocks for their tokens.
-        Returns them and the number of tokens of each row."""
+        """Choose the requests that decode in the next step, the first that are ready, and take blocks for their tokens.
+        Returns the requests and the width of each row."""
         rows = self._running.decoding.leading(self.limits.max_decode_rows(len(self._running)))
         widths = self._drafts.widths(rows, self.limits.max_num_batched_tokens, has_prompts=has_prompts)
         lacking = lacking_room(rows, widths)
@@ -436,7 +435,7 @@ class Scheduler:
         return 0
 
     def _send_to_wait(self, state: RequestState) -> None:
-        """Take back a request's slot and blocks; it waits, first in line, to be recomputed."""
+        """Take back a request's slot and blocks, and put it at the head of the queue to be recomputed."""
         state.num_owed = state.num_pending
         self._running.release(state)
         self._waiting.appendleft(state)

@@ -67,8 +67,8 @@ from nvcli.worker.runner.weight_changes import WeightChanges
 
 
 class ModelRunner:
-    """One rank of a replica, as `Executor` makes it by default: its model, its tables, its KV cache, and the steps over
-    them."""
+    """One rank of a replica: its model, tables and KV cache, and the steps that run over them. `Executor` makes it by
+    default."""
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         self.config = config
@@ -158,7 +158,7 @@ class ModelRunner:
             self._shared_bytes = 0 if memory is None else memory.num_bytes
 
     def _prepare_grammars(self) -> None:
-        """Begin to start the mask workers, if rows are known to want constrained answers from this rank."""
+        """Start mask workers in the background, if the first rows want constrained answers and this rank samples."""
         config, model = self.config, self.model_config
         self._mask_workers: MaskWorkers | None = None
         end_ids = [token for token in model.eos_token_ids if token < model.vocab_size][:MAX_END_IDS]
@@ -166,7 +166,7 @@ class ModelRunner:
             self._mask_workers = start_workers(config, model.vocab_size, end_ids, self.device)
 
     def _begin_weights(self) -> None:
-        """Begin to load the weights on threads; meanwhile kernels are imported and compiled."""
+        """Start loading the weights on threads, while kernels are imported and compiled."""
         with self._phase("begin weights"):
             check_weights_fit(sum(self.model.weight_bytes().values()), self.device)
             check_positions_fit(self.config, self.model_config.decoder.angles_per_position, self.device)
@@ -176,7 +176,7 @@ class ModelRunner:
             self.weights.begin(self._notes.append)
 
     def _limit_drafts(self) -> None:
-        """Limit the tokens of steps with drafts by the memory that the weights leave, alike on all ranks."""
+        """Limit the tokens of steps with drafts to what fits beside the weights, with one limit for all ranks."""
         if self.config.max_draft_tokens and self.device.type == "cuda":
             weight_bytes = sum(self.model.weight_bytes().values())
             tokens = affordable_draft_tokens(self.config, self.model_config, weight_bytes, self.device)
@@ -283,7 +283,7 @@ class ModelRunner:
                 self._notes.append(self._adapters.keep_base_weights())
 
     def _warm_up(self) -> None:
-        """Run the largest batches once, on the null block, and measure the memory that they need besides the
+        """Run the largest batches once, on the null block, and measure the memory that they need beside the
         weights."""
         with self._phase("warm up"):
             self._use_kv_cache(1)
@@ -361,7 +361,7 @@ class ModelRunner:
         self._memory_use: MemoryUse = report_memory(self.device, self.model.weight_bytes(), self.memory_plan, measured)
 
     def _report(self) -> EngineReady:
-        """Return what the engine must know of a rank that is ready."""
+        """Return what the engine needs to know about a ready rank."""
         return EngineReady(
             num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not usable
             block_size=self.config.block_size,
@@ -383,16 +383,16 @@ class ModelRunner:
         )
 
     def _buffer_bytes(self) -> int:
-        """Count the bytes of tensors on a GPU that are not weights, adapters or KV cache, including those that other
-        ranks reach."""
+        """Count the bytes of tensors on a GPU that are not weights, adapters or KV cache, including memory that is
+        shared with other ranks."""
         if self.device.type == "cpu":
             return 0
         allocated = torch.cuda.memory_allocated(self.device) + self._bytes_outside()
         return allocated - self._weight_bytes - self._adapters.num_bytes - self.kv_cache.num_bytes
 
     def _bytes_outside(self) -> int:
-        """Count the bytes of the rank's tensors on a GPU that torch's allocator does not know: regions, and what other
-        ranks reach."""
+        """Count the bytes of the rank's tensors on a GPU that torch's allocator does not know: regions, and memory that
+        is shared with other ranks."""
         if self.device.type == "cpu":
             return 0
         regions = (self.weights.region, self._kv_region)
