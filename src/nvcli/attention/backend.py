@@ -10,11 +10,11 @@ A step, as the runner drives it:
     backend.plan_on_device(batch)    device work only; the first of what a graph of the step captures
     model.forward(batch)             each layer stores k and v, then calls backend.forward
 
-Plans are made once a step for each distinct `AttentionSpec`, not for each layer.
+Plans are made once per step for each distinct `AttentionSpec`, not for each layer.
 
 A step may be captured where `can_capture` says so, after `prepare_capture(batch)`. The graph then serves any lengths,
-as long as the batch's tensors stay where they are; `plan` before a replay is given the batch that was captured, with
-the host values of the step. What padding rows and tokens are is said in `forward_batch.py`: they get finite values.
+as long as the batch's tensors stay where they are; Before a replay, `plan` gets the batch that was captured, with the
+host values of the step. `forward_batch.py` says what padding rows and tokens are; their results are finite.
 
 A backend implements two halves, decode rows and prefill chunks, so that two backends can share a run (`hybrid.py`).
 Decode rows of several tokens count as chunks, except where a backend says that it decodes them (`num_decoded_rows`).
@@ -45,10 +45,10 @@ class AttentionCase:
     device: torch.device
     dtype: torch.dtype
     specs: tuple[AttentionSpec, ...]
-    """The distinct kinds of attention of this rank's layers, but for `chosen`."""
+    """The distinct kinds of attention of this rank's layers, other than `chosen`."""
     chosen: tuple[AttentionSpec, ...] = ()
-    """The kinds whose tokens see a choice of keys, which `ChosenKeys` attends beside the backend, but for chunks to
-    projected latents."""
+    """The kinds whose tokens see only chosen keys. `ChosenKeys` attends to these beside the backend, except for chunks
+    that attend to projected latents."""
     block_size: int
     kv_dtype: torch.dtype | None = None
     """The type in which the cache keeps keys and values; None: the model's."""
@@ -63,12 +63,12 @@ class AttentionCase:
     max_model_len: int = 8192
     """The maximum tokens of a request."""
     batch_invariant: bool = False
-    """Whether a token's result must have the same bits in every batch, decoded or in any chunk."""
+    """Whether a token's result must have the same bits in every batch, in a decode row and in any chunk."""
     has_states: bool = False
     """Whether some layers of this rank keep recurrent states in the pool's blocks."""
     block_bytes: int = 0
-    """The bytes of a block, all layers of a KV group together: where layers have keys of several shapes, or states, as
-    far lie a layer's blocks apart. 0: they lie one after the other."""
+    """The bytes of a block, for all layers of a KV group together. If layers have states, or keys of several shapes,
+    this is the distance between a layer's blocks; 0: they lie one after another."""
     max_shared_rows: int = 0
     """The maximum decode rows, padding included, of a step whose batch has shared segments; 0: no shared segments,
     and no shared chunk prefixes either."""
@@ -91,8 +91,8 @@ class AttentionBackend(ABC):
     """The attention of one run. Between steps it keeps only its plans; it is used on one stream.
 
     A backend may read keys that no token of the batch sees if it masks them. Those of the null block are finite. Those
-    after a row's last key, in its last block, may be NaN that a broken request has left there, unless the backend says
-    that it reads them.
+    after a row's last key, in its last block, may be NaN left by a broken request, unless the backend says that it
+    reads them.
     """
 
     name: str
@@ -125,7 +125,7 @@ class AttentionBackend(ABC):
     """Attention of chunks to keys and values projected from latents; None: the backend never attends so."""
 
     chosen_keys: ChosenAttention | None = None
-    """Attention of layers whose tokens see a choice of keys, beside the backend; None: there are no such layers."""
+    """Attention of layers whose tokens see only chosen keys, beside the backend; None: there are no such layers."""
 
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
@@ -182,13 +182,12 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Attend causally to each request's past (`spec.window` of it), the batch's own tokens included.
 
-        layer: number of the layer in the cache. K/V of all tokens of the batch are in the cache already.
-        q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; they may be strided views of one buffer, each
-        token's heads contiguous. k may be None unless the backend has `reads_new_keys`.
-        sinks: [num_heads] float32, the layer's own, where `spec.has_sinks`; they are not scaled.
-        → [T, num_heads, head_dim], contiguous; where values are a part of the keys, v and the result have
-        `spec.result_dim` in place of head_dim.
-        A batch that projects latents has decode rows here alone: T is the number of their tokens.
+        layer: number of the layer in the cache. K/V of all tokens of the batch are in the cache already. q: [T,
+        num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; they may be strided views of one buffer, each token's
+        heads contiguous. k may be None unless the backend has `reads_new_keys`. sinks: [num_heads] float32, the layer's
+        own, where `spec.has_sinks`; they are not scaled. → [T, num_heads, head_dim], contiguous; where values are a
+        part of the keys, v and the result have `spec.result_dim` in place of head_dim. In a batch that projects latents
+        only decode rows come here, and T counts their tokens.
         """
         num_rows, first, one = batch.num_decoded_rows, batch.num_decoded_tokens, AttentionLayer(spec, layer, sinks)
         if batch.shape.num_rows == 0:

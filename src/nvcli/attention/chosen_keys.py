@@ -42,7 +42,8 @@ class ChosenKeys:
     """The choices of a step, in memory that is allocated once."""
 
     def __init__(self, case: AttentionCase, top_k: int, pool: int) -> None:
-        """`top_k`: the most keys of a token, in any layer; `pool`: those that are chosen together, in all layers."""
+        """`top_k`: the most keys of a token, in any layer; `pool`: how many keys are chosen together, the same in all
+        layers."""
         tokens, device = case.max_num_batched_tokens, case.device
         self._seen = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._slots = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -109,8 +110,8 @@ class ChosenKeys:
         return batch.kv_cache.layer(layer)[0][:, :, 0, -spec.index_dim :]
 
     def _of(self, spec: AttentionSpec, batch: ForwardBatch, counts: Tensor) -> tuple[TokenKeys, Tensor]:
-        """Return the keys of a batch's first tokens, which see or have chosen so many, and their chosen positions,
-        [first tokens, spec.top_k]."""
+        """Return the keys of a batch's first tokens, each of which sees or has chosen `counts` of them, and the chosen
+        positions, [first tokens, spec.top_k]."""
         assert spec.top_k is not None
         tokens = TokenKeys(counts, self._slots[: len(counts)], batch.block_tables[spec.kv_group])
         return tokens, self._chosen[: len(counts), : spec.top_k]

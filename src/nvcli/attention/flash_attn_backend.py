@@ -1,8 +1,9 @@
-"""The `flash-attn` backend: the package flash-attn 2, or FlashAttention 3 (`flash_attn_interface`) where it is there.
+"""The `flash-attn` backend: the package flash-attn 2, or FlashAttention 3 (`flash_attn_interface`) if it is installed.
 
-Both read the cache through block tables, which are gathered for the batch's rows once a step. Version 2 wants block
+Both read the cache through block tables, which are gathered for the batch's rows once per step. Version 2 wants block
 sizes that are multiples of 256; version 3 runs on Hopper, with any block size. Neither writes into a given output, so
-mixed batches copy theirs. Lengths are read on the device, so that every step may be captured in a CUDA graph.
+the results of mixed batches are copied. Lengths are read on the device, so that every step may be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations

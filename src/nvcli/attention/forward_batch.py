@@ -6,10 +6,10 @@ this room because backends are its lowest readers.
 Decode rows come first, then prefill chunks. Every token's keys and values are stored before attention reads, layer by
 layer, so a chunk may attend to blocks which another chunk of the same batch fills.
 
-A batch may be padded to the shape of a captured graph. Padding decode rows belong to the padding slot, whose blocks are
-all the null block, and their tokens are all that it holds. Padding prefill rows come last and have no tokens and a
-length of 0. Tokens after the last row's belong to nobody: they are stored to the null block. What attention gives for
-padding is finite, so that the null block stays so, and is read by nobody.
+A batch may be padded to the shape of a captured graph. Padding decode rows belong to the padding slot: its blocks are
+all the null block, and its length is the number of their tokens. Padding prefill rows come last and have no tokens and
+a length of 0. Tokens after the last row's belong to nobody: they are stored to the null block. The results of padding
+are finite, so that the null block stays finite, and nobody reads them.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class LayerAttention(Protocol):
 
     @property
     def chosen_keys(self) -> ChosenAttention | None:
-        """Attention of layers whose tokens see a choice of keys; None: there are no such layers."""
+        """Attention of layers whose tokens see only chosen keys; None: there are no such layers."""
 
     def num_decoded_rows(self, shape: BatchShape) -> int:
         """Return the number of leading rows that a kernel for decode rows serves; the others count as chunks."""
@@ -223,8 +223,8 @@ class ForwardBatch:
     """[T] int32, the positions by which tokens are rotated, or [3, T] where those of time, height and width differ,
     or [4, T] with the image's number; None: `positions`."""
     gathered_rows: Tensor | None = None
-    """[M] int64, where ranks have different rows: the places, among the N rows of each rank that need logits, rank by
-    rank, of the hidden states that all ranks get. None: all have the same rows."""
+    """[M] int64, if ranks have different rows: which hidden states every rank gets, as places among the N rows of each
+    rank that need logits, rank after rank. None: all ranks have the same rows."""
     images: ImageTokens | None = None
     """The tokens that stand for parts of images; None: there are none."""
 
@@ -246,8 +246,8 @@ class ForwardBatch:
         return self.token_adapters if rows is None or self.adapters is None else self.adapters.kept
 
     def states(self, group: int, layer: int) -> tuple[Tensor, Tensor, StateRows, KeptInputs | None]:
-        """Return what `KVCache.state` does of a layer, where the rows find their states in its KV group and leave them,
-        and what is kept of drafts."""
+        """Return what `KVCache.state` returns for a layer, where the rows find their states in its KV group and leave
+        them, and what is kept of drafts."""
         kept = None if self.kept_states is None else self.kept_states.layer(layer)
         return *self.kv_cache.state(layer), self.state_rows(group), kept
 

@@ -1,5 +1,5 @@
 """KeptStates: what layers with recurrent states keep of steps with drafts (`kernels/kept_inputs.py`), at fixed
-addresses, and whose states do not have it yet."""
+addresses, and the requests whose states do not include it yet."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class KeptStates:
         return self._pending[group]._replace(earlier=earlier)
 
     def keep(self, kv_cache: KVCache, rows_of: Callable[[int], StateRows], counts: Tensor) -> None:
-        """Make the numbers of the step that has just run those of the last one, of whose rows with drafts the first
-        `counts` [R] int32 tokens count. `rows_of` returns the rows by KV group."""
+        """Make the step that has just run the last one. Of each of its rows with drafts, the first `counts` [R] int32
+        tokens count. `rows_of` returns the rows by KV group."""
         for group, kept in self._of_group.items():
             end_drafts(kept, kv_cache.group_states(group)[0], rows_of(group), counts)
         self._turn.bitwise_xor_(1)
 
     def advance(self, kv_cache: KVCache, chosen: Tensor) -> None:
-        """Add what is pending to the states of some rows of the last step, [n] int32, to which no later step may add
-        it."""
+        """Add what is pending to the states of some rows of the last step, [n] int32, because no later step may do
+        so."""
         for group, kept in self._of_group.items():
             pool, has_unit_keys = kv_cache.group_states(group)[1], self._has_unit_keys[group]
             advance_states(kept, pool, self._pending[group], chosen, has_unit_keys=has_unit_keys)

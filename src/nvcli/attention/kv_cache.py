@@ -164,8 +164,8 @@ class KVCache:
     """The keys and values of each layer, as two tensors [num_blocks, block_size, num_kv_heads, head_dim]; values that
     are smaller have the strides of keys, and those that are a part of the keys are a view of them.
 
-    Where all layers have keys of one shape, a layer's blocks lie one after the other. Else a block's layers do,
-    because a block of one shape must lie where a block of another would.
+    Where all layers have keys of one shape, a layer's blocks lie one after the other. Otherwise the layers of a block
+    do, because a block of one shape must lie where a block of another would.
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device, memory: Tensor | None = None) -> None:

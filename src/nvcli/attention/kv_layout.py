@@ -49,8 +49,8 @@ def projected_scratch_tokens(
     max_model_len: int, max_num_batched_tokens: int, row_bytes: int, top_k: int | None = None
 ) -> int:
     """The tokens that a scratch of projected latents (`kernels/triton/attention/projected_prefill.py`) has room for, a
-    multiple of the unit: a step's own and a longest request, up to a size. `row_bytes`: of a token; `top_k`: requests
-    with more keys are never attended so (None: all are)."""
+    multiple of the unit: a step's own and a longest request, up to a size. `row_bytes`: those of a token; `top_k`:
+    requests with more keys never attend to projected latents (None: all may)."""
     most = min(max_model_len, top_k or max_model_len, _MOST_PROJECTED_BYTES // row_bytes)
     return round_up(max_num_batched_tokens + most, SCRATCH_UNIT)
 

@@ -1,4 +1,4 @@
-"""Prefill chunks of latent attention over keys and values that are projected from latents: which steps gain by them,
+"""Prefill chunks of latent attention over keys and values that are projected from latents: which steps gain from that,
 and how they are computed. The kernels are in `kernels/triton/attention/projected_prefill.py`, with measurements."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ProjectedLatents:
 
     @classmethod
     def make(cls, case: AttentionCase) -> Self | None:
-        """Return what a run takes; None where it has no kernels for this."""
+        """Return the attention of a run; None if there are no kernels for its sizes."""
         spec = projected_kind(case.specs + case.chosen)
         if case.batch_invariant or case.has_states or spec is None:
             return None

@@ -64,8 +64,8 @@ class AttentionSpec:
     """The keys and values that a key is projected to, if it is a latent vector with rotated numbers after it, so that
     prompts may be attended as they are projected. None: it is not."""
     top_k: int | None = None
-    """A token attends to at most so many keys, which are chosen for it; None: to all. `attention/chosen_keys.py` then
-    attends beside any backend."""
+    """The most keys that a token attends to, which are chosen for it (`attention/chosen_keys.py`, beside any backend);
+    None: it attends to all."""
     index_dim: int = 0
     """The last numbers of `head_dim`, by which keys are chosen and which are no part of a key."""
     index_pool: int = 1
@@ -130,8 +130,8 @@ class StateSpec:
 
     @property
     def key_size(self) -> int:
-        """The size of a token's keys, of which the convolution's channels have two, queries and keys, besides the
-        values; where it has none of them each head has its own, and without a recurrent state it is 0."""
+        """The size of a token's keys. The convolution's channels are queries and keys of this size, and values; if it
+        has only values, each head has keys of its own. Without a recurrent state it is 0."""
         num_heads, key_dim, value_dim = self.recurrent_shape
         if self.has_rates or not self.conv_shape[1]:
             return num_heads * key_dim

@@ -1,5 +1,5 @@
 """The kernels of the `triton` backend with their work lists: for decode rows that share segments of their keys, which
-are read once for many rows, and for prefill chunks, which may share prefixes.
+are then read once for many rows, and for prefill chunks, which may share prefixes.
 
 Everything is planned on the GPU, so that steps may be captured. What only steps with shared blocks need is made for
 runs in which requests may share any.
@@ -110,7 +110,7 @@ class ChunkedPrefill:
 
 
 def _has_whole_rows(case: AttentionCase, geometry: Geometry) -> bool:
-    """Tell whether it is a whole number of tokens' keys from one block of a layer to the next."""
+    """Tell whether the distance from one block of a layer to the next is a whole number of tokens' keys."""
     _, num_kv_heads, head_dim, _, _ = geometry
     return case.block_bytes % (num_kv_heads * head_dim * case.cache_dtype.itemsize) == 0
 

@@ -89,7 +89,8 @@ def attend_both_ways(
 
 
 def _groups(images: Sequence[WholeImage], kind: Kind, batch: ForwardBatch) -> Iterator[ImageGroup]:
-    """Put images with equally many tokens together, as far as their keys go, those with few keys first."""
+    """Group images with equally many tokens, as long as their keys can be read together, beginning with those that have
+    few keys."""
     window, kv_group = kind
     block_size = batch.kv_cache.spec.block_size
 

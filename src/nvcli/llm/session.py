@@ -34,7 +34,7 @@ from nvcli.llm.rows import ReadRow, Row, RowQueue, as_row, parse_row
 
 
 class _Closing(Exception):
-    """The session is to end."""
+    """Tells the session to end."""
 
 
 class _Change:
@@ -86,7 +86,7 @@ class Session:
         self._is_closing = False
         self._calls: set[Call] = set()
         self._was_left = False
-        """Whether a call was left since the loop last looked for rows that no one waits for."""
+        """Whether a call was abandoned since the loop last looked for rows that nobody waits for."""
         self._change: _Change | None = None
         """The change of the weights that is being made; calls wait until it is done."""
         self._is_asleep = False

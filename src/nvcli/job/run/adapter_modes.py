@@ -29,7 +29,7 @@ from nvcli.models.adapters.row_adapters import check_row_adapter
 from nvcli.models.config import ModelConfig
 
 _MOST_ROWS = 20_000
-"""Rows that are counted; larger jobs are taken to have as many rows of each adapter."""
+"""The most rows that are counted; the rest of a larger job is assumed to have the same share of each adapter."""
 _USUAL_ANSWER = 512
 """Assumed length of an answer that may be longer."""
 _CPU_SPEED = GpuSpeed(50e9, 1e12, link_bytes_per_second=10e9, link_seconds=1e-6)

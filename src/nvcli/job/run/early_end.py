@@ -88,7 +88,8 @@ def keep_traceback(error: NvcliError, output: str | None = None) -> NvcliError:
 class RowTracebacks:
     """Keeps the tracebacks of rows that failed with an unexpected exception, and says so once.
 
-    They go where `keep_traceback` has its own: each different one once, as long as they are few and small.
+    They go into the file that `keep_traceback` would choose: each different one once, as long as they are few and
+    small.
     """
 
     def __init__(self, output: str | None, say: Callable[[str], None]) -> None:

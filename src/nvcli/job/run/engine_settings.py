@@ -269,7 +269,7 @@ def _max_model_len(run: RunConfig, model: ModelConfig) -> int:
 
 
 def _check_chosen_keys(run: RunConfig, model: ModelConfig, dtype: ModelDtype) -> None:
-    """Raise ConfigError if the KV cache cannot hold what keys are chosen by."""
+    """Raise ConfigError if the type of the KV cache rules out the numbers by which keys are chosen."""
     if model.most_chosen and kv_dtype(run.kv_cache_dtype, dtype) == "fp8":
         raise ConfigError(
             f"`kv_cache_dtype` is fp8, and this model ({model.architecture}) chooses keys by numbers that stand beside "

@@ -20,13 +20,13 @@ StartEngine = Callable[[EngineConfig], EngineClient]
 def start_engine(config: EngineConfig) -> EngineClient:
     """Start an engine process, which starts its ranks.
 
-    They are killed when the thread that calls this ends, as when the process does.
+    They are killed when the calling thread or the process ends.
     """
     return EngineClient.start(config, name="engine" if config.replica == 0 else f"engine {config.replica}")
 
 
 class EngineSet:
-    """The engines of a command, shared by its jobs as long as these want the same ones."""
+    """The engines of a command, which its jobs share as long as they want the same ones."""
 
     def __init__(self, start: StartEngine = start_engine) -> None:
         """`start` starts the engine of one replica."""
@@ -67,7 +67,7 @@ class EngineSet:
 
 
 class EngineEvents:
-    """Tells the user of what happens to the engines of a run, and to its rows, while `JobLoop` runs."""
+    """Tells the user what happens to a run's engines and rows while `JobLoop` runs."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class EngineEvents:
         """The reports of the engines that are ready."""
 
     def replica_ready(self, ready: EngineReady) -> None:
-        """Take note that a replica has loaded the model, and tell of the first; the others are like it."""
+        """Note that a replica has loaded the model, and tell the user about the first; the others are like it."""
         if not self.ready and not self._engines.have_run:
             title, *details = describe_ready(self._model, ready)
             self._note(title)

@@ -1,4 +1,4 @@
-"""Whether a run reads the images of its rows, and what its engines are told of them."""
+"""Decides whether a run reads the images of its rows, and what its engines must know about them."""
 
 from __future__ import annotations
 

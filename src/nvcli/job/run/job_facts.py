@@ -1,4 +1,4 @@
-"""The facts besides its inputs that a job's answers depend on, so that no other job continues its output.
+"""The facts that a job's answers depend on besides its inputs, recorded so that no other job continues its output.
 
 They are the model's files, and the part of the configuration that says which tokens are chosen. How fast the answers
 are computed (batch sizes, processes, memory) is left out.

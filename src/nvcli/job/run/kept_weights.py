@@ -2,12 +2,12 @@
 hand.
 
 A checkpoint in FP8 stays in FP8 on GPUs with units for FP8 products: they are faster, and take half the memory. So does
-MXFP8, whose scales are folded into the scales of rows, and the experts of an MXFP4 checkpoint become FP8, which loses
-next to nothing, if that leaves enough memory and each expert gets many rows; else they stay in 4 bits and activations
-become FP8. Any other checkpoint in 4 bits runs large batches faster in 16 bits. It
-stays in 4 bits only if 16 bits would leave little memory for the KV cache, so that batches would be small; FP4 becomes
-FP8 then, where GPUs have units for it and 8 bits leave enough memory, or ranks cannot keep its format. Parts of FP4 or
-MXFP4 weights that are no whole groups may still be kept in FP8. On a CPU all weights are plain.
+MXFP8, whose scales are folded into the scales of rows. The experts of an MXFP4 checkpoint become FP8, which loses next
+to nothing, if that leaves enough memory and each expert gets many rows; otherwise they stay in 4 bits, and activations
+become FP8. Any other checkpoint in 4 bits runs large batches faster in 16 bits. It stays in 4 bits only if 16 bits
+would leave so little memory for the KV cache that batches would be small. FP4 then becomes FP8, if GPUs have units for
+it and 8 bits leave enough memory, or if ranks cannot keep its format. Parts of FP4 or MXFP4 weights that are not whole
+groups may still be kept in FP8. On a CPU all weights are plain.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from nvcli.sizing.weights import largest_stage, weight_bytes
 _LARGE_SHARE = 0.5
 """Weights that would take more than this share of a GPU's memory stay in 4 bits."""
 _MANY_EXPERTS = 16
-"""From this number of experts for each that a token chooses on, experts in MXFP4 are faster in 4 bits than in 8, as
-each gets few rows: gpt-oss-120b has 32 and makes 15,677 output tokens/s on two H200s instead of 12,552; gpt-oss-20b has
-8, and its prompts and large batches are faster in 8 bits."""
+"""With at least this many experts for each one that a token chooses, experts in MXFP4 are faster in 4 bits than in 8,
+because each gets few rows: gpt-oss-120b has 32 and makes 15,677 output tokens/s on two H200s instead of 12,552;
+gpt-oss-20b has 8, and its prompts and large batches are faster in 8 bits."""
 
 
 def keep_weights(
@@ -155,8 +155,8 @@ def check_fast_accumulation(run: RunConfig, model: ModelConfig, device: Literal[
 
 
 def _format_kept(run: RunConfig, model: ModelConfig, adapter: Adapter | None) -> KeptWeights | None:
-    """Return how ranks could keep the checkpoint's quantised weights; None: it has none that they can keep. What an
-    adapter changes has no 4 bits in the checkpoint, and FP4 that cannot be cut in 4 bits may be cut in 8."""
+    """Return how ranks could keep the checkpoint's quantised weights; None: it has none that they can keep. Weights
+    that an adapter changes cannot stay in 4 bits, and FP4 that cannot be cut in 4 bits may be cut in 8."""
     kept = "none" if model.quantisation is None else model.quantisation.kept_as
     if kept == "w4a16" and adapter is not None:
         try:

@@ -1,7 +1,7 @@
 """The parent's loop: rows from the feeder through the planner to the replicas, and results to the writer.
 
 It keeps each replica supplied with about twice the requests that it can run, so that a replica never waits for the
-parent. It gives little more, so that replicas take rows as they get on with them and the plan can still change. Once
+parent. It gives little more than that, so that replicas take rows as they get on and the plan can still change. Once
 one replica is ready, rows are dealt to those that are still starting too: replicas start within seconds of each other,
 and the first would otherwise get all rows of a small job, or the longest ones of a large job. Dealt rows stay here
 until their replica is ready; a replica that runs out of rows takes half of them. A replica that dies ends the run, or
@@ -39,8 +39,8 @@ LONG_WAIT = 0.1
 """Maximum sleep of the loop in seconds, within which signals and dead replicas are noticed."""
 
 _WAVES, _GROUP_WAVES = 2, 3
-"""Requests that a replica is kept supplied with, in numbers of those that run at a time; the second with adapters that
-are merged in turn, of which some may rest (`engine.merged_adapter`)."""
+"""Requests that a replica is kept supplied with, as multiples of those that run at a time. The second is for adapters
+that are merged in turn, whose requests may rest (`engine.merged_adapter`)."""
 MAX_BYTES_IN_FLIGHT = 256 * 1024 * 1024
 """Maximum bytes of the rows in one replica, including passed-through values; a larger row goes alone."""
 

@@ -29,8 +29,8 @@ from nvcli.sizing.ram import check_ram
 
 MIN_WINDOW_ROWS = 8192
 _WAVES = 8
-"""Rows that are read ahead, and that pass others to be with those of their merged adapter, by those that run at
-once."""
+"""How many times the rows that run at once are read ahead, and how many rows may overtake others to run with those of
+their merged adapter."""
 MAX_WINDOW_BYTES = 64 * 1024 * 1024
 """Maximum bytes of the rows in the planner, and again of those that wait for the answer of an equal row."""
 MANY_REQUESTS = 16

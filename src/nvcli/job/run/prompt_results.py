@@ -98,8 +98,8 @@ def _num_prompt_top(sampling: SamplingParams) -> int | None:
 def prompt_logprobs(
     prepared: PreparedRow, query_results: Sequence[PromptQueryResult], num_top: int, tokenizer: Tokenizer
 ) -> Logprobs:
-    """Make the log-probabilities of a prompt's tokens, with `num_top` alternatives each, of what `prompt_scoring` had
-    read. What is not finite becomes null in JSON."""
+    """Make the log-probabilities of a prompt's tokens, with `num_top` alternatives each, from what `prompt_scoring`
+    asked for. Values that are not finite become null in JSON."""
     logprobs = _floats(b"".join(result.logprobs for result in query_results))
     top_ids = unpack(b"".join(result.top_ids for result in query_results))
     top_logprobs = _floats(b"".join(result.top_logprobs for result in query_results))
@@ -116,7 +116,8 @@ def prompt_logprobs(
 
 
 def alternatives(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the log-probabilities of tokens by their text, the likeliest first. Of equal texts the likeliest stays."""
+    """Return the log-probabilities of tokens by their text, the likeliest first. If texts are equal, the likeliest is
+    kept."""
     found: dict[str, float] = {}
     for token_id, logprob in zip(ids, logprobs, strict=True):
         found.setdefault(tokenizer.token_text(token_id), logprob)

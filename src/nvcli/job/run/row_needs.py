@@ -24,7 +24,7 @@ from nvcli.job.run.row_settings import RowSettings
 _PART = re.compile(rb'type[\\"]{1,4}\s*:\s*[\\"]{1,4}(?:(?:input_)?image|pdf)')
 """The type of a part that is an image or a PDF file, also where a conversation is a JSON text in a key or column."""
 _LONGEST_PART = 64
-"""More bytes than a match of it has in practice."""
+"""More bytes than any match has in practice."""
 _SEARCHED_FORMATS = ("jsonl", "json", "csv")
 _MAX_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 22
@@ -67,10 +67,11 @@ def needs_of_rows(
 
 
 def _have_images(inputs: Sequence[str], first_rows: Iterable[Job | JobResult]) -> bool:
-    """Tell whether the first rows of inputs have images, or their files are of pages or look so.
+    """Tell whether inputs seem to have images: they are PDF files, or the first rows or the text of the files name
+    some.
 
-    Files of text are searched, the first 256 MiB of all together. Of others, such as compressed files and tables, the
-    first rows count alone.
+    Text files are searched, up to 256 MiB of them together. Of other files, such as compressed ones and tables, only
+    the first rows count.
     """
     if any(map(is_pdf, inputs)):
         return True
