@@ -1,9 +1,9 @@
 """DraftCosts: the time of steps with drafts relative to steps without, measured where possible and otherwise estimated
 from the measurements.
 
-What a step takes grows with the rows' contexts, and what drafts add to it hardly does, because a row's keys are read
-once for all of its tokens. So the seconds that they add are kept, and compared with the latest steps without drafts;
-once these are some steps ago, they are taken to have changed as steps with drafts have.
+The time of a step grows with the rows' contexts, but the time that drafts add hardly does, because a row's keys are
+read once for all of its tokens. So the seconds that drafts add are kept, and compared with the latest steps without
+drafts. Once those are some steps ago, their time is assumed to have changed as that of steps with drafts has.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _FURTHER_COST = 0.25
 """Assumed cost of one more draft, as a share of the measured cost per draft. Rows with drafts may use another attention
 kernel, whose extra time does not depend on the number of drafts."""
 _PASSES = 0.7
-"""The share of the extra time of a step with drafts of a head that grows with their number. The rest is what it takes
-the head to take in the step."""
+"""The share of a step's extra time that grows with the number of a head's drafts. In the rest the head takes in the
+step."""
 _CAPTURE_SECONDS = 0.005
 """A step for which the device waited longer than this, and than the step takes, may have captured a graph."""
 _STEPS_SEEN = 8
@@ -99,8 +99,8 @@ class DraftCosts:
 
     def ratio(self, size: int, form: Form) -> float:
         """Return the time of a step with drafts relative to one without. At a size that was not measured, drafts are
-        assumed to take the same share of a step as with the nearest number of rows that was, or with fewer rows as many
-        seconds per row. The size must have a measured time without drafts."""
+        assumed to take the same share of a step as at the nearest measured size or, with fewer rows, as many seconds
+        per row. The size must have a measured time without drafts."""
         mean, plain = self._extras.get((size, form)), self._plain[size][0]
         if mean is not None:
             return 1 + max(0.0, mean[0]) / plain

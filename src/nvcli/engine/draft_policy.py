@@ -2,23 +2,24 @@
 
 An accepted draft saves its row a step, but every draft makes the step longer, and the first step of a shape captures
 its graph. The policy takes the number of tokens with the most tokens per second, or no drafts if none is faster. With
-few rows each gets as many; with more, the drafts may also go to the rows where they are likeliest to be right: those
-whose latest drafts were, or with a head those of whose drafts it is surest, which the ranks know. Whether the head is
-rightly sure shows only in such steps, so they begin once a graph for them is a small share of the run, and between them
-are steps with as many drafts for all rows, which show how often these are right. The policy relies on
+few rows, all get equally many drafts. With more, drafts may also go to the rows where they are likeliest to be right:
+those whose latest drafts were right or, with a head, those of whose drafts it is surest, which only the ranks know.
+Whether the head is sure of the right ones shows only in such steps. So they begin once capturing a graph for them is a
+small share of the run, and between them are steps with equally many drafts for all rows, which show how often these are
+right. The policy relies on
 
 - how often the first, second, … draft of a row is right (`DraftRates`), and how often each row's own are (`RowRates`):
   measured on the drafts that ran, and estimated from the answers, which show without any draft what would have been
   right (`DraftEvidence`);
 - how long steps take (`DraftCosts`). A form of step that has not run yet is tried if it is likely to pay for the try.
 
-Nothing shows how often a head is right but its drafts. So these are tried at once, in steps whose graphs are captured
-at the start (`core/first_drafts.py`).
+Only its drafts show how often a head is right. So they are tried at once, in steps whose graphs are captured at the
+start (`core/first_drafts.py`).
 
 The time that drafts have cost and not yet won back is a debt, of which a small share of the elapsed time is written
-off. While the debt is large, there are no drafts. If the estimates speak against drafts, they are still tried where
-that creates no debt, and ever more rarely, because the evidence may miss some. So wrong guesses cost a bounded part of
-the run.
+off. While the debt is large, there are no drafts. If the estimates speak against drafts, they are still tried from time
+to time, because the evidence may miss some: ever more rarely, and only where that creates no debt. So wrong guesses
+cost a bounded part of the run.
 
 All of this is arithmetic on the host, on numbers that come with the outputs of steps.
 """
@@ -60,8 +61,8 @@ _TRY_SECONDS, _TRY_STEPS = 0.03, 5
 too, at least this many steps without drafts, but no more than `_MOST_SAVED` (15 to 35 ms for Qwen3-0.6B and 8B on an
 H200, 50 to 125 ms for Qwen3.5-35B-A3B with its head, 200 ms for Qwen3-32B with a draft model)."""
 _HORIZON = 1.0
-"""Steps of a size are expected to take as long again as they have so far, and at least this many seconds; with a head,
-whose first drafts have graphs from the start, only as long."""
+"""Steps of a size are expected to go on for as long as they have so far and, unless a head drafts, for at least this
+many seconds; a head's first drafts have graphs from the start."""
 _UNTESTED_SECONDS = 10.0
 """Seconds of steps in which a head takes in prompts although it has not drafted yet."""
 _MOST_IDLE = 1.0
@@ -71,8 +72,8 @@ _MOST_DEBT, _MOST_DEBT_OF_KNOWN = 0.2, 0.5
 _MOST_SAVED = 0.2
 """Maximum seconds that are saved up for later tries."""
 _TRIED_SHARE = 0.005
-"""Share of the elapsed time that is written off the debt, and that first steps which keep a head's surest drafts take
-at most: nothing else shows whether the head knows which of its drafts are right."""
+"""Share of the elapsed time that is written off the debt. First steps that keep a head's surest drafts take at most
+this share, too: only they show whether the head knows which of its drafts are right."""
 _STEPS_IN_FLIGHT = 4
 """Upper bound on the steps whose outputs are still awaited when a step is scheduled."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 4096
@@ -216,7 +217,7 @@ class DraftPolicy:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether the steps of late that could have drafts had some, because they pay."""
+        """Whether the latest steps that could have drafts had some, because they pay."""
         return self._steps_with_drafts > 0 or self._steps_without_drafts == 1
 
     def learn(self, step: StepInput, output: StepOutput, decoding: Sequence[RequestState] = ()) -> None:
@@ -266,7 +267,7 @@ class DraftPolicy:
         self, output: StepOutput, form: Form, counts: Sequence[int], widths: Sequence[int], rates: Sequence[float]
     ) -> None:
         """Update the acceptance rates from the number of tokens that each row with drafts gave. `rates`: how often the
-        drafts of each row are right, which stands for drafts that a row had not; empty: unknown."""
+        drafts of each row are right, for drafts that a row did not have; empty: unknown."""
         num_rows = len(counts)
         drafted = unpack(output.drafted) if output.drafted else [width - 1 for width in widths]
         sources = unpack(output.draft_sources) if output.draft_sources else [0] * num_rows

@@ -15,7 +15,8 @@ _PRIOR_TESTS = 8
 _PRIOR_SUREST = 32
 """Number of rows that what is assumed about the surest drafts counts as."""
 _LEAST_RANGE = 0.05
-"""Fewest tokens per row between the best and the worst choice of drafts, for what a step gave to say how good it is."""
+"""A step shows how well its drafts were chosen only if the best and the worst choice differ by this many tokens per
+row."""
 _UNSEEN = 4
 """Number of looks with only wrong drafts that are assumed before the first real one."""
 
@@ -49,7 +50,7 @@ class DraftRates:
 
     def learn(self, counts: Sequence[int], widths: Sequence[int], rates: Sequence[float]) -> None:
         """Learn from rows that had drafts: the number of tokens that each gave, and could give. `rates`: how often the
-        drafts of each row are right, which stands for drafts that a row had not; empty: unknown."""
+        drafts of each row are right, for drafts that a row did not have; empty: unknown."""
         num_rows = len(counts)
         self.num_rows += num_rows
         for place in range(max(widths) - 1):
@@ -75,8 +76,8 @@ class DraftRates:
             self._rates[place] += weight * ((num_right > place) - self._rates[place])
 
     def surest(self, mean: float, most: int) -> float:
-        """Return the tokens that a row can be expected to give where the surest drafts of all rows are kept: `mean`
-        tokens per row on average, at most `most` of one."""
+        """Return the tokens that a row can be expected to give if the surest drafts of all rows are kept: `mean` tokens
+        per row on average, and at most `most` for one row."""
         worst, best = self._bounds(mean, most)
         return worst + self._sureness * (best - worst)
 

@@ -24,8 +24,8 @@ from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import StepDraft
 
 _UNEVENNESS = 8
-"""A home takes a request for the sake of its prefix cache while it runs at most one, and one in so many, more than the
-home with the fewest."""
+"""A home may get a request because of its prefix cache until it runs one more than the home with the fewest requests,
+and another one for each `_UNEVENNESS` of those."""
 
 
 class Home:

@@ -5,8 +5,7 @@ Requests of the merged adapter run as those of a model without adapters do, and 
 it waits, and slots become free. If the next group would fill all slots, the tail rests: its requests keep their blocks
 and give their slots to that group. Once many rest, or no such group follows, no adapter is merged, and the tails go on
 together, each request with its adapter's place on the device (`AdapterPlaces`). So do smaller groups, until all that
-run have the same adapter, which is then merged. Steps run in order, so steps in flight still have the weights of
-before.
+run have the same adapter, which is then merged. Steps run in order, so steps in flight still use the previous weights.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class PromptTurns:
         self._num_steps = 0
         """Steps since the last try."""
         self._lacked_memory = False
-        """Whether some had to wait on after the last try, although there were slots for them."""
+        """Whether some had to go on waiting after the last try, although there were slots for them."""
 
     def ended(self) -> None:
         """Record that a running request has ended."""

@@ -15,8 +15,8 @@ from nvcli.engine.state import RequestState
 
 _LEVELS = 16
 _KEPT, _KEPT_IDLE = 0.85, 0.97
-"""The rest of a request's counts after a step with drafts for it, and after one in which others had drafts. So a
-request is tried again after some time without drafts."""
+"""The factors by which a request's counts shrink after a step with drafts for it, and after one in which only others
+had drafts. So a request is tried again after some time without drafts."""
 _PRIOR = 2.0
 """Number of drafts at the mean rate that are added to a request's own."""
 _NEWS = 0.1

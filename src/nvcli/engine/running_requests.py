@@ -64,7 +64,7 @@ class RunningRequests:
         home.tables.entered(state)
 
     def turn_away(self, state: RequestState, home: Home) -> None:
-        """Let a request wait on that has taken its first blocks."""
+        """Let a request that has taken its first blocks go on waiting."""
         home.admission.leave(state)
         if state not in self._resting:
             home.tables.release(state)
@@ -77,7 +77,7 @@ class RunningRequests:
         self._free_slot(state, home)
 
     def drop(self, state: RequestState) -> bool:
-        """Give back what a request has that ends. Returns whether it was running."""
+        """Give back everything that an ending request holds. Returns whether it was running."""
         is_running = state.slot is not None
         if is_running:
             self.release(state)
@@ -124,7 +124,8 @@ class RunningRequests:
             self._resume(waiting, draft, step)
 
     def rest_on(self, waiting: deque[RequestState]) -> None:
-        """Let the requests rest on that entered for a step that does not come: no step would tell the ranks of them."""
+        """Let requests that entered for a step that does not come rest again: no step would tell the ranks about
+        them."""
         resumed = [state for state in self._resumed if state.slot is not None]
         self._rest(resumed)
         waiting.extendleft(reversed(resumed))
@@ -139,8 +140,8 @@ class RunningRequests:
             self._resting[state] = None
 
     def _resume(self, waiting: deque[RequestState], draft: StepDraft, step: int) -> None:
-        """Let the first waiting requests decode again that rest and lack nothing but their next token. The others that
-        rest enter as prompts do."""
+        """Let the first waiting requests decode again if they rested and lack nothing but their next token. Other
+        resting requests enter as prompts do."""
         while waiting and waiting[0] in self._resting:
             state = waiting[0]
             home = self.homes[state.home]

@@ -110,7 +110,7 @@ class RequestState:
     drafts_right: float = 0.0
     """Drafts that were right, the latest counting most (`RowRates`)."""
     drafts_tried: float = 0.0
-    """The same of drafts whose predecessors were right, and which were right or not."""
+    """Drafts whose predecessors were right, counted likewise, whether they were right or not."""
     num_cached_tokens: int | None = None
     """Prefix-cache hit of the first admission; None before it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)

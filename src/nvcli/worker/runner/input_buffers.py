@@ -49,8 +49,8 @@ class StepBatch:
     is_first: np.ndarray | None = None
     """[num_sampled] bool on the host, the first of each row's rows of logits, where decode rows have drafts."""
     own: StepBatch | None = None
-    """The rows of which `forward` is, if ranks compute the attention of different rows (`HomeBuffers`); `rows` and
-    `inputs` are then of all. None: all ranks compute all rows."""
+    """The rows that `forward` covers, if ranks compute the attention of different rows (`HomeBuffers`); `rows` and
+    `inputs` then cover all rows. None: all ranks compute all rows."""
 
     @property
     def num_sampled(self) -> int:
@@ -90,12 +90,12 @@ class InputBuffers:
         return backend.choose_shape(exact_shape(step), unpack_ids(step.num_tokens), unpack_ids(step.seq_lens))
 
     def own_step(self, step: StepInput) -> StepInput:
-        """Return the step with those of its new blocks that are in this rank's KV cache."""
+        """Return the step with only those new blocks that are in this rank's KV cache."""
         return step
 
     def kept_logits(self, step: StepInput, shape: BatchShape) -> tuple[int, bool]:
-        """Return how many rows are kept for logits in a step of this shape that no graph runs, and whether these are
-        its tokens."""
+        """Return how many rows are kept for logits in an eager step of this shape, and whether these are all of its
+        tokens."""
         num_logits = step.draft_tokens or int(unpack_ids(step.num_logits).sum())
         return num_logits, num_logits == shape.num_tokens
 
@@ -226,8 +226,8 @@ class InputBuffers:
         return replace(batch, forward=forward, sampled_slots=sampled_slots, is_first=is_first)
 
     def load(self, batch: StepBatch, *, keeps_layout: bool = False) -> None:
-        """Copy the staged rows to the device, without waiting for the copy. `keeps_layout`: rows have as many tokens as
-        they are staged with, whichever are surest of their drafts."""
+        """Copy the staged rows to the device, without waiting for the copy. `keeps_layout`: rows keep the number of
+        tokens that they are staged with, however sure a head is of their drafts."""
         shape = batch.forward.shape
         if keeps_layout and batch.drafts is not None:
             staged = self._staging.latest.numpy()[: _ROW_FIELDS * _aligned(shape.num_rows + 2)].reshape(_ROW_FIELDS, -1)

@@ -41,8 +41,8 @@ class Runner(Protocol):
         """Replace the weights, or give up or take back the memory of weights and KV cache. No step is in flight.
 
         Every rank of a replica does the same. Raises LoadError, ConfigError or CapacityError if this rank cannot;
-        nothing is changed then on any rank. Only if files cannot be read after all, the weights are undefined: that is
-        a WorkerError.
+        nothing is changed then on any rank. If files turn out to be unreadable later, the weights are undefined, and
+        that is a WorkerError.
         """
 
     def peak_bytes(self) -> int:

@@ -44,9 +44,9 @@ def plan_memory(
     the part of `weights` and `buffers` that torch's allocator does not know: regions, and what other GPUs reach.
 
     Ranks that replace others (`kv_blocks_before`) are not held to the budget, because it counts what other programs
-    hold. A cache as large as before did fit; what other programs have taken since is not free. Of the free memory these
-    ranks leave the share that others leave of all memory, for what no plan counts: kernels that load later, links that
-    open later, and gaps between allocations.
+    hold. A cache as large as before did fit, and what other programs have taken since is not free. These ranks leave
+    the same share of the free memory that others leave of all memory, for what no plan counts: kernels that load later,
+    links that open later, and gaps between allocations.
 
     Raises LimitsTooHigh if not even one block beside the null block fits.
     """

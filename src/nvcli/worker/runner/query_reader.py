@@ -1,4 +1,4 @@
-"""PromptQueryReader: reads from prompts what their rows' own logits do not give: log-probabilities of given next
+"""PromptQueryReader: reads from prompts what the logits of their rows do not give: log-probabilities of given next
 tokens, and sums of hidden states.
 
 A step with such queries runs eagerly and keeps the hidden states that they need (`CausalLM.forward`). The LM head is

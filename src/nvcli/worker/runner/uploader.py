@@ -61,8 +61,8 @@ class Uploader:
 
 
 class PinnedRing:
-    """Host buffers for copies that a GPU makes later, when its stream gets there: each is used again after as many
-    others as steps may be in flight, and two."""
+    """Host buffers for copies that a GPU makes later, when its stream gets there: each is reused after as many others
+    as steps may be in flight, plus two."""
 
     def __init__(
         self, size: int, device: torch.device, *, steps_in_flight: int, dtype: torch.dtype = torch.int32

@@ -46,8 +46,8 @@ class WeightChanges:
         self._num_fills = 0
 
     def apply(self, change: WeightsChange) -> None:
-        """Carry out a change, the same on all ranks. Where one cannot, nothing is changed on any, and each that knows
-        why raises a LoadError, ConfigError or CapacityError.
+        """Carry out a change, the same on all ranks. If one rank cannot, nothing is changed on any, and each rank that
+        knows why raises a LoadError, ConfigError or CapacityError.
 
         Raises WorkerError if files that were found cannot be read; the weights are then undefined.
         """
