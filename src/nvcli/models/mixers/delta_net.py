@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -23,6 +22,7 @@ class DeltaNetConfig(RecurrentMixer):
 
     name: ClassVar[str] = "linear_attn"
     module: ClassVar[str] = "nvcli.models.delta_net:GatedDeltaNet"
+    divided: ClassVar[tuple[str, str]] = ("num_key_heads", "key heads of linear attention")
     num_key_heads: int
     key_dim: int
     num_value_heads: int
@@ -61,13 +61,6 @@ class DeltaNetConfig(RecurrentMixer):
             recurrent_shape=(self.num_value_heads // tensor_parallel_size, self.key_dim, self.value_dim),
             kv_group=kv_group,
         )
-
-    def state_flops(self, spec: StateSpec) -> int:
-        return 3 * 2 * math.prod(spec.recurrent_shape)
-
-    def check(self, ranks: Ranks) -> Iterator[str]:
-        if self.num_key_heads % ranks.size:
-            yield f"{self.num_key_heads} key heads of linear attention do not divide by {ranks.size}"
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         yield Piece("out_proj", self.value_size // ranks.size, "out_proj")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,6 +21,7 @@ class KimiDeltaConfig(RecurrentMixer):
 
     name: ClassVar[str] = "self_attn"
     module: ClassVar[str] = "nvcli.models.kimi_delta:KimiDeltaAttention"
+    divided: ClassVar[tuple[str, str]] = ("num_heads", "heads of linear attention")
     num_heads: int
     head_dim: int
     """The size of each head's query, key and value, and the rank of pairs of matrices."""
@@ -44,13 +44,6 @@ class KimiDeltaConfig(RecurrentMixer):
             num_decays=self.head_dim,
             kv_group=kv_group,
         )
-
-    def state_flops(self, spec: StateSpec) -> int:
-        return 3 * 2 * math.prod(spec.recurrent_shape)
-
-    def check(self, ranks: Ranks) -> Iterator[str]:
-        if self.num_heads % ranks.size:
-            yield f"{self.num_heads} heads of linear attention do not divide by {ranks.size}"
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         yield Piece("o_proj", self.size // ranks.size, "o_proj")

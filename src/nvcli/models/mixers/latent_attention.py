@@ -31,6 +31,7 @@ class LatentAttentionConfig(Mixer):
 
     name: ClassVar[str] = "self_attn"
     module: ClassVar[str] = "nvcli.models.latent_attention:LatentAttention"
+    divided: ClassVar[tuple[str, str]] = ("num_heads", "attention heads")
     num_heads: int
     query_rank: int | None
     """The size of the latent vector that queries are projected from; None: they are projected from the block's
@@ -177,10 +178,6 @@ class LatentAttentionConfig(Mixer):
         gates = 0 if self.gate is None else 1 + self.gate.is_of_heads + 2 * self.gate.is_in_queries
         of_choice = 0 if self.chooser is None else 5 if self.chooser.pool == 1 else 7
         return (7 if self.query_rank is None else 9) + gates + of_choice
-
-    def check(self, ranks: Ranks) -> Iterator[str]:
-        if self.num_heads % ranks.size:
-            yield f"{self.num_heads} attention heads do not divide by {ranks.size}"
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         heads = self.num_heads // ranks.size

@@ -3,7 +3,6 @@ https://arxiv.org/abs/2401.04658). `models/lightning.py` computes it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -26,6 +25,8 @@ class LightningConfig(RecurrentMixer):
 
     name: ClassVar[str] = "self_attn"
     module: ClassVar[str] = "nvcli.models.lightning:LightningAttention"
+    divided: ClassVar[tuple[str, str]] = ("num_heads", "heads of lightning attention")
+    num_products: ClassVar[int] = 2
     num_heads: int
     head_dim: int
     """The size of queries, keys and values."""
@@ -52,16 +53,9 @@ class LightningConfig(RecurrentMixer):
             kv_group=kv_group,
         )
 
-    def state_flops(self, spec: StateSpec) -> int:
-        return 2 * 2 * math.prod(spec.recurrent_shape)
-
     def num_kernels(self, ranks: Ranks) -> int:
         """Return the number of kernels. Several ranks norm the result step by step, with a sum between."""
         return 8 if ranks.size == 1 else 17
-
-    def check(self, ranks: Ranks) -> Iterator[str]:
-        if self.num_heads % ranks.size:
-            yield f"{self.num_heads} heads of lightning attention do not divide by {ranks.size}"
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         size = self.inner_size // ranks.size

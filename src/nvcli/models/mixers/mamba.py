@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -28,6 +27,7 @@ class MambaConfig(RecurrentMixer):
 
     name: ClassVar[str] = "mamba"
     module: ClassVar[str] = "nvcli.models.mamba:Mamba"
+    num_products: ClassVar[int] = 2
     num_heads: int
     head_dim: int
     num_groups: int
@@ -66,9 +66,6 @@ class MambaConfig(RecurrentMixer):
             has_unit_keys=False,
             kv_group=kv_group,
         )
-
-    def state_flops(self, spec: StateSpec) -> int:
-        return 2 * 2 * math.prod(spec.recurrent_shape)
 
     def num_kernels(self, ranks: Ranks) -> int:
         """Return the number of kernels. Ranks that share a group norm its result step by step, with a sum between."""

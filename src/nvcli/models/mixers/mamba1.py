@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -28,6 +27,7 @@ class Mamba1Config(RecurrentMixer):
 
     name: ClassVar[str] = "mamba"
     module: ClassVar[str] = "nvcli.models.mamba1:Mamba1"
+    divided: ClassVar[tuple[str, str]] = ("num_channels", "channels of Mamba layers")
     num_channels: int
     state_size: int
     """The size of keys and queries."""
@@ -58,15 +58,8 @@ class Mamba1Config(RecurrentMixer):
             kv_group=kv_group,
         )
 
-    def state_flops(self, spec: StateSpec) -> int:
-        return 3 * 2 * math.prod(spec.recurrent_shape)
-
     def num_kernels(self, ranks: Ranks) -> int:
         return 8 + (ranks.size > 1) + (self.norm_eps is not None)
-
-    def check(self, ranks: Ranks) -> Iterator[str]:
-        if self.num_channels % ranks.size:
-            yield f"{self.num_channels} channels of Mamba layers do not divide by {ranks.size}"
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         size = self.num_channels // ranks.size

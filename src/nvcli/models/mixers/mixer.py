@@ -8,6 +8,7 @@ of the whole model, not of one rank, unless `Ranks` are given.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -172,6 +173,8 @@ class Block(ABC):
     """Its name in the layer and in checkpoints."""
     launch_seconds: ClassVar[float] = 0.0
     """Extra host time to launch the kernels of a layer with this block."""
+    divided: ClassVar[tuple[str, str]]
+    """The field with the number of what ranks divide evenly among them, and what that is, for people."""
 
     @property
     @abstractmethod
@@ -198,9 +201,11 @@ class Block(ABC):
         """Yield the names of tensors that a checkpoint may have for the block but that are not used."""
         return iter(())
 
-    @abstractmethod
     def check(self, ranks: Ranks) -> Iterator[str]:
         """Yield the reasons why the ranks cannot share it; none if they can."""
+        field, what = self.divided
+        if (count := getattr(self, field)) % ranks.size:
+            yield f"{count} {what} do not divide by {ranks.size}"
 
     @abstractmethod
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
@@ -272,6 +277,9 @@ class Mixer(Block):
 class RecurrentMixer(Mixer):
     """A mixer that keeps a state of fixed size, and no keys and values."""
 
+    num_products: ClassVar[int] = 3
+    """The multiplications and additions of a token with each number of the state."""
+
     @property
     def batch_dependence(self) -> str | None:
         return "layers with a recurrent state, which prompts and decode steps compute in other orders"
@@ -282,9 +290,9 @@ class RecurrentMixer(Mixer):
     @abstractmethod
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec: ...
 
-    @abstractmethod
     def state_flops(self, spec: StateSpec) -> int:
         """Return the operations of one token on the state of one layer."""
+        return 2 * self.num_products * math.prod(spec.recurrent_shape)
 
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
         spec = self.kv_spec(tensor_parallel_size)

@@ -19,6 +19,7 @@ class ShortConvConfig(RecurrentMixer):
 
     name: ClassVar[str] = "conv"
     module: ClassVar[str] = "nvcli.models.short_conv:ShortConv"
+    divided: ClassVar[tuple[str, str]] = ("num_channels", "channels of convolutions")
     num_channels: int
     """The hidden size."""
     conv_taps: int
@@ -32,10 +33,6 @@ class ShortConvConfig(RecurrentMixer):
 
     def state_flops(self, spec: StateSpec) -> int:
         return 2 * self.conv_taps * spec.conv_shape[1]
-
-    def check(self, ranks: Ranks) -> Iterator[str]:
-        if self.num_channels % ranks.size:
-            yield f"{self.num_channels} channels of convolutions do not divide by {ranks.size}"
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         size = self.num_channels // ranks.size
