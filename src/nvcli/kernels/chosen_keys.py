@@ -126,8 +126,8 @@ def choose_keys(
 ) -> None:
     """Write the positions of each token's keys with the highest scores, ascending, to `chosen` [T, K] int32; all that
     it sees, if these are no more than K. The rest of a row is undefined. Of equal scores the first ones count. With
-    `pool`, these are pools of so many keys, numbered in order: the whole ones that a token sees, whose keys lie in the
-    places of their last tokens.
+    `pool`, these are pools of this many keys, numbered in order: the whole ones that a token sees, whose keys lie in
+    the places of their last tokens.
 
     A key's score is Σ weight × max(0, query · key) over heads. queries: [T, I, E], contiguous; weights: [T, I] float32;
     cache: [blocks, block_size, E]; scores: [some tokens, most keys] float32, scratch memory, which the reference does

@@ -61,8 +61,8 @@ class ExpertActivation:
 
     @property
     def is_gated(self) -> bool:
-        """Whether experts have gates. Without them, what is said of gate and up projections holds of up alone: it has
-        half as many rows."""
+        """Whether experts have gates. Without them, what gate and up projections are said to have is true of up alone:
+        it has half as many rows."""
         return self.kind != "relu2"
 
     @property

@@ -61,13 +61,12 @@ def qk_norm_rope_store(
     `norms_values` each of v without one; rotate q and k where there are angles, with `norms_last` before they are
     normed; multiply v by `value_factor`; store k and v in the cache.
 
-    qkv: [T, (num_heads + num_kv_heads) × D + num_kv_heads × V], used up: what it holds afterwards is undefined, but for
-    the views below; cos_sin: [T, D] float32 or None; caches: [num_blocks, block_size, num_kv_heads, D or V], in each
-    block token by token, with D numbers for each value too; V ≤ D; slot_mapping: [T] int64, block id × block_size +
-    offset of each token (several padding tokens may share one of the null block); weights: [D]
-    → q [T, num_heads, D], contiguous; k [T, num_kv_heads, D] and v [T, num_kv_heads, V], which may be views of qkv.
-    Without `keep_keys` k is None, and v is as it was: what is in the cache is there alone, which saves the GPU a write
-    to memory.
+    qkv: [T, (num_heads + num_kv_heads) × D + num_kv_heads × V], used up: what it holds afterwards is undefined, except
+    for the views below; cos_sin: [T, D] float32 or None; caches: [num_blocks, block_size, num_kv_heads, D or V], in
+    each block token by token, with D numbers for each value too; V ≤ D; slot_mapping: [T] int64, block id × block_size
+    + offset of each token (several padding tokens may share one of the null block); weights: [D] → q [T, num_heads, D],
+    contiguous; k [T, num_kv_heads, D] and v [T, num_kv_heads, V], which may be views of qkv. Without `keep_keys` k is
+    None, and v is as it was: what is in the cache is there alone, which saves the GPU a write to memory.
 
     A cache in FP8 comes with its `scales`, which lie after its keys and values in the pool. `static_scales` holds the
     scale of all the layer's keys and that of all its values, [2] float32; None: each token and head gets its own.

@@ -74,7 +74,7 @@ class W4Format:
         return self.kind in ("nvfp4", "mxfp4 for fp8")
 
     def for_rows(self, *rows: int) -> W4Format:
-        """Return the format of a weight whose parts have so many rows each, with the largest blocks that divide
+        """Return the format of a weight whose parts have this many rows each, with the largest blocks that divide
         them."""
         return replace(self, row_block=math.gcd(self.row_block, *rows))
 
@@ -103,7 +103,7 @@ class StoredGroups:
     """Whether the columns of a group do not follow each other. Ranks then keep them in another order."""
 
     def kept(self, columns: int, *rows: int) -> W4Format | None:
-        """Return how a rank keeps `columns` of a weight, from a multiple of so many on: with the largest groups that
+        """Return how a rank keeps `columns` of a weight, from a multiple of this many on: with the largest groups that
         neither a group nor the cut ends in. `rows`: those of the weight's parts. None: there are none."""
         sizes: tuple[int, ...] = W4_GROUPS
         if self.kind != "integer":

@@ -170,7 +170,7 @@ class ModelConfig:
         return replace(self, draft_head=head, decoder=replace(self.decoder, layout=head.layout(self.decoder.layout)))
 
     def for_length(self, max_model_len: int) -> ModelConfig:
-        """Return the model as runs of at most so many tokens compute it."""
+        """Return the model as runs of at most this many tokens compute it."""
         return replace(self, decoder=self.decoder.for_length(max_model_len))
 
     def with_tower(self) -> ModelConfig:
@@ -432,7 +432,7 @@ def _generation_defaults(generation: JsonFile, vocab_size: int, eos_ids: tuple[i
 
 
 def _bad_words(values: Mapping[str, Any], vocab_size: int, eos_ids: tuple[int, ...]) -> list[Any]:
-    """Read the tokens and sequences that are never chosen, but for those with tokens that the model does not have.
+    """Read the tokens and sequences that are never chosen, except those with tokens that the model does not have.
 
     As in transformers, `bad_words_ids` do not forbid the end of an answer, and `suppress_tokens` may.
     """

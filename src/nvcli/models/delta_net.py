@@ -101,7 +101,7 @@ def _parts(config: DeltaNetConfig, rank: int, size: int) -> tuple[slice, slice, 
 
 
 def _pieces(build: BuildContext, path: str, config: DeltaNetConfig) -> list[LinearPiece]:
-    """Cut projections that the checkpoint stores separately, but for queries, keys and values."""
+    """Cut projections that the checkpoint stores separately, except for queries, keys and values."""
     names = ("q", "k", "v") if config.stored == "apart" else ("qkv",)
     pieces = [linear_piece(build, f"{path}.in_proj_{name}") for name in (*names, "z", "b", "a")]
     if config.stored == "apart":

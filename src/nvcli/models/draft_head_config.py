@@ -57,7 +57,7 @@ class DraftHeadConfig(ABC):
         """Yield its tensors, besides those that it shares with the target."""
 
     def for_length(self, max_model_len: int) -> Self:
-        """Return how runs of at most so many tokens compute it."""
+        """Return how runs of at most this many tokens compute it."""
         return self
 
     def unused_tensors(self) -> Iterator[str]:

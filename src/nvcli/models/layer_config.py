@@ -102,7 +102,7 @@ class LayerConfig:
         return named if self.shortcut is None else (*named, (SHORTCUT, self.shortcut))
 
     def for_length(self, max_model_len: int) -> LayerConfig:
-        """Return how runs of at most so many tokens compute it."""
+        """Return how runs of at most this many tokens compute it."""
         return replace(self, mixer=self.mixer.for_length(max_model_len))
 
     @property
@@ -231,7 +231,7 @@ class DecoderConfig:
         return range(units.start * unit, units.stop * unit)
 
     def for_length(self, max_model_len: int) -> DecoderConfig:
-        """Return how runs of at most so many tokens compute it."""
+        """Return how runs of at most this many tokens compute it."""
         kinds, index = index_kinds(layer.for_length(max_model_len) for layer in self.layers)
         mtp = None if self.mtp is None else self.mtp.for_length(max_model_len)
         return replace(self, layer_kinds=kinds, kind_of_layer=index, mtp=mtp)

@@ -89,8 +89,8 @@ class InputNorm(Norm):
         self._keeps_values = False
 
     def quantise_for(self, layer: ColumnParallelLinear, *, keeps_values: bool = False) -> None:
-        """From now on, quantise the output as `layer` does, which is its only reader but for those of its values, and
-        keep these if there are any or it takes adapters."""
+        """From now on, quantise the output as `layer` does, the only reader besides those of the values themselves, and
+        keep these if they have readers or the layer takes adapters."""
         self._scaling = layer.input_scaling() if self.bias is None else None
         self._keeps_values = keeps_values or layer.takes_adapters
 

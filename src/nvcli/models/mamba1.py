@@ -85,8 +85,7 @@ class Mamba1(TokenMixer):
 
 
 class SharedNorm(WeightModule):
-    """The norms of what step sizes are made of, of keys and of queries, each by itself: [T, R + 2 N] → the same
-    shape."""
+    """The separate norms of the inputs of step sizes, of keys and of queries: [T, R + 2 N] → the same shape."""
 
     weight: nn.Parameter | None
 

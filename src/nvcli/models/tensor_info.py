@@ -117,7 +117,7 @@ ALL_ROWS = RowPlaces()
 
 
 def fused_places(lengths: Sequence[int], num_groups: int = 1) -> list[RowPlaces]:
-    """Return the places of the parts of a fused tensor, which have so many rows: one after the other, or some rows of
+    """Return the places of the parts of a fused tensor, which have this many rows: one after the other, or some rows of
     each in every one of equal groups."""
     if num_groups == 1:
         return [RowPlaces(first=sum(lengths[:number])) for number in range(len(lengths))]

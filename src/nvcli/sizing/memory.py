@@ -252,8 +252,8 @@ def _projected_row_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
     """Return the size of what the kernel for Hopper GPUs attends to in place of the cache: bfloat16 copies of FP8 keys
-    and values, or what latents are projected to, if `kernels/triton/attention/prefill_choice.py` chooses it. Other
-    GPUs have none, and so this much more room than planned."""
+    and values, or what latents are projected to, if `kernels/triton/attention/prefill_choice.py` chooses it. Other GPUs
+    do not have it, and so have this much more room than planned."""
     backend = config.attention_backend.partition(":")[0]
     if row_bytes := _projected_row_bytes(config, model):
         most_tokens = config.of_home.max_num_batched_tokens

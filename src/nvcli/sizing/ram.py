@@ -31,9 +31,10 @@ def ways_to_less_ram(config: EngineConfig, *, num_replicas: int) -> str:
 
 
 def check_ram(config: EngineConfig, model: ModelConfig, *, num_replicas: int, available: int) -> None:
-    """Raise CapacityError if the weights of a run on a CPU, or so many copies, do not fit the `available` bytes of RAM.
+    """Raise CapacityError if the weights of a run on a CPU, or this many copies, do not fit the `available` bytes of
+    RAM.
 
-    They must leave something for activations and the KV cache, so using up everything is too much already.
+    They must leave something for activations and the KV cache, so even an exact fit is too much.
     """
     needed = ram_of_weights(config, model, num_replicas=num_replicas) + (num_replicas - 1) * _COPY_BYTES
     if config.device == "cpu" and needed >= available:

@@ -20,7 +20,7 @@ _LOST = bytes(DIGEST_BYTES)
 
 
 class DigestFile:
-    """The digests of a run, added by the thread that reads rows and written by that which writes the output."""
+    """The digests of a run, added by the thread that reads rows and written by the one that writes the output."""
 
     def __init__(self, output: Path) -> None:
         """`output` is the output beside the file, which `begin` or `resume` opens."""

@@ -99,7 +99,8 @@ def write_call_grammar(
     """Return the grammar of an answer in the format of this name, in llguidance's notation.
 
     `tools`, at least one, are those that may be called; `chat_template` is the model's; `token_id` is that of a
-    LarkWriter. The answer begins after its thought, but for the harmony format, where thoughts are messages of it.
+    LarkWriter. The answer begins after its thought, except in the harmony format, where thoughts are messages of the
+    answer.
     """
     lark = LarkWriter(token_id)
     if name == HARMONY:

@@ -150,7 +150,7 @@ class Continuations:
 
     @cached_property
     def lead(self) -> list[int]:
-        """Tokens instead of an empty prompt, as in lm-eval: that which begins a text, or one that ends it."""
+        """Tokens instead of an empty prompt, as in lm-eval: the one that begins a text, or one that ends it."""
         bos_id = self._tokenizer.bos_token_id
         return [bos_id] if bos_id is not None else list(self._eos_ids[:1])
 

@@ -245,7 +245,7 @@ class Mixer(Block):
         return False
 
     def for_length(self, max_model_len: int) -> Self:
-        """Return how runs of at most so many tokens compute it."""
+        """Return how runs of at most this many tokens compute it."""
         return self
 
     @property

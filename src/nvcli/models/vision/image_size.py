@@ -42,8 +42,8 @@ class Fit:
     is_middle: bool = False
     """Whether the whole image is the middle of what it is brought to first."""
     margin: int = 0
-    """Pixels at the lower and right edges of each tile, and of the whole image, which fill no token and are left
-    out: the tile and the image are made larger by so many."""
+    """Pixels at the lower and right edges of each tile, and of the whole image, which fill no token and are left out:
+    the tile and the image are made larger by this many."""
 
     @property
     def canvas(self) -> tuple[int, int]:

@@ -271,7 +271,7 @@ class VisionConfig:
         return self.merger.kind == "bordered"
 
     def num_tokens(self, rows: int, columns: int) -> int:
-        """Return the vectors that the tower gives for an image of so many rows and columns of tokens."""
+        """Return the vectors that the tower gives for an image of this many rows and columns of tokens."""
         return rows * (columns + 1) + 2 if self.has_borders else rows * columns
 
     @property

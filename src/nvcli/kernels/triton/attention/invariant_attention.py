@@ -43,8 +43,8 @@ _SMALL_STAGES, _SMALL_REGISTERS = 2, 128
 multiprocessor. An H200 takes 28 µs for 256 rows with windows of 128, and 31 with three stages and 168 registers;
 without windows 120 and 121."""
 _FEW_ROWS = 64
-"""Up to so many decode rows, programs of more warps are faster: Qwen3-8B's layer on an H200 takes 19 us for 16 rows of
-860 keys with 4 warps and 25 with 2, and 219 and 215 us for 256 rows."""
+"""Up to this many decode rows, programs of more warps are faster: Qwen3-8B's layer on an H200 takes 19 us for 16 rows
+of 860 keys with 4 warps and 25 with 2, and 219 and 215 us for 256 rows."""
 _VERIFIED_CAPABILITY = (9, 0)
 """GPUs on which the matrix instructions of large tiles were seen to give the bits of those of small tiles."""
 
@@ -301,7 +301,7 @@ def _keys(shape: AttentionShape) -> int:
 
 
 def invariant_decode_tile(shape: AttentionShape, num_rows: int) -> Tile:
-    """Choose the tile for a step of so many decode rows."""
+    """Choose the tile for a step of this many decode rows."""
     rows = max(16, next_power_of_2(shape.group))
     num_warps = _warps_of_large_heads(shape, rows) or (4 if num_rows <= _FEW_ROWS else 2)
     num_stages = _SMALL_STAGES if _is_small(shape, num_warps) else _DECODE_STAGES

@@ -149,7 +149,7 @@ class HopperLatents:
         self._partial_lse = torch.empty(of_shares, dtype=torch.float32, device=device)
 
     def takes(self, num_rows: int) -> bool:
-        """Tell whether steps of so many rows are served, as they take less time than with `decode_kernel.py`, or with
+        """Tell whether steps of this many rows are served, as they take less time than with `decode_kernel.py`, or with
         `attend_chosen.py`."""
         shape = self._shape
         if self._top_k is not None:

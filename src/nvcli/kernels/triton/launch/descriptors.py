@@ -21,7 +21,7 @@ Sizes = tuple[int, ...]
 
 
 def describe(tensor: Tensor, tile: Sizes, *, swizzle_bytes: int = 128) -> TensorDescriptor:
-    """Describe a tensor whose tiles of that shape a kernel copies to or from shared memory, in lines of so many
+    """Describe a tensor whose tiles of that shape a kernel copies to or from shared memory, in lines of this many
     bytes."""
     layout = _layout(swizzle_bytes, tensor.element_size(), len(tile))
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(tile), layout)

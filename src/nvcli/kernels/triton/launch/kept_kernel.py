@@ -26,7 +26,7 @@ class KeptKernel:
         self._compiled: CompiledKernel | None = None
 
     def launch(self, grid: int | tuple[int, ...], *arguments: object) -> None:
-        """Launch a grid of programs, or so many, with the arguments before the constants."""
+        """Launch a grid of programs, or this many, with the arguments before the constants."""
         sizes = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
         compiled = self._compiled
         if compiled is None:

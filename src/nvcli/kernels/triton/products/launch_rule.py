@@ -271,7 +271,7 @@ def _adds_up(launch: AnyLaunch, accumulation: FP8Accumulation) -> bool:
 
 
 def _was_measured(launch: AnyLaunch, kind: Kind, num_rows: int) -> bool:
-    """Whether a launch was measured with so many rows. Others are not worth a try."""
+    """Whether a launch was measured with this many rows. Others are not worth a try."""
     if isinstance(launch, ProductLaunch):
         most_tiles = (
             math.inf if kind == "block" and launch.out_tile == _STEP else (8 if launch.out_tile == _STEP else 4)

@@ -109,8 +109,8 @@ def nvfp4_numbers(words, scales, PART: tl.constexpr, DTYPE: tl.constexpr, PACKED
 
 @triton.jit
 def fp8_numbers(words, powers, PART: tl.constexpr, PACKED: tl.constexpr):
-    """Return the numbers of one part of MXFP4 for activations in FP8, exactly, but for the factor of their row. words:
-    [N, 32] int16; powers: [N] int32, those of the tile's four parts (`kernels/w4.py`) → [N, 32] of e4m3."""
+    """Return the numbers of one part of MXFP4 for activations in FP8, exactly, except for the factor of their row.
+    words: [N, 32] int16; powers: [N] int32, those of the tile's four parts (`kernels/w4.py`) → [N, 32] of e4m3."""
     power = (powers >> (8 * PART)) & 255
     low = power * _DOUBLED[0] + _LEAST_NUMBERS[0]
     high = power * _DOUBLED[1] + _LEAST_NUMBERS[1]

@@ -112,7 +112,7 @@ def choose_w4_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> 
 
 
 def takes_experts(num_rows: float, x: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix) -> bool:
-    """Whether the kernel for Hopper GPUs multiplies experts with so many rows on average."""
+    """Whether the kernel for Hopper GPUs multiplies experts with this many rows on average."""
     return num_rows > HOPPER_EXPERT_ROWS and all(
         matrix.format is not None and _serves_on_hopper(x, matrix.format) for matrix in (gate_up, down)
     )
