@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from nvcli.core.config_types import FOUR_BITS, MAX_INT32, KeptWeights
 from nvcli.core.validation import is_integer, show
@@ -28,12 +28,11 @@ from nvcli.models.quantisation.kept import problems_of_cut_groups, stored_groups
 from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
 from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.models.quantisation.quantisation import Quantisation
+from nvcli.models.tensor_spec import StoredDtype
 from nvcli.models.unsupported import describe_unsupported
 from nvcli.models.vision.vision_config import VisionConfig
 from nvcli.models.vision.vision_file import vision_section
 from nvcli.worker.distributed.stage import Stage
-
-CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -68,7 +67,7 @@ class ModelConfig:
     hidden_size: int
     tie_word_embeddings: bool
     max_position_embeddings: int
-    dtype: CheckpointDtype
+    dtype: StoredDtype
     """The type that the weights are stored in, or are meant to be used in."""
     eos_token_ids: tuple[int, ...]
     """The end-of-sequence ids of both files, each once."""
@@ -391,15 +390,15 @@ def _ties_embeddings(config: JsonFile, text: JsonFile, family: Family) -> bool:
     return config.get(_TIED, bool, of_text) or (family.ties_as_text and of_text)
 
 
-def _dtype(*files: JsonFile) -> CheckpointDtype:
+def _dtype(*files: JsonFile) -> StoredDtype:
     """Read the type of the weights, from the first of the files that has it."""
     spelled = [(file, key) for file in files for key in ("dtype", "torch_dtype")]  # the latter is the older name
     config, key = next(((file, key) for file, key in spelled if file.values.get(key) is not None), spelled[0])
     name = config.get(key, str, "float32").removeprefix("torch.")
-    for dtype in get_args(CheckpointDtype):
+    for dtype in get_args(StoredDtype):
         if name == dtype:
             return dtype  # type: ignore[no-any-return]
-    raise config.error(key, f"{show(name)} is not supported; supported: {', '.join(get_args(CheckpointDtype))}")
+    raise config.error(key, f"{show(name)} is not supported; supported: {', '.join(get_args(StoredDtype))}")
 
 
 def _eos_token_ids(*files: JsonFile) -> tuple[int, ...]:

@@ -9,10 +9,10 @@ from nvcli.models.families.mamba import read_mamba
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 
-_LAYOUT = CheckpointLayout(
+LAYOUT = CheckpointLayout(
     renamed=((".feed_forward.", ".mlp."), ("model.final_layernorm.", "model.norm.")),
 )
-_NORMS = LayerNorms(before_mlp="pre_ff_layernorm")
+NORMS = LayerNorms(before_mlp="pre_ff_layernorm")
 
 
 def read_bamba(config: ModelFile) -> DecoderConfig:
@@ -24,8 +24,8 @@ def read_bamba(config: ModelFile) -> DecoderConfig:
         raise config.error("attn_layer_indices", f"{show(indices)} is not a list of some of {count} layers")
     mamba = read_mamba(config)
     mixers = [attention if number in indices else mamba for number in range(count)]
-    layers = [LayerConfig(mixer=mixer, mlp=mlp, norms=_NORMS) for mixer in mixers]
-    return config.decoder(layers, layout=_LAYOUT)
+    layers = [LayerConfig(mixer=mixer, mlp=mlp, norms=NORMS) for mixer in mixers]
+    return config.decoder(layers, layout=LAYOUT)
 
 
 BAMBA = Family(

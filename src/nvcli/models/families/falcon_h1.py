@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nvcli.core.validation import show
-from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.bamba import LAYOUT, NORMS
 from nvcli.models.families.family import Family
 from nvcli.models.families.mamba import read_mamba
 from nvcli.models.families.model_file import ModelFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mamba import MambaConfig
 
-_LAYOUT = CheckpointLayout(renamed=((".feed_forward.", ".mlp."), ("model.final_layernorm.", "model.norm.")))
-_NORMS = LayerNorms(before_mlp="pre_ff_layernorm")
 _SECTIONS = ("z", "x", "B", "C", "dt")
 """Sections of the input projection of Mamba, in the order of their multipliers."""
 
@@ -29,13 +27,13 @@ def read_falcon_h1(config: ModelFile) -> DecoderConfig:
     attention = config.attention(rope=config.rope())
     # Keys are kept without their multiplier, which scores have as well.
     attention = replace(attention, scale=attention.scale * config.positive_number("key_multiplier", 1.0))
-    layer = LayerConfig(mixer=attention, beside=_mamba(config), mlp=config.mlp(), norms=_NORMS)
+    layer = LayerConfig(mixer=attention, beside=_mamba(config), mlp=config.mlp(), norms=NORMS)
     return config.decoder(
         layer,
         embedding_scale=config.positive_number("embedding_multiplier", 1.0),
         logit_scale=config.positive_number("lm_head_multiplier", 1.0),
         weight_factors=tuple((name, factor) for name, factor in _factors(config) if factor != 1.0),
-        layout=_LAYOUT,
+        layout=LAYOUT,
     )
 
 

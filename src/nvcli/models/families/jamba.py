@@ -4,10 +4,11 @@ experts after some of them and gated MLPs after the others."""
 from __future__ import annotations
 
 from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.bamba import NORMS
 from nvcli.models.families.family import Family
 from nvcli.models.families.mamba1 import NAMES, read_layer
 from nvcli.models.families.model_file import MAX_LAYERS, ModelFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mixer import FeedForward
 
 _LAYOUT = CheckpointLayout(
@@ -18,7 +19,6 @@ _LAYOUT = CheckpointLayout(
         *NAMES,
     ),
 )
-_NORMS = LayerNorms(before_mlp="pre_ff_layernorm")
 
 
 def read_jamba(config: ModelFile) -> DecoderConfig:
@@ -31,7 +31,7 @@ def read_jamba(config: ModelFile) -> DecoderConfig:
     if config.positive("num_experts", 16) > 1:
         mlps = [*config.mlps(config.experts(config.routing(), size_key="intermediate_size"), is_sparse)]
     mixers = [attention if found else mamba for found in has_attention]
-    layers = [LayerConfig(mixer=mixer, mlp=mlp, norms=_NORMS) for mixer, mlp in zip(mixers, mlps, strict=True)]
+    layers = [LayerConfig(mixer=mixer, mlp=mlp, norms=NORMS) for mixer, mlp in zip(mixers, mlps, strict=True)]
     return config.decoder(layers, layout=_LAYOUT)
 
 
