@@ -17,7 +17,7 @@ from nvcli.job.files import check_inputs, check_output, is_terminal
 ROW = b'{"prompt": "a"}\n'
 
 
-@pytest.mark.parametrize("name", ["out.txt", "out.arrow", "out.jsonl.bz2", "out.txt.gz", "out.parquet.gz", "out.GZ"])
+@pytest.mark.parametrize("name", ["out.txt", "out.arrow", "out.jsonl.bz2", "out.txt.gz", "out.parquet.gz"])
 def test_formats_that_are_not_written_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"\.jsonl, \.csv or \.tsv .*or \.parquet, and not as \.") as error:
         check_output([], str(tmp_path / name))
@@ -29,6 +29,7 @@ def test_formats_that_are_not_written_are_refused(tmp_path: Path, name: str) -> 
     [
         "out",
         "out.gz",
+        "out.GZ",
         "out.json",
         "out.ndjson",
         "out.jsonl",
@@ -51,7 +52,7 @@ def test_devices_and_pipes_have_no_format() -> None:
 
 
 def test_plain_rows_that_are_named_gz_are_told_so(tmp_path: Path) -> None:
-    for suffix, kind in (("gz", "gzip data"), ("zst", "zstd data")):
+    for suffix, kind in (("gz", "gzip data"), ("GZ", "gzip data"), ("zst", "zstd data")):
         path = tmp_path / f"in.jsonl.{suffix}"
         path.write_bytes(ROW)
         with pytest.raises(ConfigError, match=f"is not {kind}, as its name says: it begins with b'{{\"pr'") as error:
@@ -77,9 +78,9 @@ def test_packed_rows_are_named_so(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"holds {kind}, and its name does not say so") as error:
             check_inputs([str(path)])
         assert str(error.value).endswith(f"mv '{path}' '{path}.{suffix}'")
-        named = tmp_path / f"in.{suffix}"
-        named.write_bytes(data)
-        check_inputs([str(named)])
+        for name in (f"in.{suffix}", f"IN.{suffix.upper()}"):
+            (tmp_path / name).write_bytes(data)
+            check_inputs([str(tmp_path / name)])
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from nvcli.job.shard import Shard
         ("a.txt", "a.out.jsonl"),
         ("a.csv", "a.out.csv"),
         ("A.CSV", "A.out.csv"),
+        ("a.csv.GZ", "a.out.csv"),
         ("d/a.tsv.gz", "d/a.out.tsv"),
         ("a.arrow", "a.out.parquet"),
         (".jsonl", ".jsonl.out.jsonl"),

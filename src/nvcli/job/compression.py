@@ -31,8 +31,8 @@ class CompressionError(Exception):
 
 
 def compression_of(name: str) -> str:
-    """Return the compression of a file: `gz`, `zst`, or `` for none."""
-    return next((suffix for suffix in ("gz", "zst") if name.endswith(f".{suffix}")), "")
+    """Return the compression of a file by its name, in capitals or not: `gz`, `zst`, or `` for none."""
+    return next((suffix for suffix in ("gz", "zst") if name.lower().endswith(f".{suffix}")), "")
 
 
 class Unpacker:

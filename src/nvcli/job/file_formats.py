@@ -63,7 +63,7 @@ nothing else."""
 def plain_name(name: str) -> str:
     """Return a file's name without the suffix of its compression."""
     compression = compression_of(name)
-    return name.removesuffix(f".{compression}") if compression else name
+    return name[: -len(f".{compression}")] if compression else name
 
 
 def input_format(name: str) -> InputFormat:
@@ -133,7 +133,7 @@ def check_input_format(path: Path) -> None:
     found = _kind_of(start)
     if not start or found == said or (said == "pdf" and not found):  # a PDF file may begin with anything
         return
-    plain = path.with_name(path.name.removesuffix(f".{said}")) if said else path
+    plain = path.with_suffix("") if said and path.suffix.lower() == f".{said}" else path
     if found:
         trouble = f"holds {_KINDS[found]}, and its name does not say so; rename it"
         plain = plain.with_name(f"{plain.name}.{found}")

@@ -22,6 +22,7 @@ from nvcli.job.file_formats import (
     folder_files,
     input_format,
     is_pdf,
+    plain_name,
     pyarrow_format,
 )
 from nvcli.job.own_files import is_parquet, is_shard_output, is_sidecar, is_table, manifest_path, own_files
@@ -220,7 +221,7 @@ def choose_output(inputs: Sequence[str], output: str | None, shard: Shard | None
 
 def _output_of(path: Path, part: str = "") -> Path:
     """Return the file beside an input that holds its answers. `part` names the shard in it."""
-    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    name = plain_name(path.name)
     format = input_format(name)
     if pyarrow_format(name):
         return path.with_suffix(f"{part}.out.parquet")
