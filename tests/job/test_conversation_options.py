@@ -161,8 +161,8 @@ def test_a_key_of_images_that_rows_lack_is_told() -> None:
     for row in (b'{"prompt": "x", "photo": "a.png"}', b'{"prompt": "x", "pohto": "a.png"}', b'{"prompt": "x"}'):
         assert isinstance(parser.parse(row, index=0, where="line 7"), Job)
     (warning,) = parser.warnings.take_new()
-    assert warning == "warning: line 7 has nothing under the key of --image-field, and is sent without an image"
-    assert parser.warnings.totals() == ["2 rows without an image, though --image-field is given"]
+    assert warning == "warning: line 7 has nothing under the key of `job.image_field`, and is sent without an image"
+    assert parser.warnings.totals() == ["2 rows without an image, though `job.image_field` names a key"]
 
 
 def test_parts_without_a_name_take_the_images_of_the_row_in_turn() -> None:

@@ -198,7 +198,7 @@ def test_a_file_whose_ids_repeat(read_rows: ReadRows) -> None:
     _, second = read_rows(data)
     assert isinstance(second, JobResult)
     assert second.error is not None
-    assert "--id-field none" in second.error.message
+    assert "`job.id_field: none` (--id-field none" in second.error.message
     parser = RowParser({}, RowKeys(id="none"))
     rows = [parser.parse(line, index=index, where="") for index, line in enumerate(data.splitlines())]
     assert [(row.context.id, list(row.context.extra)) for row in rows] == [("row-0", ["id"]), ("row-1", ["id"])]

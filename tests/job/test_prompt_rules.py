@@ -155,7 +155,9 @@ def test_prompts_that_are_conversations() -> None:
     """As in TRL's data sets."""
     row = {"prompt": [USER], "none": "a column", "completion": [{"role": "assistant", "content": "ho"}]}
     _, message = error_of(parse(row, parser_of()))
-    assert message.endswith("allowed: text; --messages-field prompt reads conversations there")
+    assert message.endswith(
+        "allowed: text; `job.messages_field: prompt` (--messages-field prompt) reads conversations there"
+    )
     run = load_run_config(None, settings={"model": "m", "job": {"messages_field": "prompt"}})
     parser = parser_of(row_keys(run.job))
     job, line = parse(row, parser), parser.parse("hi", index=1, where="line 2")
@@ -196,7 +198,7 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
     assert ends == [
         "put what it asks for into `sampling.structured`",
         "put it into `chat_template_kwargs`",
-        "name the adapters that rows choose from (--lora NAME=PATH)",
+        "name the adapters that rows choose from in `lora` (--lora NAME=PATH)",
         "put images into `messages`, or under the key that `job.image_field` names",
         "put it into `body`",
         "put its keys into `body`",

@@ -291,8 +291,8 @@ class Session:
         tokenizer = self.resolved.load_tokenizer(warnings)
         if self._needs_chat_template and not tokenizer.chat_template:
             raise ConfigError(
-                f"{self.resolved.run.model} has no chat template, so it cannot chat; name one with "
-                "--chat-template, or let the model continue a text: nvcli generate --raw -p TEXT"
+                f"{self.resolved.run.model} has no chat template, so it cannot chat; name one as "
+                "`job.chat_template` (--chat-template), or let the model continue a text: nvcli generate --raw -p TEXT"
             )
         for warning in warnings.take_new():
             self._note(warning)

@@ -135,7 +135,9 @@ def test_a_model_without_a_chat_template(tmp_path: Path, textual: Path) -> None:
         "`q` is sent as it is: the model has no chat template (--chat-template names one)",
         [RAW],
     )
-    with pytest.raises(ConfigError, match=r"`job\.chat` is always, and .* has no chat template; .* --chat-template"):
+    with pytest.raises(
+        ConfigError, match=r"`job\.chat` is always, and .* has no chat template; .* \(--chat-template\)"
+    ):
         run(tmp_path, [{"q": "hi"}], textual, chat="always")
 
 

@@ -21,7 +21,7 @@ from nvcli.job.rows.conversation import check_messages, conversation_options, im
 from nvcli.job.rows.prompt_rules import PromptKind, PromptRules
 from nvcli.job.rows.raw_values import decode, decode_list, is_null
 
-NO_IDS = "; to have no ids read: --id-field none, with --overwrite"
+NO_IDS = "; `job.id_field: none` (--id-field none, with --overwrite) reads no ids"
 """End of a message about an id that cannot be used."""
 ADAPTER_KEY = "lora"
 """The key that names a row's LoRA adapter, where adapters have names."""
@@ -180,7 +180,7 @@ def native_job(
         raise RowError(
             "invalid_value",
             f"`{keys.chat_template_kwargs}` is given, and this prompt is not made by the chat template; leave it "
-            f"out, or give `{keys.messages}` or --chat",
+            f"out, give `{keys.messages}`, or set `job.chat: always` (--chat)",
         )
     return Job(context=context, sampling=sampling, task=task, **given)
 
@@ -212,7 +212,9 @@ def _given_prompt(
     if key == keys.prompt:
         if isinstance(row[key], list):
             raise InvalidValue(
-                (key,), f"`{key}` is {show(row[key])}; allowed: text; --messages-field {key} reads conversations there"
+                (key,),
+                f"`{key}` is {show(row[key])}; allowed: text; `job.messages_field: {key}` (--messages-field {key}) "
+                "reads conversations there",
             )
         return {"prompt": convert(row[key], str, under=(key,))}
     if key == keys.prompt_token_ids:

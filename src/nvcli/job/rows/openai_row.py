@@ -181,7 +181,8 @@ def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
     for key, value in given.items():
         if key == "chat_template":
             raise RowError(
-                "unsupported_parameter", "`body.chat_template` is not supported: give --chat-template for all rows"
+                "unsupported_parameter",
+                "`body.chat_template` is not supported: set `job.chat_template` (--chat-template) for all rows",
             )
         if not (key in working or key in _IGNORED or key in _HARMLESS_VALUES):
             raise unsupported_key(key, working)

@@ -22,13 +22,13 @@ _IN_SAMPLING = (*SamplingParams.__struct_fields__, "max_new_tokens", "max_comple
 _ELSEWHERE = {
     **dict.fromkeys(_IN_SAMPLING, "put it into `sampling`"),
     "sampling_params": "call it `sampling`",
-    "system": 'give a message of the role "system" in `messages`, or --system for all rows',
-    "system_prompt": 'give a message of the role "system" in `messages`, or --system for all rows',
-    "chat_template": "a row cannot have its own; give --chat-template for all rows",
+    "system": 'give a message of the role "system" in `messages`, or set `job.system` (--system) for all rows',
+    "system_prompt": 'give a message of the role "system" in `messages`, or set `job.system` (--system) for all rows',
+    "chat_template": "a row cannot have its own; set `job.chat_template` (--chat-template) for all rows",
     **dict.fromkeys(CONVERSATION_KEYS, "put it next to `messages`"),
     **dict.fromkeys(("enable_thinking", REASONING_EFFORT), "put it into `chat_template_kwargs`"),
     **dict.fromkeys(STRUCTURED_KEYS, "put what it asks for into `sampling.structured`"),
-    ADAPTER_KEY: "name the adapters that rows choose from (--lora NAME=PATH)",
+    ADAPTER_KEY: "name the adapters that rows choose from in `lora` (--lora NAME=PATH)",
     "multi_modal_data": "put images into `messages`, or under the key that `job.image_field` names",
 }
 """Keys that people wrongly put at the top level of a native row → what to do with them."""
@@ -49,8 +49,8 @@ class RowRemark(Enum):
     """A remark about rows: the message for the first such row, and the one with their number at the end."""
 
     NO_CONVERSATION = (
-        "{} is not a conversation, so neither --system nor --chat-template-kwargs affects it; give `messages`, "
-        "or make conversations of prompts with --chat",
+        "{} is not a conversation, so neither `job.system` nor `job.chat_template_kwargs` affects it; give "
+        "`messages`, or make conversations of prompts with `job.chat: always` (--chat)",
         "{} without a conversation, and so without the job's system message and chat template variables",
     )
     """A row is not a conversation, although the job has settings for conversations."""
@@ -71,8 +71,8 @@ class RowRemark(Enum):
     )
     """A prompt that was rendered before begins with what the tokenizer adds."""
     NO_IMAGE = (
-        "{} has nothing under the key of --image-field, and is sent without an image",
-        "{} without an image, though --image-field is given",
+        "{} has nothing under the key of `job.image_field`, and is sent without an image",
+        "{} without an image, though `job.image_field` names a key",
     )
 
 

@@ -158,6 +158,6 @@ def _answer(value: Any, key: str, choices: tuple[str, ...], labels: Sequence[str
             "invalid_value",
             f"`{key}` is {show(found)}, which names none of the {len(choices)} choices; allowed: a number from 0 to "
             f"{len(choices) - 1}, a letter from A on, or the text of a choice. If the key holds something else, "
-            "--answer-field names another one",
+            "`score.answer_field` (--answer-field) names another one",
         )
     return number

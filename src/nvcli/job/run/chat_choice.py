@@ -38,7 +38,8 @@ def choose_chat(run: RunConfig, *, is_task: bool, has_chat_template: bool, sette
             setter = setter_of(("job", "chat"))
             raise ConfigError(
                 f"{f'{setter}: ' if setter else ''}`job.chat` is always, and {run.model} has no chat template; name "
-                "one with --chat-template, or let prompts go to the model as they are: --no-chat"
+                "one as `job.chat_template` (--chat-template), or let prompts go to the model as they are: never "
+                "(--no-chat)"
             )
         return _ALWAYS
     if job.chat == "never" or not has_chat_template or is_task:

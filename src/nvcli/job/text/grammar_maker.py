@@ -118,7 +118,7 @@ def _no_grammar(answer: NoAnswer) -> RowError:
         return RowError(
             "structured_timeout",
             f"cannot be compiled to a grammar: the process for it {answer.reason}. It is too complex, or the "
-            "machine was busy; ask for something simpler, or try the row again with --retry-errors",
+            "machine was busy; ask for something simpler, or try the row again (--retry-errors)",
         )
     return RowError(
         "invalid_structured",

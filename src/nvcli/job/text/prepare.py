@@ -288,7 +288,7 @@ class Preparer:
             return RowError(
                 "unsupported_parameter",
                 f"`{under}{min(unknown)}` would have no effect: the model's chat template does not know it; leave it "
-                "out, or name a --chat-template that does",
+                "out, or name one that does as `job.chat_template` (--chat-template)",
             )
         refusals = (self._rule.check(value, under + name) for name, value in arguments.items())
         return next((refusal for refusal in refusals if refusal is not None), None)

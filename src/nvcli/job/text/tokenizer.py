@@ -110,7 +110,9 @@ class Tokenizer:
             file = model_path / _TEMPLATE
             in_json = _CONFIG if _read_config(model_path).get("chat_template") else _PROCESSOR_TEMPLATE
             place = file if file.is_file() else f"{model_path / in_json}: `chat_template`"
-            raise LoadError(f"{place}{problem}; download the file again, or name another with --chat-template")
+            raise LoadError(
+                f"{place}{problem}; download the file again, or name another as `job.chat_template` (--chat-template)"
+            )
 
     @property
     def eos_token_id(self) -> int | None:
@@ -152,7 +154,8 @@ class Tokenizer:
         if not self._tokenizer.chat_template:
             raise RowError(
                 "no_chat_template",
-                "this model has no chat template for `messages`; give `prompt` instead, or name a --chat-template",
+                "this model has no chat template for `messages`; give `prompt` instead, or name one as "
+                "`job.chat_template` (--chat-template)",
             )
         variables = variables or {}
         template = self.chat_template
@@ -170,7 +173,7 @@ class Tokenizer:
                 raise RowError(
                     "chat_template_error",
                     f"the chat template leaves out `messages[{number}].tool_calls`; leave them out, or name a "
-                    "--chat-template that knows them",
+                    "template that knows them as `job.chat_template` (--chat-template)",
                 )
         return self._render(
             messages, {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
