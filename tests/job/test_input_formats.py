@@ -66,7 +66,9 @@ def test_a_table_of_a_spreadsheet(tmp_path: Path) -> None:
     rows = read(tmp_path / "in.csv", b'sep=;\r\n"id";"a, b";prompt\r\n7;x;"p;q"\r\n')
     assert jobs(rows) == [("7", "p;q", {"a, b": "x"})]
     assert rows[0].context.line == "line 3"
-    assert jobs(read(tmp_path / "in2.csv", b'"id";"a, b";prompt\n7;x;p\n')) == [("7", "p", {"a, b": "x"})]
+    for mark in ";\t|":
+        data = b'"id";"a, b";prompt\n7;x;p\n'.replace(b";", mark.encode())
+        assert jobs(read(tmp_path / "in2.csv", data)) == [("7", "p", {"a, b": "x"})]
 
 
 def test_nvclis_own_lists_and_objects_are_json_in_their_cells(tmp_path: Path) -> None:

@@ -132,12 +132,12 @@ class _RecordLines:
 
 
 def _delimiter(name: str, header: Line) -> str:
-    """Return the delimiter: a tab for `.tsv`, otherwise a comma, or the semicolon or tab of a header without commas."""
+    """Return the delimiter: a tab for `.tsv`, otherwise a comma, or what a header without commas has in its place."""
     text = _QUOTED.sub(b"", header) if isinstance(header, bytes) else b""
     if plain_name(name).lower().endswith(".tsv"):
         return "\t"
     if b"," not in text:
-        return next((mark for mark in ";\t" if mark.encode() in text), ",")
+        return next((mark for mark in ";\t|" if mark.encode() in text), ",")
     return ","
 
 
