@@ -194,6 +194,7 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
     parse({**chat_row(), "temperature": 0}, parser, 7)
     parse({**chat_row(), "sampling": {}}, parser, 8)
     parse({"prompt": "p", "sampling_params": {}}, parser, 9)
+    parse({"messages": [USER], "functions": []}, parser, 10)
     ends = [warning.partition("setting, ")[2] for warning in parser.warnings.take_new()]
     assert ends == [
         "put what it asks for into `sampling.structured`",
@@ -203,6 +204,7 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
         "put it into `body`",
         "put its keys into `body`",
         "call it `sampling`",
+        "give `tools` next to `messages`",
     ]
     named = parser_of(prompt_template=TextTemplate("{system}"))
     assert isinstance(parse({"system": "a column"}, named), Job)

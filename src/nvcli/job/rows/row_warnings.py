@@ -26,6 +26,7 @@ _ELSEWHERE = {
     "system_prompt": 'give a message of the role "system" in `messages`, or set `job.system` (--system) for all rows',
     "chat_template": "a row cannot have its own; set `job.chat_template` (--chat-template) for all rows",
     **dict.fromkeys(CONVERSATION_KEYS, "put it next to `messages`"),
+    "functions": "give `tools` next to `messages`",
     **dict.fromkeys(("enable_thinking", REASONING_EFFORT), "put it into `chat_template_kwargs`"),
     **dict.fromkeys(STRUCTURED_KEYS, "put what it asks for into `sampling.structured`"),
     ADAPTER_KEY: "name the adapters that rows choose from in `lora` (--lora NAME=PATH)",
