@@ -211,15 +211,22 @@ def _given_prompt(
     (key,) = given
     if key == keys.prompt:
         if isinstance(row[key], list):
-            raise InvalidValue(
-                (key,),
-                f"`{key}` is {show(row[key])}; allowed: text; `job.messages_field: {key}` (--messages-field {key}) "
-                "reads conversations there",
-            )
+            raise InvalidValue((key,), f"`{key}` is {show(row[key])}; allowed: text{_way_of_list(row[key], keys)}")
         return {"prompt": convert(row[key], str, under=(key,))}
     if key == keys.prompt_token_ids:
         return {"prompt_token_ids": convert(row[key], list[int], under=(key,))}
     return {"messages": rules.with_system(check_messages(row[key], under=(key,), images=images))}
+
+
+def _way_of_list(values: list[Any], keys: RowKeys) -> str:
+    """Return the end of the message about a list in place of a prompt's text."""
+    if any(isinstance(value, dict) for value in values):
+        way = f"`job.messages_field: {keys.prompt}` (--messages-field {keys.prompt}) reads conversations there"
+    elif any(is_integer(value) for value in values):
+        way = f"token ids are `{keys.prompt_token_ids}`"
+    else:
+        way = "give each text a row of its own"
+    return f"; {way}" if values else ""
 
 
 def _fill_template(columns: Mapping[str, Any], keys: RowKeys, rules: PromptRules) -> dict[str, Any]:
