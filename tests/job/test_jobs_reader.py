@@ -268,7 +268,7 @@ def test_messages_about_large_values_are_short_and_soon_made(
 
 
 def test_text_parts_of_a_message_are_joined(read_rows: ReadRows) -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]  # the second as in OpenAI's responses
     job = only(read_rows(msgspec.json.encode({"messages": [{"role": "user", "content": parts}]})))
     assert isinstance(job, Job)
     assert job.messages == [{"role": "user", "content": "a\nb"}]

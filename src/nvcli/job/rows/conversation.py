@@ -35,6 +35,8 @@ ARGUMENTS = (TOOLS, DOCUMENTS, ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, RE
 """Arguments of chat templates that come from these keys."""
 
 _KEYS = frozenset((*CONVERSATION_KEYS, REASONING_EFFORT))
+_TEXT_TYPES = ("text", "input_text", "output_text")
+"""The types of parts that are text; the last two in OpenAI's responses."""
 IMAGE = "image"
 """The type of a part that is an image, once it is read, and its key for what the row names."""
 _IMAGE_TYPES = (IMAGE, "image_url", "input_image", "image_pil")
@@ -118,9 +120,9 @@ def _read_parts(parts: list[Any], name: str, images: Iterator[dict[str, Any]]) -
             file, pages = pdf_pages(part, place)
             image = _read_image({**part, IMAGE: file}, place, images)
             found += [{**image, **page} for page in pages]
-        elif kind == "text" and isinstance(part.get("text"), str):
+        elif kind in _TEXT_TYPES and isinstance(part.get("text"), str):
             found.append({"type": "text", "text": part["text"]})
-        elif isinstance(kind, str) and kind != "text":
+        elif isinstance(kind, str) and kind not in _TEXT_TYPES:
             raise RowError(
                 "unsupported_content",
                 f"`{place}` is a part of the type {show(kind)}; messages hold text, images and pages of PDF files "

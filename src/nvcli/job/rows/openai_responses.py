@@ -28,7 +28,6 @@ _SAME = (
 _OWN = ("input", "instructions", "max_output_tokens", "text", "reasoning", "top_logprobs", "include")
 _HARMLESS: dict[str, tuple[Any, ...]] = {"background": (False,), "truncation": ("disabled",), "max_tool_calls": ()}
 _INCLUDED_LOGPROBS = "message.output_text.logprobs"
-_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def chat_body(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,15 +81,7 @@ def _message(item: Any, name: str) -> Any:
         raise RowError(
             "unsupported_content", f"`{name}` is an item of the type {show(item['type'])}; allowed: messages of text"
         )
-    content = item.get("content")
-    if isinstance(content, list):
-        content = [_text_part(part) for part in content]
-    return {"role": item.get("role"), "content": content}
-
-
-def _text_part(part: Any) -> Any:
-    is_text = isinstance(part, dict) and part.get("type") in _TEXT_PARTS
-    return {"type": "text", "text": part.get("text")} if is_text else part
+    return {"role": item.get("role"), "content": item.get("content")}
 
 
 def _text_options(text: Any) -> dict[str, Any]:
