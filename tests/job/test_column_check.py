@@ -98,6 +98,10 @@ CHAT = {"messages": [{"role": "user", "content": "m"}]}
             [{"custom_id": f"c{n}", "url": "/v1/chat/completions", "body": CHAT} for n in range(150)],
             r"all of its first 100 rows have a conversation \(`body.messages`\)",
         ),
+        (
+            [{"custom_id": f"c{n}", "url": "/v1/completions", "body": CHAT} for n in range(2)],
+            "none of its first 2 rows has a prompt: line 1: .*; the `url` for it is /v1/chat/.*\n  mend the rows",
+        ),
     ],
 )
 def test_other_faults_that_all_rows_share(tmp_path: Path, rows: list[dict[str, Any]], told: str) -> None:

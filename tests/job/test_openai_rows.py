@@ -134,6 +134,8 @@ BAD = [
     (line(messages=[{"role": "user", "content": 3}]), "invalid_value", "`body.messages[0].content` is 3"),
     (line(messages=None), "missing_prompt", "`body.messages`"),
     (line(COMPLETION, prompt=None), "missing_prompt", "`body.prompt`"),
+    (line(COMPLETION, prompt=None, messages=[]), "missing_prompt", "reads `body.prompt`; the `url` for it is /v1/chat"),
+    (line(messages=None, input="a"), "missing_prompt", "`url` for it is /v1/responses or /v1/embeddings"),
     (line(COMPLETION, prompt=["a", 5]), "invalid_value", "`body.prompt[1]` is 5"),
     (line(COMPLETION, prompt=["a", "b"], prompt_logprobs=1), "unsupported_parameter", "beside several prompts"),
     (line(RESPONSE, input=None), "missing_prompt", "`body.input` is not given"),

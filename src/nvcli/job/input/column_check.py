@@ -199,8 +199,11 @@ def _all_of(rows: Sequence[Job | JobResult]) -> str:
 
 def wrong_columns(name: str, rows: Sequence[JobResult], keys: RowKeys, rules: PromptRules) -> ColumnsError:
     """Return the error of the input `name`, whose first `rows` all lack a prompt."""
-    columns = list(dict.fromkeys(column for row in rows for column in row.context.extra))
     which = "its only row has no prompt" if len(rows) == 1 else f"none of its first {len(rows)} rows has a prompt"
+    if error := next((row.error for row in rows if row.context.form.is_openai), None):
+        way_out = "mend the rows, or make an error row of each: --set job.check_columns=false"
+        return ColumnsError(f"{name}: {which}: {error.message}\n  {way_out}")
+    columns = list(dict.fromkeys(column for row in rows for column in row.context.extra))
     there = f"its columns are {shown_columns(columns)}" if columns else "it has no columns beside `id` and `sampling`"
     if is_pdf(name):
         read = "a PDF file has none"

@@ -28,6 +28,13 @@ URLS = {
 }
 _URLS_BY_KEY = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings"}
 """Urls of requests that have none, by a key of the body."""
+_PROMPT_KEYS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+    "/v1/embeddings": "input",
+}
+"""The key of the body that holds the prompt, by url."""
 _COMMANDS = {**dict.fromkeys(URLS, "generate"), "/v1/embeddings": "embed"}
 """Commands by the URLs that they answer."""
 MAX_PROMPTS = 2048
@@ -124,7 +131,7 @@ def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
     if row.get("method", "POST") != "POST":
         raise RowError("invalid_value", f'`method` is {show(row["method"])}; allowed: "POST"')
     url, body = _url_of(row), row.get("body")
-    if url not in urls:
+    if url is None or url not in urls:
         command = _COMMANDS.get(url or "")
         hint = f"; `nvcli {command}` answers such rows" if command else ""
         raise RowError("unsupported_url", f"`url` is {show(row.get('url'))}; allowed: {', '.join(urls)}{hint}")
@@ -132,6 +139,12 @@ def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
         raise RowError("invalid_value", f"`body` is {show(body)}; expected an object with the request's parameters")
     given = {key: value for key, value in body.items() if value is not None}
     convert(given.get("model", ""), str, under=("body", "model"))
+    own, other = _PROMPT_KEYS[url], next((key for key in _URLS_BY_KEY if key in given), None)
+    if own not in given and other is not None:
+        takers = " or ".join(url for url, key in _PROMPT_KEYS.items() if key == other)
+        raise RowError(
+            "missing_prompt", f"`body.{other}` is given, and {url} reads `body.{own}`; the `url` for it is {takers}"
+        )
     return given
 
 
