@@ -107,12 +107,15 @@ def test_code_that_is_not_needed_is_passed_over(folder: Path) -> None:
         (CONFIG, "{", "not valid JSON"),
         (TOKENIZER, "{}", "cannot load the tokenizer"),
         ("special_tokens_map.json", "{", "not valid JSON"),
+        (CONFIG, '{"chat_template": 5}', "`chat_template`: 5 is no chat template"),
+        (CONFIG, '{"chat_template": ["{{ 1 }}"]}', '`chat_template`: ["{{ 1 }}"] is no chat template'),
+        ("chat_template.jinja", "\xe9", "not UTF-8 text (byte 0)"),
         (CONFIG, '{"tokenizer_class": 5}', "cannot load the tokenizer"),
         (CONFIG, '{"tokenizer_class": "TokenizersBackend", "eos_token": 5}', "eos_token"),
     ],
 )
 def test_the_file_at_fault_is_named(folder: Path, file: str, text: str, message: str) -> None:
-    (folder / file).write_text(text)
+    (folder / file).write_text(text, encoding="latin-1")
     with pytest.raises(LoadError) as caught:
         Tokenizer.load(folder)
     assert str(caught.value).startswith(f"{folder / file}: ")

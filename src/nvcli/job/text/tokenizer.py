@@ -57,6 +57,7 @@ class Tokenizer:
         transformers: Any = importlib.import_module("transformers")
         transformers.utils.logging.set_verbosity_error()  # what a user must know of a checkpoint, nvcli says itself
         check_tokenizer_files(model_path)
+        _check_own_template(JsonFile.read_if_present(model_path / _CONFIG))
         loader = transformers.PreTrainedTokenizerFast if is_plain(model_path) else transformers.AutoTokenizer
         try:
             loaded = loader.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
@@ -298,6 +299,20 @@ def check_tokenizer_files(model_path: Path) -> None:
             )
 
 
+def _check_own_template(config: JsonFile) -> None:
+    """Raise LoadError if tokenizer_config.json has something else as its chat template than a text, or several with
+    their names."""
+    template = config.values.get("chat_template")
+    if isinstance(template, dict):
+        texts = [*template.values()]
+    elif isinstance(template, list):
+        texts = [each.get("template") if isinstance(each, dict) else None for each in template]
+    else:
+        texts = [] if template is None else [template]
+    if not all(isinstance(text, str) for text in texts):
+        raise config.error("chat_template", f"{show(template)} is no chat template; download the file again")
+
+
 def is_plain(model_path: Path) -> bool:
     """Tell whether tokenizer.json describes the checkpoint's tokenizer completely.
 
@@ -328,13 +343,18 @@ def load_error(model_path: Path, error: BaseException) -> LoadError:
     Reads the files again, which takes a moment.
     """
     for name in _names(model_path):
-        if name.endswith(".json"):
-            try:
-                read_json(model_path / name)
-            except LoadError as cause:
-                return cause
-            except FileNotFoundError:
-                continue
+        file = model_path / name
+        try:
+            if name.endswith(".json"):
+                read_json(file)
+            elif name == _TEMPLATE:
+                file.read_text(encoding="utf-8")
+        except LoadError as cause:
+            return cause
+        except UnicodeDecodeError as cause:
+            return LoadError(f"{file}: not UTF-8 text (byte {cause.start}); download the file again")
+        except FileNotFoundError:
+            continue
     if (model_path / _TOKENIZER).is_file():
         from tokenizers import Tokenizer as Backend
 
