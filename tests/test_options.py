@@ -73,6 +73,11 @@ def test_options_become_values_of_keys() -> None:
 
 def test_options_become_fields_and_arguments() -> None:
     got = run("--count", "3", "--path", "5", "--share", "1", "-c", "none", "--set", "a=1", "--set", "b=2")
+    assert run("--path=~/a", "--config=~/b") == {
+        "count": None,
+        "files": Files(path=Path.home() / "a"),
+        "settings": Settings(config=Path.home() / "b"),
+    }
     assert (got["count"], got["files"]) == (3, Files(path=Path("5"), share=1.0))
     assert got["settings"] == Settings(config=Path("none"), overrides=["a=1", "b=2"])
 

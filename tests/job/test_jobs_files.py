@@ -197,6 +197,8 @@ def test_patterns_name_their_files_sorted_and_without_the_output(
     assert expand_inputs(["-", "?.jsonl", "plain"]) == ["-", "a.jsonl", "b.jsonl", "plain"]
     assert expand_inputs(["*.jsonl"], "all.jsonl") == ["[x].jsonl", "a.jsonl", "b.jsonl"]
     assert expand_inputs(["[x].jsonl"]) == ["[x].jsonl"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand_inputs(["~/a.jsonl", "~/b*"]) == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
     assert expand_inputs(["./**"], "all.jsonl") == ["./[x].jsonl", "./a.jsonl", "./b.jsonl"], "and not the folder ./"
     with pytest.raises(ConfigError, match=r"no\*\.jsonl matches no file"):
         expand_inputs(["no*.jsonl"])

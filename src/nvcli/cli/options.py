@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
@@ -224,10 +225,13 @@ def _read_struct(
 
 
 def _read(field: FlaggedField, given: Mapping[str, Any]) -> Any:
-    """Parse the value of an option that is not a key. Raises ConfigError that says what is allowed."""
+    """Parse the value of an option that is not a key; ~ begins the path of a file in the home folder. Raises
+    ConfigError that says what is allowed."""
     value = given[_name(field.flag)]
     if value is None:
         return field.default
+    if isinstance(value, str) and (field.flag.metavar or _metavar(_kinds(field.kind))) == _METAVARS[Path]:
+        value = os.path.expanduser(value)
     if not isinstance(value, str) or Path in _kinds(field.kind):
         return Path(value) if isinstance(value, str) else value
     try:

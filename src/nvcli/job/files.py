@@ -48,10 +48,12 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
     """Replace patterns (`data/*.jsonl`) and folders by the files that they match or hold, sorted. Raises ConfigError.
 
     The output is left out, and so are the files that a job keeps beside an output, the outputs of shards, and those
-    that would be the output of a file that matches. A name that exists is no pattern, whatever characters it has.
+    that would be the output of a file that matches. A name that exists is no pattern, whatever characters it has; in
+    others ~ is the home folder.
     """
     names: list[str] = []
-    for name in inputs:
+    for given in inputs:
+        name = given if os.path.exists(given) else os.path.expanduser(given)
         if name != STREAM and is_text(name) and os.path.isdir(name):
             names += _expand_folder(name, output)
         elif name == STREAM or is_remote(name) or not any(mark in name for mark in "*?[") or os.path.exists(name):
@@ -62,7 +64,7 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
 
 
 def _expand_pattern(name: str, output: str | None) -> list[str]:
-    found = sorted(glob.glob(os.path.expanduser(name), recursive=True))
+    found = sorted(glob.glob(name, recursive=True))
     files = _without_outputs([file for file in found if Path(file).is_file()], output)
     if not files:
         raise ConfigError(f"the input {name} matches no file")
