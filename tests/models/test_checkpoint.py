@@ -149,8 +149,9 @@ def test_revisions_are_those_of_the_hub(tmp_path: Path) -> None:
         resolve_model(str(tmp_path), revision="v1")
     with pytest.raises(LoadError, match="no such folder; a revision of a model on the hub is named with --revision"):
         resolve_model("someone/model@v1")
-    with pytest.raises(LoadError, match=r"no such folder; a model on the hub is named by its id: Qwen/Qwen3-8B$"):
-        resolve_model("https://huggingface.co/Qwen/Qwen3-8B/tree/main")
+    for name in ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "hf://Qwen/Qwen3-8B"):
+        with pytest.raises(LoadError, match=r"no such folder; a model on the hub is named by its id: Qwen/Qwen3-8B$"):
+            resolve_model(name)
 
 
 def test_a_folder_of_the_cache_is_the_snapshot_of_a_revision(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from nvcli.models.torch_file import read_torch_file
 _MOST_REF_BYTES = 1000
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WITH_REVISION = re.compile(_HUB_ID.pattern + "@.+")
-_HUB_URL = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
+_HUB_URL = re.compile(r"(?:hf:/|(?:https?://)?(?:huggingface\.co|hf\.co))/([\w.-]+/[\w.-]+)")
 
 
 @dataclass(frozen=True, slots=True)
