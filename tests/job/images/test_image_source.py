@@ -59,6 +59,7 @@ def test_files_below_the_folders_are_found(source: str, name: str, folders: Imag
         ("ftp://example.com/a.png", "images are fetched by https alone"),
         ("data:image/png,abc", "allowed in a `data:` URL: base64"),
         ("data:image/png;base64,%%", "it is no base64"),
+        ("iVBO" * 1024, "it is too long for a path; before base64 stands data:image/png;base64,"),
     ],
 )
 def test_anything_else_is_an_error(source: str, problem: str, folders: ImageFolders, tmp_path: Path) -> None:
@@ -69,7 +70,8 @@ def test_anything_else_is_an_error(source: str, problem: str, folders: ImageFold
 
 
 def test_data_urls_are_decoded(folders: ImageFolders) -> None:
-    assert folders.find("data:image/png;base64," + base64.b64encode(b"pixels").decode()) == b"pixels"
+    for head in ("data:image/png;base64,", "DATA:image/png;base64, \r\n"):
+        assert folders.find(head + base64.encodebytes(b"pixels" * 50).decode()) == b"pixels" * 50
 
 
 def test_large_files_are_errors(folders: ImageFolders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ MAX_FILE_BYTES = 64 << 20
 """The largest file of an image."""
 _URL = re.compile(r"([a-z][a-z0-9+.-]*):(?=//|\S)", re.IGNORECASE)
 _DATA = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+_LONGEST_PATH = 4095
+"""PATH_MAX of Linux, without the NUL at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class ImageFolders:
     def find(self, source: str) -> Path | bytes:
         """Return the file that a row names as a path or as a `file:` URL, or the bytes in a `data:` URL or behind one
         of the web. Raises RowError."""
-        if source.startswith("data:"):
+        if source[:5].lower() == "data:":
             return _decoded(source)
         scheme = _URL.match(source)
         if scheme is not None and scheme[1].lower() == "file":
@@ -55,6 +57,8 @@ class ImageFolders:
 
     def _file(self, name: str) -> Path:
         """Return the file of a name, which is in or below one of the folders."""
+        if len(name) > _LONGEST_PATH:
+            raise invalid_image(name, "it is too long for a path; before base64 stands data:image/png;base64,")
         is_outside = False
         for folder in self.folders:
             try:
@@ -85,6 +89,6 @@ def _decoded(url: str) -> bytes:
     if (len(url) - head.end()) * 3 // 4 > MAX_FILE_BYTES:
         raise invalid_image(url, f"it has more than {MAX_FILE_BYTES:,} bytes")
     try:
-        return base64.b64decode(unquote(url[head.end() :]), validate=True)
+        return base64.b64decode("".join(unquote(url[head.end() :]).split()), validate=True)  # it may have line ends
     except (binascii.Error, ValueError) as error:
         raise invalid_image(url, f"it is no base64: {error}") from None
