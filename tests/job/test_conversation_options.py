@@ -184,7 +184,7 @@ def test_parts_without_a_name_take_the_images_of_the_row_in_turn() -> None:
     ]
     for images, told in (
         (("a", "b", "c"), "`images` holds 3 images, and the messages have 2 parts"),
-        (("a",), "[2]` is"),
+        (("a",), "; `job.image_field` (--image-field) names a key of images"),
     ):
         result = parse(*images)
         assert isinstance(result, JobResult)

@@ -123,6 +123,7 @@ BAD_ROWS = [
     (b'{"messages": [{"role": "user"}]}', "invalid_value", "`messages[0]` has no `content`"),
     (b'{"messages": [{"role": "a", "content": null, "tool_calls": null}]}', "invalid_value", "has no `content`"),
     (b'{"messages": [{"role": "user", "content": 3}]}', "invalid_value", "`messages[0].content` is 3"),
+    (b'{"messages": [{"role": "user", "content": "a", "images": ["x"]}]}', "invalid_value", "`messages[0].images`: im"),
     (
         b'{"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}',
         "unsupported_content",

@@ -195,6 +195,7 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
     parse({**chat_row(), "sampling": {}}, parser, 8)
     parse({"prompt": "p", "sampling_params": {}}, parser, 9)
     parse({"messages": [USER], "functions": []}, parser, 10)
+    parse({"prompt": "p", "images": ["a.png"]}, parser, 11)
     ends = [warning.partition("setting, ")[2] for warning in parser.warnings.take_new()]
     assert ends == [
         "put what it asks for into `sampling.structured`",
@@ -205,6 +206,7 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
         "put its keys into `body`",
         "call it `sampling`",
         "give `tools` next to `messages`",
+        "`job.image_field: images` (--image-field images) reads images there",
     ]
     named = parser_of(prompt_template=TextTemplate("{system}"))
     assert isinstance(parse({"system": "a column"}, named), Job)

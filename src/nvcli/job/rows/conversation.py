@@ -86,6 +86,10 @@ def _check_message(message: dict[str, Any], name: str, images: Iterator[dict[str
         message = _from_sharegpt(message, name)
     if not isinstance(message.get("role"), str):
         raise InvalidValue((), f'`{name}.role` is {show(message.get("role"))}; allowed: text such as "user"')
+    if message.get("images"):  # as in Ollama's form
+        raise InvalidValue(
+            (), f'`{name}.images`: images are parts of `content`, such as {{"type": "image", "image": …}}'
+        )
     if isinstance(message.get("tool_calls"), list):
         message = {**message, "tool_calls": [_decode_arguments(call, name) for call in message["tool_calls"]]}
     content = message.get("content")
@@ -147,7 +151,9 @@ def _read_image(part: dict[str, Any], name: str, images: Iterator[dict[str, Any]
         value = value.get("url", value.get("path"))
     if not isinstance(value, str) or not value:
         raise InvalidValue(
-            (), f'`{name}` is {show(part)}; allowed: {{"type": "image", "image": PATH}} or {{"type": "image_url", …}}'
+            (),
+            f'`{name}` is {show(part)}; allowed: {{"type": "image", "image": PATH}} or {{"type": "image_url", …}}; '
+            "`job.image_field` (--image-field) names a key of images beside the messages",
         )
     limits = {key: part[key] for key in ("min_pixels", "max_pixels") if part.get(key) is not None}
     for key, pixels in limits.items():

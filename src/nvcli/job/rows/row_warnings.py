@@ -30,6 +30,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("enable_thinking", REASONING_EFFORT), "put it into `chat_template_kwargs`"),
     **dict.fromkeys(STRUCTURED_KEYS, "put what it asks for into `sampling.structured`"),
     ADAPTER_KEY: "name the adapters that rows choose from in `lora` (--lora NAME=PATH)",
+    **{key: f"`job.image_field: {key}` (--image-field {key}) reads images there" for key in ("image", "images")},
     "multi_modal_data": "put images into `messages`, or under the key that `job.image_field` names",
 }
 """Keys that people wrongly put at the top level of a native row → what to do with them."""
