@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nvcli.errors import CapacityError, WorkerError
-from nvcli.job.own_files import manifest_path
+from nvcli.job.own_files import manifest_path, rows_path
 from nvcli.job.run.early_end import Interrupts, keep_traceback, next_steps, resume_hint
 
 FAILURE = WorkerError("rank 1 failed at step 5: KeyError: 7", "Traceback (most recent call last):\n  …\nKeyError: 7\n")
@@ -80,6 +80,14 @@ def test_the_command_is_quoted_and_does_not_undo_what_it_did(output: Path) -> No
         assert hint(output, "-m", "demo", *flags) == (
             f"the rows answered so far are in {output}; continue with:\n  {command}"
         )
+
+
+def test_rows_of_a_table_that_is_not_made_yet_are_beside_it(output: Path) -> None:
+    table = output.with_suffix(".parquet")
+    manifest_path(table).touch()
+    rows_path(table).write_text("row\n")
+    said = resume_hint(["nvcli"], inputs=["in.jsonl"], output=str(table), has_begun=True)
+    assert said.startswith(f"the rows answered so far are in {rows_path(table)}; continue with:")
 
 
 def test_an_output_that_was_not_overwritten_yet_is_still_to_be(output: Path) -> None:

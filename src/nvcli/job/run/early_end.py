@@ -159,14 +159,14 @@ def resume_hint(
         return "nothing was answered yet"
     if name == STREAM:
         return "the rows answered so far were written; standard output cannot be continued"
-    manifest, files = manifest_path(Path(name)), {Path(name), rows_path(Path(name))}
-    has_rows = any(file.is_file() and file.stat().st_size for file in files)
+    manifest, files = manifest_path(Path(name)), (rows_path(Path(name)), Path(name))
+    rows = next((file for file in files if file.is_file() and file.stat().st_size), None)
     if "--overwrite" in argv and not has_begun:  # what is there is still the output that was to be overwritten
         return f"nothing was answered yet; start again with:\n  {_command(argv)}"
-    if has_rows and manifest.exists():
-        return f"the rows answered so far are in {name}; continue with:\n  {resume_command(argv)}"
-    if has_rows:
-        return f"the rows answered so far are in {name}; it cannot be continued, because its input was not a file"
+    if rows and manifest.exists():
+        return f"the rows answered so far are in {rows}; continue with:\n  {resume_command(argv)}"
+    if rows:
+        return f"the rows answered so far are in {rows}; it cannot be continued, because its input was not a file"
     return f"nothing was answered yet; start again with:\n  {resume_command(argv)}"
 
 
