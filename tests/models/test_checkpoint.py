@@ -154,6 +154,26 @@ def test_revisions_are_those_of_the_hub(tmp_path: Path) -> None:
             resolve_model(name)
 
 
+def test_what_the_cache_has_of_a_model_that_cannot_be_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "c0ffee" + 34 * "0"
+    snapshot = tmp_path / "models--o--m" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
+    (snapshot / "1.safetensors").symlink_to("../../blobs/gone")
+    for revision, weights, told in (
+        (commit, True, f"the cache has a part of it: {snapshot} lacks 1.safetensors"),
+        (commit, False, f"the cache has a part of it: {snapshot} lacks tokenizer.json"),
+        (None, True, f"the cache has other revisions of it (--revision): {commit}"),
+    ):
+        with pytest.raises(LoadError, match="HF_HUB_OFFLINE forbids downloading it") as error:
+            resolve_model("o/m", revision=revision, weights=weights)
+        assert str(error.value).endswith(f"\n{told}")
+
+
 def test_a_folder_of_the_cache_is_the_snapshot_of_a_revision(tmp_path: Path) -> None:
     snapshot = cached(tmp_path, files=["config.json", "model.safetensors"])
     folder, other = snapshot.parent.parent, snapshot.parent / ("b" * 40)

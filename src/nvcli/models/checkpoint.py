@@ -14,10 +14,10 @@ from typing import Any
 
 from nvcli.core.system.regular_file import check_regular, read_regular
 from nvcli.core.validation import show
-from nvcli.errors import ConfigError, LoadError
+from nvcli.errors import ConfigError, LoadError, reworded
 from nvcli.models.config import CONFIG_FILE
 from nvcli.models.config_overrides import NO_OVERRIDES
-from nvcli.models.hub import cached_snapshot, download, download_small_files
+from nvcli.models.hub import cached_revisions, cached_snapshot, download, download_small_files
 from nvcli.models.json_file import JsonFile
 from nvcli.models.other_checkpoints import check_kind, gguf_error, is_gguf, other_weights
 from nvcli.models.safetensors_header import SUFFIX, read_header, unreadable
@@ -79,7 +79,11 @@ def resolve_model(
     found = find_model(name, weights=weights, revision=revision)
     if found is not None:
         return found
-    return download(name, revision, overrides=overrides) if weights else download_small_files(name, revision)
+    try:
+        return download(name, revision, overrides=overrides) if weights else download_small_files(name, revision)
+    except LoadError as error:
+        there = _in_cache(name, weights=weights, revision=revision)
+        raise reworded(error, f"{error}{there}") from None
 
 
 def find_model(name: str, *, weights: bool = True, revision: str | None = None) -> Path | None:
@@ -112,7 +116,7 @@ def find_model(name: str, *, weights: bool = True, revision: str | None = None) 
             at = f"; a model on the hub is named by its id: {found[1]}"
         raise LoadError(f"{name}: no such folder{at}")
     cached = cached_snapshot(name, weights=weights, revision=revision)
-    if cached is None or not _is_complete(cached, weights=weights):
+    if cached is None or _lacks(cached, weights=weights) is not None:
         return None
     check_kind(cached, name)
     return cached
@@ -243,16 +247,27 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _is_complete(path: Path, *, weights: bool) -> bool:
-    """Whether the config, and the weights if asked for, are all there: a download may have been interrupted.
+def _lacks(path: Path, *, weights: bool) -> str | None:
+    """Return the first file that a folder of the cache lacks, as after an interrupted download; None: it has its
+    config, and the weights if asked for.
 
     A folder without weights has a tokenizer file beside its config.
     """
     if not (path / CONFIG_FILE).exists():
-        return False
+        return CONFIG_FILE
     if not weights:
-        return any(path.glob("tokenizer*"))
+        return None if any(path.glob("tokenizer*")) else "tokenizer.json"
     try:
-        return all(file.exists() for file in weight_files(path))
+        return next((file.name for file in weight_files(path) if not file.exists()), None)
     except LoadError:
-        return False
+        return _format_of(path).single
+
+
+def _in_cache(name: str, *, weights: bool, revision: str | None) -> str:
+    """Return what the cache has of a model that it does not have as a whole, as lines behind a message; empty if it has
+    nothing of it."""
+    folder = cached_snapshot(name, weights=weights, revision=revision)
+    if folder is not None:
+        return f"\nthe cache has a part of it: {folder} lacks {_lacks(folder, weights=weights)}"
+    others = cached_revisions(name)
+    return f"\nthe cache has other revisions of it (--revision): {', '.join(others)}" if others else ""

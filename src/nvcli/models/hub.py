@@ -7,6 +7,7 @@ compared with the free disk space. Torch-free; huggingface_hub is imported on fi
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +43,14 @@ def cached_snapshot(name: str, *, weights: bool = True, revision: str | None = N
     None: the main branch.
     """
     return _cached(name, revision, **(_FILES if weights else _SMALL_FILES))
+
+
+def cached_revisions(name: str) -> list[str]:
+    """Return the commits of a model of which the local cache has files."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
 
 
 def download(name: str, revision: str | None = None, *, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Path:
