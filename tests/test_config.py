@@ -66,6 +66,7 @@ def test_keys_dates_times_yes_and_no_in_yaml_are_the_texts_that_were_written(tmp
 
 ERRORS_IN_FILES = [
     ("model: m\nmax_num_seq: 4", r"run.yaml:2: unknown key `max_num_seq`; did you mean `max_num_seqs`\?"),
+    ("MODEL: m", r"run.yaml:1: unknown key `MODEL`; did you mean `model`\?"),
     ("model: m\nzzz: 4", r"run.yaml:2: unknown key `zzz`; known: model, revision"),
     ("model: m\njob: {ordr: input}", r"run.yaml:2: unknown key `job.ordr`; did you mean `order`\?"),
     ("model: m\nsampling:\n  temp: 1", r"run.yaml:3: unknown key `sampling.temp`; did you mean `temperature`\?"),

@@ -159,6 +159,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     meant = [own for key in own_keys().get(name, ()) if (own := _below(key, names))]
     if not meant and name in remarks():
         return remarks()[name]
+    meant = meant or [each for each in names if each.casefold() == name.casefold()]
     meant = meant or difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
     if not meant and len(name) >= _SHORTEST_BEGINNING:
         longer = [each for each in names if each.startswith(name)]
