@@ -48,7 +48,7 @@ def test_a_name_that_no_adapter_has(make_llm: MakeLLM, named_adapters: LoraConfi
             ("sql", '`lora` is "sql", which is no adapter; allowed: one, two'),
             (5, "`lora` is 5; give the name of an adapter, or a list with a name or None per row"),
             ([["one"]], "give the name of an adapter, or a list with a name or None per row"),
-            (["one"], "lora has 1 items for 2 rows; give one for all rows, or one per row"),
+            (["one"], "lora has 1 item for 2 rows; give one for all rows, or one per row"),
         ):
             with pytest.raises(ConfigError, match=message):
                 llm.generate(["a", "b"], lora=lora)  # type: ignore[arg-type]

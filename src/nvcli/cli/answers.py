@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from nvcli.cli.messages import say, say_warning
+from nvcli.core.byte_sizes import counted
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.system.terminal_text import harmless
 from nvcli.errors import ConfigError
@@ -90,4 +91,4 @@ def say_if_cut(answer: Answer) -> None:
     """Tell the user that an answer was cut."""
     if answer.finish_reason == "length":
         tokens = answer["usage"]["completion_tokens"]
-        say(f"cut after {tokens:,} tokens; the limits are --max-tokens and --max-model-len")
+        say(f"cut after {counted(tokens, 'token')}; the limits are --max-tokens and --max-model-len")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
+from nvcli.core.byte_sizes import counted
 from nvcli.core.validation import InvalidValue, show
 from nvcli.errors import ConfigError
 from nvcli.job.rows.native_row import RowDefaults
@@ -63,7 +64,7 @@ class CallDefaults:
     def check_length(self, num_rows: int) -> None:
         """Raise ConfigError unless there is an item for each of `num_rows`."""
         if self._lengths and num_rows != len(self._defaults):
-            raise self._wrong_length(f"{num_rows} rows")
+            raise self._wrong_length(counted(num_rows, "row"))
 
     def check_rows(self, rows: object) -> None:
         """Raise ConfigError if it is known before they are read that there are not as many rows as items."""
@@ -72,7 +73,7 @@ class CallDefaults:
 
     def _wrong_length(self, rows: str) -> ConfigError:
         name, length = next(iter(self._lengths.items()))
-        return ConfigError(f"{name} has {length} items for {rows}; give one for all rows, or one per row")
+        return ConfigError(f"{name} has {counted(length, 'item')} for {rows}; give one for all rows, or one per row")
 
 
 def check_lora(lora: object, adapters: Sequence[str]) -> None:

@@ -255,8 +255,8 @@ class FileOutput(JobOutput):
             return False
         lines = "".join(f"\n  {line}" for line in settings)
         self.notes.append(
-            f"{self._path} has no answers, but {answered.failed.count:,} failed rows of a job with other settings; it "
-            f"is started over:{lines}"
+            f"{self._path} has no answers, but {counted(answered.failed.count, 'failed row')} of a job with other "
+            f"settings; it is started over:{lines}"
         )
         return True
 
