@@ -54,6 +54,7 @@ def test_choices_with_labels() -> None:
         ("", None),
         (-1, None),
         ("C", 2),
+        ("c", 2),
         ("0", 0),
         (1.0, 1),
     ],

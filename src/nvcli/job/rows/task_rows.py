@@ -147,8 +147,8 @@ def _answer(value: Any, key: str, choices: tuple[str, ...], labels: Sequence[str
         return choices.index(found)
     if isinstance(found, str | int) and found in ("", "-1", -1):
         return None
-    if isinstance(found, str) and len(found) == 1 and found in string.ascii_uppercase:
-        number = string.ascii_uppercase.index(found)
+    if isinstance(found, str) and len(found) == 1 and found in string.ascii_letters:
+        number = string.ascii_uppercase.index(found.upper())
     elif isinstance(found, str) and found.isascii() and found.isdigit() and len(found) < 10:
         number = int(found)
     elif is_integer(found):
