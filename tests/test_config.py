@@ -188,6 +188,7 @@ ERRORS_IN_FILES += [
         "model: m\njob:\n  messages_field: prompt\n  prompt_field: prompt",
         r"run.yaml:4: the key `prompt` of a row cannot be two things",
     ),
+    ("model: m\njob: {image_field: a, prompt_field: a}", r"run.yaml:2: the key `a` of a row .* `job.image_field`"),
 ]
 
 

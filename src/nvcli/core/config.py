@@ -332,6 +332,8 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
     fields["job", "messages_field"] = job.messages_field or MESSAGES_KEY
     if job.messages_field == job.prompt_field and source.setter(("job", "prompt_field")) is None:
         del fields["job", "prompt_field"]  # prompts are conversations
+    if job.image_field not in (None, job.id_field):  # the path of an image may be the id of its row
+        fields["job", "image_field"] = job.image_field
     if run.task == "score":
         names = ("continuation_field", "choices_field", "answer_field")
         fields |= {("score", name): getattr(run.score, name) for name in names}
