@@ -46,6 +46,8 @@ def test_no_prompt_at_the_beginning(tmp_path: Path, rows: list[dict[str, Any]]) 
         "its only row has no prompt" if len(rows) == 1 else f"none of its first {min(len(rows), 100)} rows has a prompt"
     )
     assert f"in.jsonl: {which}: " in message
+    with pytest.raises(ColumnsError, match="--prompt-field answer\n"):  # not the usual name, but the nearest
+        read(path, RowParser({}, RowKeys(prompt="Answers")))
 
 
 def test_rows_of_jsonl_in_a_file_of_text(tmp_path: Path) -> None:

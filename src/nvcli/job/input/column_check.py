@@ -4,6 +4,7 @@ columns, the model has no chat template, or the file is not text."""
 from __future__ import annotations
 
 import codecs
+import difflib
 import re
 import shlex
 from collections.abc import Sequence
@@ -213,16 +214,18 @@ def wrong_columns(name: str, rows: Sequence[JobResult], keys: RowKeys, rules: Pr
         way_out = "name columns of the input in the template"
     else:
         read = f"a prompt is read from {shown_columns(keys.prompts)}"
-        way_out = _flag(columns)
+        way_out = _flag(columns, keys.prompt if keys.names_prompt else None)
     return ColumnsError(
         f"{name}: {which}: {there}, and {read}\n  {way_out}\n"
         "  or make an error row of each row without a prompt: --set job.check_columns=false"
     )
 
 
-def _flag(columns: Sequence[str]) -> str:
-    """Say how to name the column of the prompts."""
+def _flag(columns: Sequence[str], named: str | None) -> str:
+    """Say how to name the column of the prompts. `named` is the name that the job has for it."""
     by_name = {column.strip().casefold(): column for column in reversed(columns)}
+    if named is not None and (near := difflib.get_close_matches(named.casefold(), by_name, n=1)):
+        return f"name the column of the prompts: --prompt-field {shlex.quote(by_name[near[0]])}"
     for flag, known in (("--messages-field", _MESSAGES_NAMES), ("--prompt-field", _PROMPT_NAMES)):
         found = next((by_name[name] for name in known if name in by_name), None)
         if found is not None:
