@@ -59,10 +59,13 @@ def test_what_is_wrong_with_a_later_input_is_found_before_the_first_is_begun(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, second='{"question": "b0"}\n')
-    command = ["generate", "a.jsonl", "b.jsonl", "-o", "out/", "-m", str(model_folder), "--set", "device=cpu"]
+    (tmp_path / "c.jsonl").write_text('{"text": "c0"}\n')
+    command = ["generate", "?.jsonl", "-o", "out/", "-m", str(model_folder), "--set", "device=cpu"]
     monkeypatch.setattr(sys, "argv", ["nvcli", *command])
     assert _run() == 2
-    assert "b.jsonl: its only row has no prompt" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "b.jsonl: its only row has no prompt" in told
+    assert "c.jsonl: its only row has no prompt" in told
     assert not (tmp_path / "out").exists()
 
 

@@ -138,7 +138,7 @@ class _Jobs:
         with progress, folder_made(self.options.output), contextlib.ExitStack() as stack:
             if len(each) == 1:
                 return 1 if self._answer(*each[0], progress, reports[0]).rows_failed else 0
-            jobs = [self._resolve(*one) for one in each]  # errors of later ones come before the first one begins
+            jobs = self._resolve_all(each)  # errors of later ones come before the first one begins
             engines = EngineSet(self.ahead.start_engine)
             stack.callback(engines.close)
             broken: list[ConfigError | InputChanged] = []
@@ -161,6 +161,22 @@ class _Jobs:
         if broken:
             raise reworded(broken[0], "\n".join(map(str, broken)) + "\nall other inputs are done")
         return 1 if failed else 0
+
+    def _resolve_all(self, each: Sequence[tuple[Sequence[str], str | None]]) -> list[ResolvedJob]:
+        """Resolve all jobs. Raises one ColumnsError for all inputs that cannot be answered, and else as `resolve_job`
+        does."""
+        from nvcli.job.input.column_check import ColumnsError
+
+        jobs: list[ResolvedJob] = []
+        refused: list[ColumnsError] = []
+        for one in each:
+            try:
+                jobs.append(self._resolve(*one))
+            except ColumnsError as error:
+                refused.append(error)
+        if refused:
+            raise reworded(refused[0], "\n".join(map(str, refused)))
+        return jobs
 
     def _resolve(self, inputs: Sequence[str], output: str | None) -> ResolvedJob:
         from nvcli.job.run.resolve import resolve_job
