@@ -519,6 +519,9 @@ def test_hunyuan_ocr_of_the_hub(tmp_path: Path) -> None:
     assert model.vision is not None
     assert model.vision.axes == (0, 0, 0, 2, 1, 1, 3, 3)
     assert model.decoder.layout.decoder_name("model.norm.weight") == "model.norm.weight"
+    (tmp_path / "config.json").write_text(json.dumps({**values, "head_dim": 2}))
+    with pytest.raises(LoadError, match="`head_dim`: 2 is too small where `alpha` enlarges"):
+        load_model_config(tmp_path)
 
 
 def test_jamba_and_falcon_mamba_of_the_hub(tmp_path: Path) -> None:

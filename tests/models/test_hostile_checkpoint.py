@@ -19,6 +19,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.json_file import JsonFile, read_json
 from nvcli.models.safetensors_header import read_header
 from nvcli.models.vision.llava import read_onevision_vision
+from nvcli.models.vision.vision_file import layer_list
 
 DEEP = '{"a":' * 100_000
 HUGE = 2**70
@@ -226,3 +227,19 @@ def test_pickled_weights_are_not_run(tmp_path: Path) -> None:
 def test_a_number_within_text(tmp_path: Path, ratio: str) -> None:
     config = JsonFile(tmp_path / "config.json", {"vision_aspect_ratio": ratio, "vision_config": {}})
     assert_refused(lambda: read_onevision_vision(config, config, config), "`vision_aspect_ratio`: ", "anyres_max_9")
+
+
+@pytest.mark.parametrize(
+    ("layers", "problem"),
+    [
+        (None, "missing, and its default [3, 7, 10] is not a list of different layers of 8"),
+        ([3, 8], "[3, 8] is not"),
+        ([3, True], "[3, true] is not"),
+        ([3, 3], "[3, 3] is not a list of different layers of 8"),
+    ],
+)
+def test_layers_that_a_tower_does_not_have_are_refused(layers: list[int] | None, problem: str, tmp_path: Path) -> None:
+    vision = JsonFile(tmp_path / "config.json", {"depth": 8, "deepstack_visual_indexes": layers})
+    assert_refused(
+        lambda: layer_list(vision, "deepstack_visual_indexes", (3, 7, 10)), "`deepstack_visual_indexes`: ", problem
+    )

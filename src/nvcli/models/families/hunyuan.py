@@ -89,6 +89,8 @@ def _v1_rope(config: ModelFile) -> RopeConfig:
     if rope.values.get("alpha") is None:
         return config.rope()
     theta, head_dim = rope.positive_number("rope_theta", 10_000.0), config.head_dim()
+    if head_dim == 2:
+        raise config.error("head_dim", "2 is too small where `alpha` enlarges the base; allowed: from 4 on")
     return RopeConfig(rope_type="default", theta=theta * rope.positive_number("alpha") ** (head_dim / (head_dim - 2)))
 
 

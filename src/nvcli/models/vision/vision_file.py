@@ -76,14 +76,14 @@ def square(file: JsonFile, key: str, value: int) -> int:
 
 
 def layer_list(vision: JsonFile, key: str, default: tuple[int, ...], *, depth: str = "depth") -> tuple[int, ...]:
-    """Read a list of layer numbers. `depth`: the key of the number of layers."""
-    value = vision.values.get(key)
-    if value is None:
-        return default
-    count = vision.positive(depth)
-    if not isinstance(value, list) or not all(isinstance(n, int) and 0 <= n < count for n in value):
-        raise vision.error(key, f"{show(value)} is not a list of layers of {count}")
-    return tuple(value)
+    """Read a list of different layer numbers. `depth`: the key of the number of layers."""
+    count, value = vision.positive(depth), vision.values.get(key)
+    found = list(default) if value is None else value
+    whole = isinstance(found, list) and all(type(n) is int and 0 <= n < count for n in found)
+    if not whole or len({*found}) != len(found):
+        given = "missing, and its default " if value is None else ""
+        raise vision.error(key, f"{given}{show(found)} is not a list of different layers of {count}")
+    return tuple(found)
 
 
 def read_axes(
