@@ -221,6 +221,16 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
             "patch_size": 4,
         },
     ),
+    "MiniCPMV4_6": (
+        "Qwen3_5Text",
+        "MiniCPMV4_6Vision",
+        {**_VISION, "num_hidden_layers": 3, "image_size": 14, "patch_size": 2, "insert_layer_id": 1},
+    ),
+    "MiniCPMOcr": (
+        "Qwen3_5Text",
+        "MiniCPMOcrVision",
+        {**_VISION, "num_hidden_layers": 2, "image_size": 28, "patch_size": 4},
+    ),
     **dict.fromkeys(
         ("AyaVision", "Cohere2Vision"),
         (
@@ -274,6 +284,7 @@ _WHOLE: dict[str, dict[str, Any]] = {
     "AyaVision": {"image_token_index": IMAGE_TOKEN},
     "GraniteDocling": {"image_token_id": IMAGE_TOKEN, "pad_token_id": 0, "density_router_hidden_size": 8},
     "Lfm3Vl": {"image_token_id": IMAGE_TOKEN, "projector_hidden_size": 24},
+    "MiniCPMV4_6": {"image_token_id": IMAGE_TOKEN, "insert_layer_id": 1},
     "Cohere2Vision": {"image_token_id": IMAGE_TOKEN, "alignment_intermediate_size": 24},
     "MuseGlimmer": {"image_token_id": IMAGE_TOKEN, "out_hidden_size": 64, "projector_hidden_size": 16},
     "Gemma4": {
@@ -316,6 +327,7 @@ SINCE = {
     **dict.fromkeys(
         ("DeepseekV32", "Glm5Next", "GlmMoeDsa", "GraniteDocling", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"
     ),
+    **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6"), "5.23"),
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
 MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
@@ -341,6 +353,8 @@ _UNKNOWN_BEFORE = {
         "Lfm3Vl",
         "Mellum",
         "MiMoV2Flash",
+        "MiniCPMOcr",
+        "MiniCPMV4_6",
         "Step3p7",
     ),
     *("MiniCPM3", "MuseGlimmer", "NemotronH", "Olmo3"),

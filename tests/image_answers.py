@@ -48,7 +48,7 @@ def put_pixels(memory: PixelMemory, pixels: np.ndarray, key: bytes, tile: int = 
     file.close()
     height, width, _ = pixels.shape
     grid = (1, height // tile - 1) if tile else (0, 0)
-    return Pixels(memory, offset, Fit(height=tile or height, width=width, tile=tile, grid=grid), key)
+    return Pixels(memory, offset, Fit(height=tile or height, width=width, tile=(tile, tile), grid=grid), key)
 
 
 class ImageRequests:

@@ -152,6 +152,16 @@ MARKS = {
         },
     ),
     "lighton-ocr": _QWEN._replace(processor=_PIXTRAL),
+    "minicpm-v 4.6": Marks(
+        ("<image>", "<|image_pad|>", "</image>"),
+        "<|image_pad|>",
+        {
+            "image_processor_type": "MiniCPMV4_6ImageProcessor",
+            "patch_size": SIDE // 4,
+            "scale_resolution": 5 * SIDE,
+            "max_slice_nums": 6,
+        },
+    ),
 }
 """By the names of `SHAPES`; all others are Qwen's."""
 

@@ -27,7 +27,7 @@ from checkpoints import SINCE, class_of, is_too_old, scaled
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.vision_config import VisionConfig
 
-_PIXEL_KEYS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
+_PIXEL_KEYS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids", "target_sizes")
 SIDE = 8
 """Pixels of a token's side in tiny checkpoints."""
 
@@ -108,6 +108,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         },
         "pixtral": {"patch_size": {"height": vision.patch_size, "width": vision.patch_size}},
         "idefics3": {"do_image_splitting": False, "max_image_size": {"longest_edge": 4 * SIDE}},
+        "minicpmv4_6": {"patch_size": vision.patch_size, "slice_mode": False},
     }.get(vision.processor, {})
     kinds = {
         "qwen2_vl": Qwen2VLImageProcessorPil,
@@ -122,6 +123,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "cohere2_vision": GotOcr2ImageProcessorPil,
         "granite_docling": GotOcr2ImageProcessorPil,
         "clip": GotOcr2ImageProcessorPil,
+        "minicpmv4_6": getattr(transformers, "MiniCPMV4_6ImageProcessorPil", None),  # not in version 5.10
     }
     tile = vision.tile_tokens * vision.token_pixels
     if tile:

@@ -157,7 +157,7 @@ def logits_in_steps(driver: ModelDriver, ids: list[int], *lengths: int) -> Tenso
 
 def assert_close(found: Tensor, expected: Tensor, *, name: str = "") -> None:
     # Delta nets of random weights enlarge rounding: with Qwen3-Next the two forms of transformers differ by 4e-4.
-    atol = 3e-3 if name.startswith(("qwen 3-next", "qwen 3.5")) else 2e-4
+    atol = 3e-3 if name.startswith(("qwen 3-next", "qwen 3.5", "minicpm-")) else 2e-4
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
     assert expected.std() > 0.3, "the reference must not be so flat that everything agrees"
 

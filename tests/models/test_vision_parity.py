@@ -46,6 +46,8 @@ FAMILIES = [
     "qwen 2.5-omni",
     "qwen 3-omni",
     "qwen 3.5 with vision",
+    "minicpm-v 4.6",
+    "minicpm-ocr",
     "gemma 3 with vision",
     "gemma 4 with vision, layer inputs and shared keys",
     "gemma 4 with vision, experts beside an mlp",

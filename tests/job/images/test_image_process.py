@@ -54,8 +54,7 @@ def prepare(image: bytes | Path, processor: ImageProcessor = PROCESSOR) -> Prepa
 
 def pixels_of(found: Prepared) -> np.ndarray:
     """The pixels that were written: tiles as wide as the image, and the image below them."""
-    rows, columns = found.fit.grid
-    pixels = np.empty((rows * columns * found.fit.tile + found.fit.height, found.fit.width, 3), dtype=np.uint8)
+    pixels = np.empty((sum(height for height, _ in found.fit.pictures), found.fit.width, 3), dtype=np.uint8)
     FILE.read(pixels.data.cast("B"), 4096)
     return pixels
 
@@ -144,7 +143,8 @@ def test_other_rules_are_those_of_transformers(
         expected = expected[0, : rows * columns].reshape(rows, columns, rule.side, rule.side, 3).swapaxes(1, 2)
     else:
         expected = expected.reshape(-1, *expected.shape[-3:]).transpose(0, 2, 3, 1)
-        expected = expected[:, : found.fit.tile or found.fit.height, : found.fit.tile or found.fit.width]
+        height, width = found.fit.pictures[0]
+        expected = expected[:, :height, :width]
     np.testing.assert_array_equal(pixels, expected.reshape(pixels.shape))
     assert pixels.size <= 3 * rule.most_pixels
 

@@ -133,6 +133,33 @@ class Lfm2:
         return {"pixel_values": pixels}, texts
 
 
+class MiniCpm:
+    """MiniCPM-V 4.6's processor, without its part for videos, which needs torchvision."""
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self._images = transformers.MiniCPMV4_6ImageProcessorPil.from_pretrained(folder)
+        self._images.do_rescale = self._images.do_normalize = False
+        self._text = object.__new__(transformers.MiniCPMV4_6Processor)
+        self._text.image_token, self._text.slice_mode = "<|image_pad|>", True
+        for name in ("image", "slice", "image_id"):
+            setattr(self._text, f"{name}_start_token", f"<{name}>")
+            setattr(self._text, f"{name}_end_token", f"</{name}>")
+
+    def _process_images(self, photos: Sequence[Sequence[Image.Image]], **_: Any) -> tuple[dict[str, Any], list[str]]:
+        found = self._images(photos[0], return_tensors="np")
+        numbers, token = range(len(photos[0])), self._text.image_token
+        texts = [self._text.replace_image_token(found, number, image_token_divisor=16) for number in numbers]
+        texts = self._text._prepend_local_ids([token * len(texts)], texts, token)
+        patches, side = found["pixel_values"][0], self._images.patch_size
+        sizes = found["target_sizes"].tolist()
+        cut = np.split(patches, np.cumsum([side * rows * columns for rows, columns in sizes])[:-1], axis=2)
+        parts = [
+            own.reshape(3, side, rows, columns, side).swapaxes(1, 2).reshape(3, rows * side, columns * side)
+            for own, (rows, columns) in zip(cut, sizes, strict=True)
+        ]
+        return {"pixel_values": parts}, texts
+
+
 def _resized(self: Any, images: torch.Tensor, size: Any, resample: int, **_: Any) -> torch.Tensor:
     photo = Image.fromarray(images[0].permute(1, 2, 0).numpy())
     return _tensor(photo.resize((size.width, size.height), resample=Image.Resampling(resample)))
@@ -152,6 +179,8 @@ def _tensor(photo: Image.Image) -> torch.Tensor:
         ("command a vision", CommandA, {}),
         ("granite docling", docling, {"max_patches": 20}),
         ("granite docling", docling, WIDE),
+        ("minicpm-v 4.6", MiniCpm, {}),
+        ("minicpm-v 4.6", MiniCpm, {"slice_mode": False}),
     ],
 )
 def test_prompts_are_those_of_transformers(
@@ -182,7 +211,7 @@ def test_prompts_are_those_of_transformers(
         found = [place for image in placed.images for place in range(image.first, image.end)]
         assert found == [place for place, each in enumerate(ids) if each == token]
         assert len({image.key for image in placed.images}) == len(placed.images)
-        if make in (Lfm2, CommandA, docling):  # `test_image_process.py` has others
+        if make in (Lfm2, CommandA, docling, MiniCpm):  # `test_image_process.py` has others
             tiles = their_pixels["pixel_values"][0] if make is docling else their_pixels["pixel_values"]
             for image, theirs_own in zip(placed.images, tiles, strict=True):
                 own = np.empty((*theirs_own.shape[1:], 3), dtype=np.uint8)

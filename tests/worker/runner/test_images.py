@@ -23,6 +23,7 @@ from vision_model import write_vision_model
 FAMILIES = [
     "qwen 2.5-vl",
     "qwen 3-vl",
+    "minicpm-v 4.6",
     "gemma 3 with vision",
     "gemma 4 with vision, layer inputs and shared keys",
     "gemma 4 12b",

@@ -113,10 +113,8 @@ def _prepare(question: Question, file: PixelFile) -> Prepared:
     except OSError as error:
         problem = f"there is no memory for its pixels ({len(pixels):,} bytes): {error}"
         return Prepared(problem=problem, has_no_memory=True)
-    shape = b"%d %d %d" % (fit.height, fit.width, fit.grid[1])
-    digest = blake2b(pixels, digest_size=16, person=shape)
-    if fit.layout is not None:
-        digest.update(msgspec.msgpack.encode(fit.layout))
+    digest = blake2b(pixels, digest_size=16)
+    digest.update(msgspec.msgpack.encode((fit.pictures, fit.grid, fit.layout)))
     return Prepared(fit=fit, key=digest.digest())
 
 
@@ -156,7 +154,7 @@ def _fit(processor: ImageProcessor, height: int, width: int) -> Fit:
 
 
 def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
-    """Yield the tiles of what the model reads, and then the whole image."""
+    """Yield the tiles and the whole image, as the model reads them."""
     from PIL.Image import Resampling as Filter
 
     resample, margin = Filter[resampling.upper()], fit.margin
@@ -164,20 +162,23 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
         image = _in_middle(image, max(image.size), max(image.size), fit.square)
     if fit.first is not None:
         image = image.resize(fit.first[::-1], resample=resample)
-    if fit.tile:
+    if fit.has_whole_first:
+        yield image.resize((fit.width, fit.height), resample=resample)
+    if fit.grid != (0, 0):
         height, width = fit.canvas
         canvas = image.resize((width, height) if fit.bars is None else fit.bars[::-1], resample=resample)
         if fit.bars is not None:
             canvas = _in_middle(canvas, height, width, (0, 0, 0))
-        for top in range(0, height, fit.tile + margin):
-            for left in range(0, width, fit.tile + margin):
-                yield canvas.crop((left, top, left + fit.tile, top + fit.tile))
+        tall, wide = fit.tile
+        for top in range(0, height, tall + margin):
+            for left in range(0, width, wide + margin):
+                yield canvas.crop((left, top, left + wide, top + tall))
         image = image if fit.first is None else canvas
     if fit.is_middle:
         top, left = (image.height - fit.height) // 2, (image.width - fit.width) // 2
         yield image.crop((left, top, left + fit.width, top + fit.height))
         return
-    if not fit.height:
+    if not fit.height or fit.has_whole_first:
         return
     whole = image.resize((fit.width + margin, fit.height + margin), resample=resample)
     yield whole.crop((0, 0, fit.width, fit.height)) if margin else whole

@@ -20,8 +20,8 @@ _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 
 
 class Pixels:
-    """The pixels of one image: [height, width, 3] bytes, after those of its tiles row by row, if it has any. Its
-    memory is free once nobody holds it."""
+    """The pixels of one image: [height, width, 3] bytes, after those of its tiles row by row, if it has any, or before
+    them (`Fit.has_whole_first`). Its memory is free once nobody holds it."""
 
     __slots__ = ("__weakref__", "_memory", "fit", "key", "num_bytes", "offset")
 

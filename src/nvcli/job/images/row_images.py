@@ -147,7 +147,10 @@ class RowImages:
         if len(parts) - 1 != len(pixels):
             return _other_count(len(parts) - 1, len(pixels))
         side = self._processor.rule.side
-        spelled = [self._text.spelled(each.fit.height // side, each.fit.grid) for each in pixels]
+        spelled = [
+            self._text.spelled(each.fit.height // side, each.fit.grid, number, has_whole_first=each.fit.has_whole_first)
+            for number, each in enumerate(pixels)
+        ]
         return "".join(chain.from_iterable(zip(parts, [*spelled, ""], strict=True)))
 
     def expand(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[list[int], PromptImages]:

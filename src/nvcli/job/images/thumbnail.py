@@ -16,8 +16,10 @@ def thumbnail(pixels: Pixels) -> str:
     """Return the `data:` URL of a small JPEG picture of an image, or of its last tile if tiles alone are read."""
     from PIL import Image
 
-    height, width = pixels.fit.pictures[-1]
-    picture = Image.frombytes("RGB", (width, height), pixels.read()[-3 * height * width :])
+    height, width = pixels.fit.pictures[0 if pixels.fit.has_whole_first else -1]
+    size = 3 * height * width
+    data = pixels.read()
+    picture = Image.frombytes("RGB", (width, height), data[:size] if pixels.fit.has_whole_first else data[-size:])
     picture.thumbnail((_SIDE, _SIDE))
     out = io.BytesIO()
     picture.save(out, "JPEG", quality=_QUALITY)

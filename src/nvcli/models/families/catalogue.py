@@ -36,7 +36,7 @@ from nvcli.models.families.longcat import LONGCAT_FLASH
 from nvcli.models.families.mamba1 import FALCON_MAMBA, MAMBA1
 from nvcli.models.families.mamba2 import MAMBA2
 from nvcli.models.families.mimo import MIMO_V2_FLASH
-from nvcli.models.families.minicpm import MINICPM3
+from nvcli.models.families.minicpm import MINICPM3, MINICPM_OCR, MINICPM_V4_6
 from nvcli.models.families.minimax import MINIMAX_M2, MINIMAX_TEXT_01
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
 from nvcli.models.families.muse import MUSE_GLIMMER
@@ -139,6 +139,8 @@ FAMILIES: tuple[Family, ...] = (
     GPT_OSS,
     SEED_OSS,
     MINICPM3,
+    MINICPM_V4_6,
+    MINICPM_OCR,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,

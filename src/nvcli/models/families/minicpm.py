@@ -1,15 +1,19 @@
 """MiniCPM3 (https://huggingface.co/openbmb/MiniCPM3-4B): latent attention, and multipliers of embeddings, of residuals
-by the model's depth, and of logits by its width."""
+by the model's depth, and of logits by its width. MiniCPM-V 4.6 and MiniCPM-OCR: Qwen 3.5 after a vision tower."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 
 from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import read_latent_attention
-from nvcli.models.families.model_file import ModelFile
+from nvcli.models.families.model_file import ModelFile, read_by_type
+from nvcli.models.families.qwen_hybrid import QWEN3_5, read_qwen3_5, read_qwen3_5_moe
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.vision.minicpm import read_minicpm_vision
 
 
 def read_minicpm3(config: ModelFile) -> DecoderConfig:
@@ -34,4 +38,24 @@ MINICPM3 = Family(
     read=read_minicpm3,
     ties_embeddings=True,
     defaults={"scale_depth": 1.4, "dim_model_base": 256},
+)
+_TEXT_PARTS = {"qwen3_5_text": read_qwen3_5, "qwen3_5_moe_text": read_qwen3_5_moe}
+
+MINICPM_V4_6 = Family(
+    name="MiniCPM-V 4.6",
+    architectures=("MiniCPMV4_6ForConditionalGeneration",),
+    features="Qwen 3.5 with a vision tower (SigLIP), which merges patches early and sees images as marked slices",
+    examples=("openbmb/MiniCPM-V-4.6",),
+    read=lambda config: read_by_type(config, _TEXT_PARTS, "qwen3_5_text"),
+    read_vision=read_minicpm_vision,
+    defaults=QWEN3_5.defaults,
+)
+MINICPM_OCR = replace(
+    MINICPM_V4_6,
+    name="MiniCPM-OCR",
+    architectures=("MiniCPMOcrForConditionalGeneration",),
+    features="MiniCPM-V 4.6 with four times as many tokens of images",
+    examples=("openbmb/MiniCPM-OCR-1.0",),
+    read_vision=partial(read_minicpm_vision, mode="4x"),
+    ties_embeddings=True,
 )

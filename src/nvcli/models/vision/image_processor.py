@@ -1,8 +1,9 @@
 """ImageProcessor: the settings of a checkpoint's image processor, and the size to which it brings an image.
 
 Read from preprocessor_config.json, or from processor_config.json as newer versions of transformers write it.
-Torch-free: the parent, its image processes and the ranks read it. Each kind is one of transformers' image processors
-on Pillow, whose pixels it is held to; where one needs torchvision (LFM2-VL, Command A Vision), Pillow takes its steps.
+Torch-free: the parent, its image processes and the ranks read it. Each kind is one of transformers' image processors on
+Pillow, whose pixels it is held to; where one needs torchvision (LFM2-VL, Command A Vision, MiniCPM-OCR), Pillow takes
+its steps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from nvcli.models.vision.image_size import (
     LargeRule,
     MiddleRule,
     SizeRule,
+    SliceRule,
     SplitRule,
     TileRule,
     WideRule,
@@ -289,6 +291,20 @@ def _large_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     )
 
 
+def _slice_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    file.only(
+        patch_size=vision.patch_size,
+        downsample_mode=f"{vision.merge_size**2}x",
+        use_image_id=True,
+        small_image_upsize="always",
+    )
+    most = file.positive("max_slice_nums", 9) if file.get("slice_mode", bool, True) else 1
+    if most > _MOST_TILES:
+        raise file.error("max_slice_nums", f"{most:,} is not supported; supported: up to {_MOST_TILES}")
+    edge = file.positive("scale_resolution", 448, most=_MOST_SIDE)
+    return SliceRule(side=vision.token_pixels, edge=edge, most=most)
+
+
 def _tile(file: JsonFile, vision: VisionConfig, default: int) -> int:
     """Read the side of a square to which images are brought; it is the tower's."""
     size, wanted = _object(file, "size"), vision.tile_pixels
@@ -321,6 +337,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "clip": _Kind(("CLIP", "Siglip"), _middle_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "llava_next": _Kind(("LlavaNext",), _grid_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "llava_onevision": _Kind(("LlavaOnevision",), partial(_grid_rule, squares=True), 3, _CLIP_MEAN, _CLIP_STD),
+    "minicpmv4_6": _Kind(("MiniCPMV4_6", "MiniCPMOcr"), _slice_rule, 3, _HALF, _HALF),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }
 

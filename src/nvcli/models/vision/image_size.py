@@ -26,10 +26,12 @@ class Fit:
 
     height: int
     width: int
-    tile: int = 0
-    """Pixels of the side of the tiles that the model reads before the whole image, if there are any."""
+    tile: tuple[int, int] = (0, 0)
+    """The height and width of the tiles that the model reads beside the whole image, if there are any."""
     grid: tuple[int, int] = (0, 0)
     """The rows and columns of tiles."""
+    has_whole_first: bool = False
+    """Whether the whole image is read before its tiles, and not after them."""
     first: tuple[int, int] | None = None
     """The height and width to which an image is brought first. The tiles are made of that, and the whole image of
     them; None: both are made of the image itself."""
@@ -48,17 +50,17 @@ class Fit:
     @property
     def canvas(self) -> tuple[int, int]:
         """The height and width of what is cut into tiles, row by row; of an image that is not cut those of itself."""
-        if not self.tile:
+        if self.grid == (0, 0):
             return self.height + self.margin, self.width + self.margin
         rows, columns = self.grid
-        return rows * (self.tile + self.margin), columns * (self.tile + self.margin)
+        return rows * (self.tile[0] + self.margin), columns * (self.tile[1] + self.margin)
 
     @property
     def pictures(self) -> list[tuple[int, int]]:
-        """The height and width of each tile, and of the whole image after them, if it is read."""
+        """The height and width of each tile, and of the whole image, if it is read, in the order in which they are."""
         rows, columns = self.grid
-        whole = [(self.height, self.width)] if self.height else []
-        return [(self.tile, self.tile)] * (rows * columns) + whole
+        whole, tiles = [(self.height, self.width)] if self.height else [], [self.tile] * (rows * columns)
+        return whole + tiles if self.has_whole_first else tiles + whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +237,7 @@ class TileRule(CutRule):
     def fit(self, height: int, width: int) -> Fit:
         tile, (rows, columns) = self.tile, self._arrangement(height, width)
         fit = Fit(height=tile, width=tile, margin=self.margin)
-        return fit if rows * columns == 1 else replace(fit, tile=tile, grid=(rows, columns))
+        return fit if rows * columns == 1 else replace(fit, tile=(tile, tile), grid=(rows, columns))
 
     def _arrangement(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles. Among arrangements of one shape, the larger one is taken while the
@@ -284,7 +286,7 @@ class SplitRule(CutRule):
         rows, columns = self._arrangement(*first) if self.is_cut else (1, 1)
         kept = self.tile // self.side * self.side
         fit = Fit(height=kept, width=kept, first=first, margin=self.tile - kept)
-        return fit if rows * columns == 1 else replace(fit, tile=kept, grid=(rows, columns))
+        return fit if rows * columns == 1 else replace(fit, tile=(kept, kept), grid=(rows, columns))
 
     def _arrangement(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles: one side is rounded up to whole tiles, and the other after it."""
@@ -361,7 +363,8 @@ class GridRule(SizeRule):
         if most and (shrinking := math.sqrt(kept[0] * kept[1] / most)) > _MOST_SHRINKING:
             shown = int(kept[0] // shrinking), int(kept[1] // shrinking)
         layout = TileGrid(rows=rows, columns=columns, kept=kept, shown=shown)
-        return Fit(height=tile, width=tile, tile=tile, grid=(rows, columns), margin=margin, bars=bars, layout=layout)
+        fit = Fit(height=tile, width=tile, tile=(tile, tile), grid=(rows, columns), margin=margin)
+        return replace(fit, bars=bars, layout=layout)
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles."""
@@ -416,6 +419,65 @@ class LargeRule(SizeRule):
         tiles = self.tiles.fit(height, width)
         whole = fit if self.has_whole else Fit(height=0, width=0)
         return replace(whole, tile=tiles.tile, grid=tiles.grid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceRule(SizeRule):
+    """Images get about one area, and so do the slices into which larger ones are cut (MiniCPM-V)."""
+
+    edge: int
+    """Pixels of the side of a square of that area."""
+    most: int
+    """The most slices of an image."""
+
+    @property
+    def max_tokens(self) -> int:
+        count = self.edge / self.side
+        return self.most_pictures * math.ceil(count**2 + count * math.sqrt(_MOST_RATIO) + 1)  # sides are rounded
+
+    @property
+    def most_pictures(self) -> int:
+        return self.most + (self.most > 1)
+
+    def fit(self, height: int, width: int) -> Fit:
+        if max(height, width) > _MOST_RATIO * min(height, width):
+            raise ValueError(_TOO_LONG)
+        tall, wide = self._near(height, width)
+        count = min(math.ceil(height * width / self.edge**2), self.most)
+        if count <= 1:
+            return Fit(height=tall, width=wide)
+        rows, columns = self._grid(height, width, count)
+        tile = self._near(_nearest(height, rows) // rows, _nearest(width, columns) // columns)
+        return Fit(height=tall, width=wide, tile=tile, grid=(rows, columns), has_whole_first=True)
+
+    def _near(self, height: int, width: int) -> tuple[int, int]:
+        """Return the sides in pixels, in whole tokens, of an image of this shape that has about the rule's area."""
+        ratio = width / height
+        tall = int(self.edge / math.sqrt(ratio))
+        return _nearest(tall, self.side), _nearest(int(tall * ratio), self.side)
+
+    def _grid(self, height: int, width: int, count: int) -> tuple[int, int]:
+        """Return the rows and columns of about `count` slices whose shape is nearest to the image's; among equals of
+        one number the one with more rows."""
+        wanted = math.log(width / height)
+        grids = [
+            (rows, number // rows)
+            for number in (count - 1, count, count + 1)
+            if 1 < number <= self.most
+            for rows in range(1, number + 1)
+            if number % rows == 0
+        ]
+        best, nearest = grids[0], math.inf
+        for grid in grids:
+            apart = abs(wanted - math.log(grid[1] / grid[0]))
+            if apart < nearest or (apart == nearest and grid[0] > best[0]):
+                best, nearest = grid, apart
+        return best
+
+
+def _nearest(length: int, side: int) -> int:
+    """Return the multiple of `side`, not 0, that is nearest to a length."""
+    return max(round(length / side), 1) * side
 
 
 def _even(length: int) -> int:

@@ -21,7 +21,7 @@ class SquareMerger(nn.Module):
     def __init__(self, build: BuildContext, path: str, config: VisionConfig, *, norms_squares: bool) -> None:
         """`norms_squares`: the norm, if there is one, is over all patches of a token together."""
         super().__init__()
-        self.count, self.norms_squares, self.is_gated = config.merge_size**2, norms_squares, config.merger.is_gated
+        self.count, self.norms_squares, self.is_gated = config.late_merge**2, norms_squares, config.merger.is_gated
         self.norm = Norm(build, f"{path}.norm", config.merger.eps) if config.merger.has_norm else nn.Identity()
         self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")
         is_last = config.merger.result_size is None
@@ -44,7 +44,7 @@ class LinearMerger(nn.Module):
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
-        self.count = config.merge_size**2
+        self.count = config.late_merge**2
         self.projection = Linear(build, f"{path}.projection")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class PooledMerger(nn.Module):
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
-        self.count = config.merge_size**2
+        self.count = config.late_merge**2
         self.norm = Norm(build, f"{path}.norm", config.merger.eps)
         self.projection = Weights(build, f"{path}.projection")
 
@@ -71,7 +71,7 @@ class ProjectingMerger(nn.Module):
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
-        self.count, self.config = config.merge_size**2, config.merger
+        self.count, self.config = config.late_merge**2, config.merger
         self.projection = Linear(build, f"{path}.projection")
         self.shift, self.scale = (
             Weights(build, f"{path}.{name}") if self.config.is_standardised else None for name in ("shift", "scale")
@@ -90,7 +90,7 @@ class PatchMerger(nn.Module):
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
-        self.count = config.merge_size**2
+        self.count = config.late_merge**2
         self.norm = Norm(build, f"{path}.norm", config.merger.eps)
         self.merging = Linear(build, f"{path}.merging_layer")
         self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")
@@ -106,7 +106,7 @@ class GatedMerger(nn.Module):
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
-        self.count, self.activation = config.merge_size**2, config.activation
+        self.count, self.activation = config.late_merge**2, config.activation
         self.downsample, self.proj = Linear(build, f"{path}.downsample"), Linear(build, f"{path}.proj")
         self.norm = Norm(build, f"{path}.norm", config.merger.eps)
         self.up = Linear(build, f"{path}.gate_proj", f"{path}.up_proj")
@@ -124,7 +124,7 @@ class PlacedMerger(nn.Module):
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
-        self.count = config.merge_size**2
+        self.count = config.late_merge**2
         self.norm, self.middle_norm, self.last_norm = (
             Norm(build, f"{path}.{name}", config.merger.eps) for name in ("norm", "middle_norm", "last_norm")
         )
@@ -166,7 +166,7 @@ class BorderedMerger(nn.Module):
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
-        self.count = config.merge_size**2
+        self.count = config.late_merge**2
         self.norm, self.last_norm = (Norm(build, f"{path}.{name}", config.merger.eps) for name in ("norm", "last_norm"))
         self.merging = Linear(build, f"{path}.merging_layer")
         self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")

@@ -1,9 +1,9 @@
 """PatchGrid: where the patches of images lie, which of them attend to each other, and in what order they are computed.
 
 Patches come in the order of transformers' image processors: token by token, each with the patches of its square, row by
-row. With windows, tokens are computed window by window, windows of one size together, so that attention takes few
-calls; `inverse` restores their order. An image of tiles counts as one for each of them. Shapes: P patches and N = P /
-merge_size² tokens of one image.
+row, or with those of the squares in it that are merged early. With windows, tokens are computed window by window,
+windows of one size together, so that attention takes few calls; `inverse` restores their order. An image of tiles
+counts as one for each of them. Shapes: P patches and N = P / merge_size² tokens of one image.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PatchGrid:
     images: Runs
     taps: Ints | None
     """[P, 4] or more, the learned positions from which each patch's own is interpolated, or [P, 2], those of its column
-    and row; None: there are none."""
+    and row, or [P, 1], the nearest; None: there are none."""
     tap_weights: Floats | None
     """Their weights, of the same shape."""
     middles: Floats
@@ -112,8 +112,9 @@ def _grid_of_image(vision: VisionConfig, rows: int, columns: int) -> PatchGrid:
     num_tiles = rows // tile if tile else 1
     rows //= num_tiles
     row, column = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
-    in_squares = (rows // merge, merge, columns // merge, merge)
-    places = np.stack([axis.reshape(in_squares).swapaxes(1, 2).ravel() for axis in (row, column)], axis=1)
+    late, early = vision.late_merge, vision.early_merge
+    in_squares = (rows // merge, late, early, columns // merge, late, early)
+    places = np.stack([axis.reshape(in_squares).transpose(0, 3, 1, 4, 2, 5).ravel() for axis in (row, column)], axis=1)
     order: Ints | None = None
     windows: Runs = ()
     if vision.window_tokens:
@@ -168,6 +169,12 @@ def _interpolation(places: Ints, rows: int, columns: int, vision: VisionConfig) 
         taps = places[:, ::-1] * step + np.array([0, second])
         return taps, np.ones(taps.shape, dtype=np.float32)
     side = round(vision.num_positions**0.5)
+    if vision.interpolation == "nearest":
+        bounds = (np.arange(1, side) / side).astype(np.float32)
+        shares = places.astype(np.float32) / np.array([rows, columns], dtype=np.float32)
+        row, column = np.searchsorted(bounds, shares, side="right").T
+        taps = (row * side + column)[:, None]
+        return taps, np.ones(taps.shape, dtype=np.float32)
     axes = []
     for axis, size in enumerate((rows, columns)):
         place = places[:, axis].astype(np.float32)

@@ -144,7 +144,7 @@ _IDEFICS_DEFAULTS = {
 
 def read_gemma3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Gemma 3."""
-    sizes, image = _sizes(vision, text), vision.positive("image_size")
+    sizes, image = siglip_sizes(vision, text), vision.positive("image_size")
     patch = sizes["patch_size"]
     side = image // patch
     tokens = square(config, "mm_tokens_per_image", config.positive("mm_tokens_per_image", 256))
@@ -167,7 +167,7 @@ def read_gemma3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Vi
 def read_idefics3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Idefics 3 and SmolVLM."""
     vision = vision.with_defaults(_IDEFICS_DEFAULTS)
-    sizes, merge = _sizes(vision, text), config.positive("scale_factor", 2)
+    sizes, merge = siglip_sizes(vision, text), config.positive("scale_factor", 2)
     side = side_of(vision, "image_size", 224) // sizes["patch_size"]
     if not side or side % merge:
         raise config.error("scale_factor", f"{merge} × {merge} patches do not divide {side} × {side}")
@@ -187,7 +187,7 @@ def read_idefics3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> 
 def read_docling_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Granite Docling, without its path to four times as many tokens."""
     vision = vision.with_defaults({**_IDEFICS_DEFAULTS, "hidden_size": 768, "num_attention_heads": 12})
-    sizes, merge = _sizes(vision, text), vision.positive("scale_factor", 4)
+    sizes, merge = siglip_sizes(vision, text), vision.positive("scale_factor", 4)
     side = side_of(vision, "image_size", 512) // sizes["patch_size"]
     if not side or side % merge:
         raise vision.error("scale_factor", f"{merge} × {merge} patches do not divide {side} × {side}")
@@ -210,7 +210,7 @@ def read_docling_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> V
 def read_lfm2_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of LFM2-VL."""
     config.only(projector_hidden_act="gelu", vision_feature_layer=-1, use_image_special_tokens=True)
-    sizes = _sizes(vision, text)
+    sizes = siglip_sizes(vision, text)
     positions = vision.positive("num_patches", 256)
     square(vision, "num_patches", positions)
     return VisionConfig(
@@ -255,7 +255,7 @@ def read_command_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> V
 def _gated(config: JsonFile, vision: JsonFile, text: JsonFile, *, eps: float | None) -> VisionConfig:
     """Read a tower with a gated MLP over squares of patches, which are normed before it unless `eps` is None."""
     merge = config.positive("downsample_factor", 2)
-    sizes, image = _sizes(vision, text), side_of(vision, "image_size", 512)
+    sizes, image = siglip_sizes(vision, text), side_of(vision, "image_size", 512)
     side = image // sizes["patch_size"]
     if image % sizes["patch_size"] or side % merge:
         raise config.error("downsample_factor", f"{merge} × {merge} patches do not divide an image of {image} pixels")
@@ -284,7 +284,7 @@ def _gated(config: JsonFile, vision: JsonFile, text: JsonFile, *, eps: float | N
 
 def read_paddleocr_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of PaddleOCR-VL."""
-    sizes, merge = _sizes(vision, text), vision.positive("spatial_merge_size", 2)
+    sizes, merge = siglip_sizes(vision, text), vision.positive("spatial_merge_size", 2)
     return VisionConfig(
         names=_PADDLE,
         processor="paddleocr_vl",
@@ -300,7 +300,7 @@ def read_paddleocr_vision(config: JsonFile, vision: JsonFile, text: JsonFile) ->
     )
 
 
-def _sizes(vision: JsonFile, text: JsonFile) -> dict[str, Any]:
+def siglip_sizes(vision: JsonFile, text: JsonFile) -> dict[str, Any]:
     """Read what these towers have in common."""
     vision.only(hidden_act="gelu_pytorch_tanh")
     return {

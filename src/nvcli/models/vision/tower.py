@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.core.prompt_image import TileGrid
-from nvcli.kernels.patch_attention import Segments, attend_segments, make_segments, rotate_patches
-from nvcli.kernels.patch_types import HeadNorms, Runs
+from nvcli.kernels.patch_attention import Segments, make_segments
+from nvcli.kernels.patch_types import Runs
 from nvcli.models.parallel import BuildContext
+from nvcli.models.vision.early_merger import EarlyMerger
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.merger import BorderedMerger, SquareMerger, make_merger
 from nvcli.models.vision.patch_convolution import PatchConvolution
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
+from nvcli.models.vision.tower_attention import TowerAttention
 from nvcli.models.vision.tower_parts import Linear, Norm, Scale, Weights, activate_and_multiply
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
 
@@ -47,6 +49,7 @@ class VisionTower(nn.Module):
         self.blocks = nn.ModuleList(
             _Block(build, f"{TOWER}.blocks.{n}", config, convolves=n in config.conv_layers) for n in range(config.depth)
         )
+        self.early_merger = EarlyMerger(build, f"{TOWER}.early_merger", config) if config.early_merge > 1 else None
         self.newline = Weights(build, f"{TOWER}.newline") if config.has_newlines else None
         self.merger = make_merger(build, f"{TOWER}.merger", config)
         self.deepstack = nn.ModuleList(
@@ -98,20 +101,23 @@ class VisionTower(nn.Module):
     def _patches(self, image: Tensor, processor: ImageProcessor) -> Tensor:
         """Cut an image into patches of scaled values, in the type of the weights: [P, values of a patch]."""
         config = self.config
-        side, merge = config.patch_size, config.merge_size
+        side, late, early = config.patch_size, config.late_merge, config.early_merge
         values = image.float().mul_(processor.factor)
         for channel, mean, std in zip(values.unbind(-1), processor.mean, processor.std, strict=True):
             channel.sub_(mean).div_(std)  # by numbers: copies of a tensor would wait for the GPU
         if config.centres_pixels:
             values.sub_(0.5).mul_(2)
         height, width, channels = values.shape
-        rows, columns = height // (side * merge), width // (side * merge)
-        squares = values.to(self.patch_embed.weight.dtype).view(rows, merge, side, columns, merge, side, channels)
-        patches = squares.permute(0, 3, 1, 4, 6, 2, 5)  # rows and columns of tokens, then of patches, channel, pixels
+        rows, columns = height // config.token_pixels, width // config.token_pixels
+        squares = values.to(self.patch_embed.weight.dtype).view(
+            rows, late, early, side, columns, late, early, side, channels
+        )
+        # rows and columns of tokens, then of squares, then of patches, channel, pixels
+        patches = squares.permute(0, 4, 1, 5, 2, 6, 8, 3, 7).reshape(-1, channels, side, side)
         num_frames = max(1, config.temporal_patch_size)
         if config.has_last_channels:
-            return patches.permute(0, 1, 2, 3, 5, 6, 4).reshape(-1, config.patch_values)
-        frames = patches.unsqueeze(5).expand(*patches.shape[:5], num_frames, side, side)
+            return patches.permute(0, 2, 3, 1).reshape(-1, config.patch_values)
+        frames = patches.unsqueeze(2).expand(-1, -1, num_frames, -1, -1)
         return frames.reshape(-1, config.patch_values)
 
     def _compute(self, patches: Tensor, grid: PatchGrid) -> Tensor:
@@ -134,11 +140,17 @@ class VisionTower(nn.Module):
         delta: Tensor | None = None  # what a layer adds to `x`, together with the norm of the sum
         for number, block in enumerate(self.blocks):
             delta = block(x, delta, angles, whole if number in config.full_layers else windowed, neighbours)
-            if number in config.deepstack_layers or number + 1 == len(self.blocks):
+            merges = self.early_merger is not None and number == config.early_layer
+            if number in config.deepstack_layers or merges or number + 1 == len(self.blocks):
                 x += delta
                 delta = None
             if number in config.deepstack_layers:
                 deep.append(self.deepstack[config.deepstack_layers.index(number)](x))
+            if self.early_merger is not None and merges:
+                count = config.early_merge**2
+                x = self.early_merger(x, make_segments(((0, len(x) // count, count),), heads, x.dtype, device))
+                images = tuple((first // count, parts, size // count) for first, parts, size in images)
+                whole = windowed = make_segments(images, heads, x.dtype, device)
         if self.class_token is not None:
             (_, _, size) = images[0]
             x = x.view(-1, size, x.shape[-1])[:, 1:].flatten(0, 1)
@@ -207,12 +219,7 @@ class _Block(nn.Module):
         self.config = config
         self.convolution = PatchConvolution(build, f"{path}.conv") if convolves else None
         self.norm1, self.norm2 = (Norm(build, f"{path}.{name}", config.eps) for name in ("norm1", "norm2"))
-        if not convolves:
-            self.qkv = Linear(build, *(f"{path}.attn.{name}" for name in config.qkv_names))
-            self.proj = Linear(build, f"{path}.attn.proj")
-            self.head_norms = nn.ModuleList(
-                Norm(build, f"{path}.attn.{name}", config.eps) for name in ("q_norm", "k_norm") if config.qk_norm
-            )
+        self.attention = None if convolves else TowerAttention(build, f"{path}.attn", config)
         self.results = nn.ModuleList(
             Scale(build, f"{path}.scale{number}")
             if config.has_layer_scales
@@ -228,9 +235,9 @@ class _Block(nn.Module):
     ) -> Tensor:
         """Return what is to be added to `x`, [P, H], after `delta` and what attention gives were, in place."""
         mixed = self.norm1(x, delta)
-        if self.convolution is None:
-            mixed = self.proj(self._attend(mixed, angles, segments))
-        else:
+        if self.attention is not None:
+            mixed = self.attention(mixed, angles, segments)
+        elif self.convolution is not None:
             mixed = self.convolution(mixed, neighbours)
         inner, kind = self.norm2(x, self._result(mixed, 0)), self.config.activation
         if self.config.is_gated:
@@ -244,22 +251,3 @@ class _Block(nn.Module):
         """Scale or norm what attention (number 0) or the MLP (1) gives, where the tower does."""
         result: Tensor = self.results[number](x) if self.results else x
         return result
-
-    def _attend(self, x: Tensor, angles: Tensor | None, segments: Segments) -> Tensor:
-        """Attend within each segment: [P, H] → [P, H]."""
-        qkv, heads, kv_heads = self.qkv(x), self.config.num_heads, self.config.num_kv_heads
-        if kv_heads:
-            queries, *others = qkv.view(len(x), heads + 2 * kv_heads, -1).split([heads, kv_heads, kv_heads], dim=1)
-            qkv = torch.cat([queries, *(part.repeat_interleave(heads // kv_heads, 1) for part in others)], dim=1)
-        qkv = qkv.view(len(x), 3, heads, -1)
-        norms = None
-        if self.config.qk_norm == "head":
-            queries, keys = (norm.get_parameter("weight") for norm in self.head_norms)
-            assert angles is not None, "norms of heads go with their rotation"
-            norms = HeadNorms(queries, keys, self.config.eps, self.config.norms_values)
-        elif self.config.qk_norm:
-            for part, norm in zip((qkv[:, 0], qkv[:, 1]), self.head_norms, strict=True):
-                part.copy_(norm(part.flatten(1)).view(part.shape))
-        if angles is not None:
-            rotate_patches(qkv, angles, norms)
-        return attend_segments(qkv, segments)

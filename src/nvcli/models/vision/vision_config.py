@@ -36,6 +36,7 @@ ProcessorKind = Literal[
     "clip",
     "llava_next",
     "llava_onevision",
+    "minicpmv4_6",
 ]
 """The image processors of transformers, by the first part of their names."""
 
@@ -49,7 +50,7 @@ class ImageText:
     token: str
     """The token that stands for each of the image's own."""
     before: str = ""
-    """The text before the image's tokens."""
+    """The text before the image's tokens, with the `{image}`'s number in the prompt, from 0."""
     after: str = ""
     """The text after them."""
     between: str = ""
@@ -61,9 +62,9 @@ class ImageText:
     """The text after the tokens of each tile. If this and `tile` are empty, the tokens of tiles follow each other, as
     if they lay below each other in one image."""
     row_end: str = ""
-    """The text after a row of tiles."""
+    """The text after a row of tiles, unless nothing of the image follows."""
     whole: str = ""
-    """The text before the tokens of the whole image that follows tiles."""
+    """The text before the tokens of the whole image that has tiles."""
     alone: str = ""
     """The text before the tokens of an image without tiles."""
     after_alone: str | None = None
@@ -74,24 +75,29 @@ class ImageText:
         """Whether there is text between the tokens of an image's tiles."""
         return self.tile + self.tile_end != ""
 
-    def spelled(self, rows: int, grid: tuple[int, int] = (0, 0)) -> str:
-        """Return the text of an image of `rows` rows of tokens (0: its tiles alone are read), after a grid of tiles,
-        with one `token` for all of a run of its tokens: for each row where something is between them, for each tile and
-        the whole image where something is, or for the image."""
-        tiles = ""
-        if self.parts_tiles:
-            for row in range(grid[0]):
-                for column in range(grid[1]):
-                    number = row * grid[1] + column + 1
-                    mark = self.tile.format(row=row + 1, column=column + 1, number=number)
-                    tiles += mark + self.token + self.tile_end
-                tiles += self.row_end
+    def spelled(self, rows: int, grid: tuple[int, int], image: int, *, has_whole_first: bool = False) -> str:
+        """Return the text of an image of `rows` rows of tokens (0: its tiles alone are read), and a grid of tiles
+        before or after it, with one `token` for all of a run of its tokens: for each row where something is between
+        them, for each tile and the whole image where something is, or for the image. `image`: its number in the
+        prompt."""
+        before = self.before.format(image=image)
+        tiles = self._spelled_tiles(*grid) if self.parts_tiles else ""
         if not rows:
-            return self.before + tiles + self.after
+            return before + tiles + self.after
         after = self.after if tiles or self.after_alone is None else self.after_alone
-        tiles += self.whole if tiles else self.alone
-        whole = f"{self.token}{self.between}" * (rows - 1 if self.between else 0) + self.token
-        return self.before + tiles + whole + after
+        run = f"{self.token}{self.between}" * (rows - 1 if self.between else 0) + self.token
+        whole = (self.whole if tiles else self.alone) + run + after
+        if has_whole_first:
+            return before + whole + tiles
+        return before + tiles + (self.row_end if tiles else "") + whole
+
+    def _spelled_tiles(self, rows: int, columns: int) -> str:
+        """Return the text of tiles, with `row_end` between their rows."""
+        marks = (
+            [self.tile.format(row=row + 1, column=n + 1, number=row * columns + n + 1) for n in range(columns)]
+            for row in range(rows)
+        )
+        return self.row_end.join("".join(mark + self.token + self.tile_end for mark in row) for row in marks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +154,10 @@ class VisionConfig:
     """Whether files hold the projection of patches as a matrix, although they are channel by channel."""
     merge_size: int
     """Patches of the side of the square that becomes one token."""
+    early_merge: int = 1
+    """Patches of the side of the squares that attend among themselves after `early_layer`, each of which is one patch
+    for the layers after that; it divides `merge_size`. 1: there are none."""
+    early_layer: int = 0
     merger: MergerConfig
     out_size: int
     """The hidden size of the decoder."""
@@ -211,11 +221,13 @@ class VisionConfig:
     axis; 0: there is none."""
     has_unused_position: bool = False
     """Whether files hold another entry before them, which nothing reads."""
-    interpolation: Literal["corners", "borders", "enlarged", "antialiased", "bicubic", "axes", "turns"] = "corners"
+    interpolation: Literal["corners", "borders", "enlarged", "antialiased", "bicubic", "nearest", "axes", "turns"] = (
+        "corners"
+    )
     """corners: bilinear, with the corners of the grid on those of the table; borders: bilinear, with their borders on
     each other; enlarged: likewise, as if the grid were a tenth of a patch larger; antialiased: like borders, over more
-    entries where the grid is smaller; bicubic: likewise; axes: none, the entries of a column and a row are added;
-    turns: likewise, columns and rows taking turns in one table."""
+    entries where the grid is smaller; bicubic: likewise; nearest: the entry of a patch's first pixel; axes: none, the
+    entries of a column and a row are added; turns: likewise, columns and rows taking turns in one table."""
     deepstack_layers: tuple[int, ...] = ()
     """The layers whose results are merged, too, and added to the residual stream after the decoder's first layers."""
     axes: tuple[int, ...] = ()
@@ -236,6 +248,11 @@ class VisionConfig:
     def patch_values(self) -> int:
         """The numbers of a patch."""
         return CHANNELS * max(1, self.temporal_patch_size) * self.patch_size**2
+
+    @property
+    def late_merge(self) -> int:
+        """Patches of the side of the square that the merger makes one token."""
+        return self.merge_size // self.early_merge
 
     @property
     def token_pixels(self) -> int:
@@ -332,6 +349,13 @@ class VisionConfig:
                 yield from (_tensor(dtype, f"{block}.{name}.{bound}", 1) for bound in BOUNDS)
             for name in ("scale1", "scale2") if self.has_layer_scales else ():
                 yield _tensor(dtype, f"{block}.{name}.weight", hidden)
+        if self.early_merge > 1:
+            count = self.early_merge**2
+            yield from _norm(dtype, "early_merger.norm1", hidden, self.norm)
+            yield from self._attention(dtype, "early_merger.attn", None)
+            yield from _norm(dtype, "early_merger.norm", count * hidden, self.norm)
+            yield from _linear(dtype, "early_merger.linear_fc1", count * inner, count * hidden, has_bias=True)
+            yield from _linear(dtype, "early_merger.linear_fc2", hidden, count * inner, has_bias=True)
         if self.has_newlines:
             yield _tensor(dtype, "newline.weight", self.out_size)
         yield from self._merger(dtype, "merger", norms_squares=self.merger.norms_squares)
@@ -355,7 +379,7 @@ class VisionConfig:
             yield replace(norm, row_order=order, factor=factor)
 
     def _merger(self, dtype: StoredDtype, path: str, *, norms_squares: bool) -> Iterator[TensorSpec]:
-        merger, hidden, side, out = self.merger, self.hidden_size, self.merge_size, self.out_size
+        merger, hidden, side, out = self.merger, self.hidden_size, self.late_merge, self.out_size
         merged, bias = hidden * side**2, merger.has_bias
         if merger.kind == "project":
             yield _tensor(dtype, f"{path}.projection.weight", out, hidden)
