@@ -231,6 +231,21 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MiniCPMOcrVision",
         {**_VISION, "num_hidden_layers": 2, "image_size": 28, "patch_size": 4},
     ),
+    "NemotronH_Omni_Reasoning_V3": (
+        "NemotronH",
+        "Radio",
+        {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "mlp_ratio": 1.5,
+            "patch_size": 4,
+            "max_img_size": 32,
+            "num_cls_tokens": 2,
+            "num_registers": 1,
+            "video_temporal_patch_size": 2,
+        },
+    ),
     **dict.fromkeys(
         ("AyaVision", "Cohere2Vision"),
         (
@@ -285,6 +300,11 @@ _WHOLE: dict[str, dict[str, Any]] = {
     "GraniteDocling": {"image_token_id": IMAGE_TOKEN, "pad_token_id": 0, "density_router_hidden_size": 8},
     "Lfm3Vl": {"image_token_id": IMAGE_TOKEN, "projector_hidden_size": 24},
     "MiniCPMV4_6": {"image_token_id": IMAGE_TOKEN, "insert_layer_id": 1},
+    "NemotronH_Omni_Reasoning_V3": {
+        "image_token_id": IMAGE_TOKEN,
+        "vision_hidden_size": 16,
+        "projector_hidden_size": 24,
+    },
     "Cohere2Vision": {"image_token_id": IMAGE_TOKEN, "alignment_intermediate_size": 24},
     "MuseGlimmer": {"image_token_id": IMAGE_TOKEN, "out_hidden_size": 64, "projector_hidden_size": 16},
     "Gemma4": {
@@ -327,7 +347,7 @@ SINCE = {
     **dict.fromkeys(
         ("DeepseekV32", "Glm5Next", "GlmMoeDsa", "GraniteDocling", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"
     ),
-    **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6"), "5.23"),
+    **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "NemotronH_Omni_Reasoning_V3"), "5.23"),
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
 MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
@@ -355,6 +375,7 @@ _UNKNOWN_BEFORE = {
         "MiMoV2Flash",
         "MiniCPMOcr",
         "MiniCPMV4_6",
+        "NemotronH_Omni_Reasoning_V3",
         "Step3p7",
     ),
     *("MiniCPM3", "MuseGlimmer", "NemotronH", "Olmo3"),
@@ -401,7 +422,8 @@ def write_tiny_model(
             noise = torch.randn(parameter.shape, generator=generator)
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.2
             own = name.replace(".norm_attn_norm.", ".")  # DBRX's name of a block
-            parameter.copy_(noise * scale + (1.0 if "norm" in own or ".ln_" in own else 0.0))
+            if ".layer_scale" not in own:  # which RADIO's published files leave out
+                parameter.copy_(noise * scale + (1.0 if "norm" in own or ".ln_" in own else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.7 + 0.1 * torch.randn(1, generator=generator))
@@ -490,13 +512,14 @@ def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> An
     vision = getattr(transformers, f"{vision_name}Config")(**vision_arguments)
     whole = _WHOLE.get(family, {"image_token_id": IMAGE_TOKEN})
     family = family.partition(" ")[0]
-    config = getattr(transformers, f"{family}Config")(
+    end = "_" if family.endswith("_V3") else ""  # of Nemotron 3 Omni, whose class has no other end
+    config = getattr(transformers, f"{family}{end}Config")(
         text_config=text,
         vision_config=vision,
         tie_word_embeddings=arguments["tie_word_embeddings"],
         **whole,
     )
-    return getattr(transformers, f"{family}{_WITH_IMAGES}")(config)
+    return getattr(transformers, family if end else f"{family}{_WITH_IMAGES}")(config)
 
 
 def edit_json(file: Path, **values: Any) -> None:

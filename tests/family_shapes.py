@@ -273,6 +273,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron 3 omni": ("NemotronH_Omni_Reasoning_V3", {**NEMOTRON, "num_nextn_predict_layers": 1}),
     "nemotron 3 super": ("NemotronH", {**NEMOTRON, "moe_latent_size": 32}),
     "falcon-h1": (
         "FalconH1",

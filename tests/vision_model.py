@@ -152,6 +152,18 @@ MARKS = {
         },
     ),
     "lighton-ocr": _QWEN._replace(processor=_PIXTRAL),
+    "nemotron 3 omni": Marks(
+        ("<img>", "<image>", "</img>"),
+        "<image>",
+        {
+            "image_processor_type": "NemotronH_Nano_Omni_Reasoning_V3ImageProcessor",
+            "patch_size": SIDE // 2,
+            "min_num_patches": 16,
+            "max_num_patches": 240,
+            "norm_mean": SCALE["image_mean"],
+            "norm_std": SCALE["image_std"],
+        },
+    ),
     "minicpm-v 4.6": Marks(
         ("<image>", "<|image_pad|>", "</image>"),
         "<|image_pad|>",

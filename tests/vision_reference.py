@@ -94,6 +94,11 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
     """Return what transformers' processor makes of images that have their size already."""
     if vision.processor == "lfm2_vl":
         return _patches_of_any_number(vision, images, processor)
+    if vision.processor == "nemotron_h_omni":
+        found = _patches_of_any_number(vision, images, processor)
+        patches = found["pixel_values"][found["pixel_attention_mask"].bool()]
+        by_channel = patches.view(-1, vision.patch_size**2, 3).transpose(1, 2).flatten(1)
+        return {"pixel_values": by_channel, "image_grid_hw": found["spatial_shapes"]}
     area = {"patch_size": vision.patch_size, "merge_size": vision.merge_size}
     own: dict[str, Any] = {
         "qwen2_vl": area,
@@ -141,8 +146,8 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
 def _patches_of_any_number(
     vision: VisionConfig, images: Sequence[np.ndarray], processor: ImageProcessor
 ) -> dict[str, Tensor]:
-    """Return what LFM2-VL's processor makes of images, which needs torchvision: their patches, filled up to those of
-    the largest."""
+    """Return what LFM2-VL's processor makes of images, which needs torchvision, as that of Nemotron 3 Omni does: their
+    patches, filled up to those of the largest."""
     side, patches, shapes = vision.patch_size, [], []
     for image in images:
         values = (torch.from_numpy(image) * processor.factor - torch.tensor(processor.mean)) / torch.tensor(

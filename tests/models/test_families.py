@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from checkpoints import edit_json, tiny_model_config, write_tiny_config
 from expert_shapes import EXPERT_SHAPES, LATENTS
+from family_shapes import NEMOTRON
 from model_facts import attention_of, rope_of, windows_of
 from nvcli.attention.spec import StateSpec
 from nvcli.cli.main import app
@@ -521,6 +522,32 @@ def test_hunyuan_ocr_of_the_hub(tmp_path: Path) -> None:
     assert model.decoder.layout.decoder_name("model.norm.weight") == "model.norm.weight"
     (tmp_path / "config.json").write_text(json.dumps({**values, "head_dim": 2}))
     with pytest.raises(LoadError, match="`head_dim`: 2 is too small where `alpha` enlarges"):
+        load_model_config(tmp_path)
+
+
+def test_nemotron_omni_of_the_hub(tmp_path: Path) -> None:
+    """Its files have other names of sections and keys, and leave out the tower's sizes."""
+    text = tiny_model_config(**NEMOTRON, mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, conv_kernel=4)
+    unquantised = "language_model.backbone.layers.2.mixer.q_proj"
+    values = {
+        "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"],
+        "img_context_token_id": 18,
+        "vit_hidden_size": 1280,
+        "llm_config": text,
+        "vision_config": {"args": {"min_num_patches": 1024}, "patch_size": 16},
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [unquantised]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = load_model_config(tmp_path)
+    vision = model.vision
+    assert vision is not None
+    assert (vision.hidden_size, vision.depth, vision.num_registers, vision.image_token_id) == (1280, 32, 10, 18)
+    assert model.decoder.layout.decoder_name(f"{unquantised}.weight") == "model.layers.1.self_attn.q_proj.weight"
+    alone = [name for name in ("q_proj", "k_proj") if model.leaves_alone(f"model.layers.1.self_attn.{name}")]
+    assert alone == ["q_proj"]
+    text["num_attention_heads"] = 0
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(LoadError, match=r"`llm_config\.num_attention_heads`: 0"):
         load_model_config(tmp_path)
 
 

@@ -48,6 +48,7 @@ FAMILIES = [
     "qwen 3.5 with vision",
     "minicpm-v 4.6",
     "minicpm-ocr",
+    "nemotron 3 omni",
     "gemma 3 with vision",
     "gemma 4 with vision, layer inputs and shared keys",
     "gemma 4 with vision, experts beside an mlp",

@@ -27,6 +27,7 @@ _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
+    ("language_model.backbone.", "backbone."),
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
 )
@@ -147,8 +148,8 @@ class CheckpointLayout:
                 name = f"model.layers.{layer}.{match[2]}{number}{name[match.end(2) :]}"
             for found, wanted in reversed(self.renamed):
                 name = name.replace(wanted, found)
-            prefixes = [found for found, wanted in _TEXT_PREFIXES if self.is_part and name.startswith(wanted)]
-            names += [name, *(prefix + name.removeprefix("model.") for prefix in prefixes if "model." in prefix)]
+            prefixes = [each for each in _TEXT_PREFIXES if self.is_part and name.startswith(each[1])]
+            names += [name, *(found + name.removeprefix(wanted) for found, wanted in prefixes if found != wanted)]
             names += [found + name.removeprefix(to) for found, to in self.starts if name.startswith(to)]
         return names
 

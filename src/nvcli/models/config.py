@@ -321,7 +321,7 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
     """Read what the files say. Raises LoadError and ConfigError."""
     architecture, family = _family(config, lambda other: _read_model(other, generation, modelopt))
     key = f"{family.part}_config"
-    part = config.object(key) if family.part and config.has(key) else config
+    part = (config.object(key) if family.part and config.has(key) else config).with_names(family.whole_keys)
     text = _text_config(part, family)
     quantisation = read_quantisation(config, text, modelopt, family.quantisations)
     decoder = family.read(ModelFile(text.path, text.values, text.section, text.changed, text.names_in_file))
@@ -380,7 +380,8 @@ def _text_config(config: JsonFile, family: Family) -> JsonFile:
     found = config.values.get(_TEXT)
     if found is not None and not isinstance(found, dict):
         raise config.error(_TEXT, f"{show(found)} is not an object")
-    text = config if found is None else config.with_values(found, f"{config.section}{_TEXT}.")
+    name = config.names_in_file.get(_TEXT, _TEXT)
+    text = config if found is None else config.with_values(found, f"{config.section}{name}.")
     return text.with_names(family.keys).with_defaults(family.defaults)
 
 

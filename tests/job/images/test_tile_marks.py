@@ -1,4 +1,4 @@
-"""Images whose tiles are marked become the pixels and tokens that transformers' processors make of them."""
+"""Images that are marked, or their tiles, become the pixels and tokens that transformers' processors make of them."""
 
 from __future__ import annotations
 
@@ -133,6 +133,28 @@ class Lfm2:
         return {"pixel_values": pixels}, texts
 
 
+class Omni:
+    """Nemotron 3 Omni's processor, with Pillow in place of torchvision."""
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self._images = image_processor("nemotron_h_omni", "NemotronH_Omni_Reasoning_V3ImageProcessor")
+        settings = transformers.ImageProcessingMixin.get_image_processor_dict(folder)[0]
+        self._limits = [settings[key] for key in ("min_num_patches", "max_num_patches")]
+        self._text = object.__new__(transformers.NemotronH_Omni_Reasoning_V3Processor)
+        self._text.image_processor, self._text.image_token = self._images, "<image>"
+        self._text.image_start_token, self._text.image_end_token = "<img>", "</img>"
+
+    def _process_images(self, photos: Sequence[Sequence[Image.Image]], **_: Any) -> tuple[dict[str, Any], list[str]]:
+        grid_of = self._images._preprocess.__globals__["get_patch_grid_size"]
+        grids = [grid_of(photo.height, photo.width, 4, 2, *self._limits) for photo in photos[0]]
+        texts = [self._text.replace_image_token({"image_grid_hw": torch.tensor([grid])}, 0) for grid in grids]
+        parts = [
+            _tensor(photo.resize((4 * columns, 4 * rows), Image.Resampling.BICUBIC))[0]
+            for photo, (rows, columns) in zip(photos[0], grids, strict=True)
+        ]
+        return {"pixel_values": parts}, texts
+
+
 class MiniCpm:
     """MiniCPM-V 4.6's processor, without its part for videos, which needs torchvision."""
 
@@ -179,6 +201,7 @@ def _tensor(photo: Image.Image) -> torch.Tensor:
         ("command a vision", CommandA, {}),
         ("granite docling", docling, {"max_patches": 20}),
         ("granite docling", docling, WIDE),
+        ("nemotron 3 omni", Omni, {"max_num_patches": 1040}),
         ("minicpm-v 4.6", MiniCpm, {}),
         ("minicpm-v 4.6", MiniCpm, {"slice_mode": False}),
     ],
@@ -211,7 +234,7 @@ def test_prompts_are_those_of_transformers(
         found = [place for image in placed.images for place in range(image.first, image.end)]
         assert found == [place for place, each in enumerate(ids) if each == token]
         assert len({image.key for image in placed.images}) == len(placed.images)
-        if make in (Lfm2, CommandA, docling, MiniCpm):  # `test_image_process.py` has others
+        if make in (Lfm2, CommandA, docling, MiniCpm, Omni):  # `test_image_process.py` has others
             tiles = their_pixels["pixel_values"][0] if make is docling else their_pixels["pixel_values"]
             for image, theirs_own in zip(placed.images, tiles, strict=True):
                 own = np.empty((*theirs_own.shape[1:], 3), dtype=np.uint8)

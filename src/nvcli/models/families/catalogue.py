@@ -40,7 +40,7 @@ from nvcli.models.families.minicpm import MINICPM3, MINICPM_OCR, MINICPM_V4_6
 from nvcli.models.families.minimax import MINIMAX_M2, MINIMAX_TEXT_01
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
 from nvcli.models.families.muse import MUSE_GLIMMER
-from nvcli.models.families.nemotron_h import NEMOTRON_H
+from nvcli.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_OMNI
 from nvcli.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from nvcli.models.families.opt import BIOGPT, OPT, XGLM
 from nvcli.models.families.phi3 import PHI, PHI3, PHI_MOE
@@ -186,6 +186,7 @@ FAMILIES: tuple[Family, ...] = (
     APERTUS,
     NEMOTRON,
     NEMOTRON_H,
+    NEMOTRON_OMNI,
     STARCODER2,
     STABLELM,
     GPT_NEOX,

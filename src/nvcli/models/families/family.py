@@ -40,5 +40,7 @@ class Family:
     ones."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """The family's own names of keys → those that are read."""
+    whole_keys: Mapping[str, str] = field(default_factory=dict)
+    """The same for keys outside `text_config`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of keys that the family's published files leave out."""

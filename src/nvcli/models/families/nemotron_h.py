@@ -20,12 +20,13 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import FeedForward, Mixer
 from nvcli.models.mixers.plain_mlp import PlainMLPConfig
+from nvcli.models.vision.radio import read_radio_vision
 
 _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 """Kinds of blocks in `hybrid_override_pattern`."""
 _KNOWN = (*ATTENTION, *MAMBA, "mlp", "moe")
-_PREFIXES = ("backbone.", "model.")
-"""Prefixes of names in older and newer files."""
+_PREFIXES = ("model.", "backbone.")
+"""Prefixes of names in a few files, and in most, whose lists of unquantised layers have the latter."""
 _BEFORE_MIXER, _BEFORE_MLP = "input_layernorm", "post_attention_layernorm"
 MIXER_ALONE = LayerNorms(before_attention=_BEFORE_MIXER, before_mlp=None)
 KEYS = {
@@ -138,5 +139,18 @@ NEMOTRON_H = Family(
         "mamba_hidden_act": "hidden_act",
         "mamba_num_heads": "mamba_n_heads",
         "ssm_state_size": "mamba_d_state",
+    },
+)
+NEMOTRON_OMNI = Family(
+    name="Nemotron 3 Omni",
+    architectures=("NemotronH_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3"),
+    features="Nemotron 3 with a vision tower (C-RADIO)",
+    examples=("nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16",),
+    read=read_nemotron_h,
+    read_vision=read_radio_vision,
+    whole_keys={
+        "llm_config": "text_config",
+        "img_context_token_id": "image_token_id",
+        "vit_hidden_size": "vision_hidden_size",
     },
 )

@@ -2,8 +2,8 @@
 
 Read from preprocessor_config.json, or from processor_config.json as newer versions of transformers write it.
 Torch-free: the parent, its image processes and the ranks read it. Each kind is one of transformers' image processors on
-Pillow, whose pixels it is held to; where one needs torchvision (LFM2-VL, Command A Vision, MiniCPM-OCR), Pillow takes
-its steps.
+Pillow, whose pixels it is held to; where one needs torchvision (LFM2-VL, Command A Vision, MiniCPM-OCR, Nemotron 3
+Omni), Pillow takes its steps.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nvcli.models.vision.image_size import (
     GridRule,
     LargeRule,
     MiddleRule,
+    PatchRule,
     SizeRule,
     SliceRule,
     SplitRule,
@@ -89,10 +90,14 @@ class _Kind:
         return tuple(f"{name}ImageProcessor{suffix}" for name in self.names for suffix in ("", "Fast", "Pil"))
 
 
+_OTHER_NAMES = {"norm_mean": "image_mean", "norm_std": "image_std"}
+"""Keys of Nemotron 3 Omni."""
+
+
 def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
     """Read the image processor of a checkpoint's folder. Raises LoadError for one that is missing, is of another kind,
     or does not fit the tower."""
-    file = _read(path)
+    file = _read(path).with_names(_OTHER_NAMES)
     kind = _KINDS[vision.processor]
     name = file.get("image_processor_type", str, kind.classes[0])
     if name not in kind.classes:
@@ -305,6 +310,15 @@ def _slice_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     return SliceRule(side=vision.token_pixels, edge=edge, most=most)
 
 
+def _patch_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    file.only(patch_size=vision.patch_size, downsample_ratio=1 / vision.merge_size)
+    least, most = file.positive("min_num_patches", 1024), file.positive("max_num_patches", 13_312)
+    room = (file.positive("max_model_len", 16_384) - 4) * vision.merge_size**2
+    if not least <= most <= room:
+        raise file.error("max_num_patches", f"{most:,} is not supported; supported: from {least:,} to {room:,}")
+    return PatchRule(side=vision.token_pixels, merge=vision.merge_size, least=least, most=most)
+
+
 def _tile(file: JsonFile, vision: VisionConfig, default: int) -> int:
     """Read the side of a square to which images are brought; it is the tower's."""
     size, wanted = _object(file, "size"), vision.tile_pixels
@@ -338,6 +352,9 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "llava_next": _Kind(("LlavaNext",), _grid_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "llava_onevision": _Kind(("LlavaOnevision",), partial(_grid_rule, squares=True), 3, _CLIP_MEAN, _CLIP_STD),
     "minicpmv4_6": _Kind(("MiniCPMV4_6", "MiniCPMOcr"), _slice_rule, 3, _HALF, _HALF),
+    "nemotron_h_omni": _Kind(
+        ("NemotronH_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3"), _patch_rule, 3, _CLIP_MEAN, _CLIP_STD
+    ),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }
 

@@ -177,6 +177,43 @@ class CountRule(SizeRule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PatchRule(SizeRule):
+    """Sides are rounded up to patches, and their number is brought within limits, and then that of a token
+    (`get_patch_grid_size` of Nemotron 3 Omni)."""
+
+    merge: int
+    """Patches of the side of a token's square."""
+    least: int
+    most: int
+    """The fewest and the most patches of an image."""
+
+    @property
+    def max_tokens(self) -> int:
+        return self.most // self.merge**2
+
+    def fit(self, height: int, width: int) -> Fit:
+        patch = self.side // self.merge
+        rows, columns = (round(length / patch + 0.5) for length in (height, width))
+        factor = min(math.sqrt(self.most / (rows * columns)), 1.0)
+        rows, columns = math.floor(factor * rows), math.floor(factor * columns)
+        if 0 < rows * columns < self.least < self.most:
+            factor = math.sqrt(self.least / (rows * columns))
+            rows, columns = math.ceil(factor * rows), math.ceil(factor * columns)
+        rows = self._whole(rows, columns)
+        columns = self._whole(columns, rows)
+        if not 0 < rows * columns <= self.most:
+            raise ValueError("its sides differ too much")
+        return Fit(height=rows * patch, width=columns * patch)
+
+    def _whole(self, count: int, other: int) -> int:
+        """Round a side's patches to those of whole tokens, up if the image may have so many."""
+        more = -count % self.merge
+        if (count + more) * other <= self.most:
+            return count + more
+        return max(self.merge, count - count % self.merge) if more else count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CutRule(SizeRule):
     """Images are cut into equal squares, or all are brought to one."""
 

@@ -21,7 +21,7 @@ class SquareMerger(nn.Module):
     def __init__(self, build: BuildContext, path: str, config: VisionConfig, *, norms_squares: bool) -> None:
         """`norms_squares`: the norm, if there is one, is over all patches of a token together."""
         super().__init__()
-        self.count, self.norms_squares, self.is_gated = config.late_merge**2, norms_squares, config.merger.is_gated
+        self.count, self.norms_squares, self.config = config.late_merge**2, norms_squares, config.merger
         self.norm = Norm(build, f"{path}.norm", config.merger.eps) if config.merger.has_norm else nn.Identity()
         self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")
         is_last = config.merger.result_size is None
@@ -30,11 +30,11 @@ class SquareMerger(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(side_by_side(x, self.count)) if self.norms_squares else side_by_side(self.norm(x), self.count)
         x = self.first(x)
-        if self.is_gated:
+        if self.config.is_gated:
             up, gate = x.chunk(2, dim=-1)
             x = F.silu(gate) * up
         else:
-            x = F.gelu(x)
+            x = F.gelu(x) if self.config.activation == "gelu" else F.relu(x).square()
         out: Tensor = self.projector(self.second(x))
         return out
 

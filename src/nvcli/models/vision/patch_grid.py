@@ -181,7 +181,9 @@ def _interpolation(places: Ints, rows: int, columns: int, vision: VisionConfig) 
         if vision.interpolation == "corners":
             at = place * np.float32(side - 1) / np.float32(max(size - 1, 1))
         else:
-            across = size + _ENLARGED * (vision.interpolation == "enlarged")
+            across = (max(rows, columns) if vision.interpolation == "cropped" else size) + _ENLARGED * (
+                vision.interpolation == "enlarged"
+            )
             at = (place + np.float32(0.5)) * np.float32(side) / np.float32(across) - np.float32(0.5)
         reach = max(1.0, side / size) if vision.interpolation == "antialiased" else 1.0
         floor, around = np.floor(at), np.arange(1 - math.ceil(reach), 1 + math.ceil(reach))

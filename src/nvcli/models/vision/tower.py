@@ -37,6 +37,7 @@ class VisionTower(nn.Module):
         self.batch_invariant = build.batch_invariant
         self.patch_embed = Linear(build, f"{TOWER}.patch_embed.proj")
         self.class_token = Weights(build, f"{TOWER}.cls_token") if config.has_class_token else None
+        self.registers = Weights(build, f"{TOWER}.registers") if config.num_registers else None
         self.positions = Weights(build, f"{TOWER}.pos_embed") if config.num_positions else None
         self.patch_norm, self.first_norm, self.last_norm = (
             Norm(build, f"{TOWER}.{name}_norm", config.eps) if is_there else None
@@ -126,9 +127,9 @@ class VisionTower(nn.Module):
         order = _on_device(grid.order, device)
         if order is not None:
             patches = patches.view(len(order), -1)[order].view(patches.shape)
-        x, windows, images = self._embed(patches, grid), grid.windows, grid.images
-        if self.class_token is not None:
-            x, images = self._with_class_token(x, images)
+        x, windows, images, others = self._embed(patches, grid), grid.windows, grid.images, self._others()
+        if others is not None:
+            x, images = _with_others(x, images, others)
         if self.first_norm is not None and config.norms_positions:
             x = self.first_norm(x)
         angles = None if config.rope is None else self._angles(grid, device)
@@ -151,9 +152,8 @@ class VisionTower(nn.Module):
                 x = self.early_merger(x, make_segments(((0, len(x) // count, count),), heads, x.dtype, device))
                 images = tuple((first // count, parts, size // count) for first, parts, size in images)
                 whole = windowed = make_segments(images, heads, x.dtype, device)
-        if self.class_token is not None:
-            (_, _, size) = images[0]
-            x = x.view(-1, size, x.shape[-1])[:, 1:].flatten(0, 1)
+        if others is not None:
+            x = torch.cat([part[:, len(others) :].flatten(0, 1) for part in _by_segment(x, images)])
         x = x if self.last_norm is None else self.last_norm(x)
         merged: Tensor = torch.cat([self.merger(x), *deep], dim=1)
         assert len(merged) * squares == len(patches)
@@ -182,14 +182,12 @@ class VisionTower(nn.Module):
         table = positions.weight.view(-1, x.shape[-1])[self.config.num_other_positions :]
         return x + F.embedding_bag(taps, table.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
 
-    def _with_class_token(self, x: Tensor, images: Runs) -> tuple[Tensor, Runs]:
-        """Put the class token before the patches of each image, or tile, all of which have one size: → [patches and
-        class tokens, H], and their runs."""
-        assert self.class_token is not None
-        assert self.positions is not None
-        ((first, count, size),) = images
-        own = (self.class_token.weight + self.positions.weight[:1]).expand(count, 1, -1)
-        return torch.cat([own, x.view(count, size, -1)], dim=1).flatten(0, 1), ((first, count, size + 1),)
+    def _others(self) -> Tensor | None:
+        """Return the tokens beside patches: the class token with its position, or registers: [tokens, H]."""
+        if self.class_token is not None:
+            assert self.positions is not None
+            return self.class_token.weight.view(1, -1) + self.positions.weight[:1]
+        return None if self.registers is None else self.registers.weight
 
     def _angles(self, grid: PatchGrid, device: torch.device) -> Tensor:
         """Return cosines and then sines of the patches' rows and columns: [P, head size] float32."""
@@ -202,6 +200,24 @@ class VisionTower(nn.Module):
         assert places is not None
         angles = (places.float()[:, :, None] * frequencies).flatten(1)
         return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def _by_segment(x: Tensor, runs: Runs) -> list[Tensor]:
+    """Return the vectors of each run of segments: [segments, size, H] each."""
+    return [x[first : first + count * size].view(count, size, -1) for first, count, size in runs]
+
+
+def _with_others(x: Tensor, images: Runs, others: Tensor) -> tuple[Tensor, Runs]:
+    """Put tokens before the patches of each image, or tile: → [patches and these tokens, H], and their runs."""
+    parts: list[Tensor] = []
+    runs: list[tuple[int, int, int]] = []
+    start = 0
+    for part in _by_segment(x, images):
+        count, size, _ = part.shape
+        parts.append(torch.cat([others.expand(count, -1, -1), part], dim=1).flatten(0, 1))
+        runs.append((start, count, size + len(others)))
+        start += len(parts[-1])
+    return torch.cat(parts), tuple(runs)
 
 
 def _on_device(array: np.ndarray | None, device: torch.device) -> Tensor | None:

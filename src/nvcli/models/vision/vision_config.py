@@ -37,8 +37,12 @@ ProcessorKind = Literal[
     "llava_next",
     "llava_onevision",
     "minicpmv4_6",
+    "nemotron_h_omni",
 ]
 """The image processors of transformers, by the first part of their names."""
+Interpolation = Literal[
+    "corners", "borders", "enlarged", "antialiased", "bicubic", "nearest", "cropped", "axes", "turns"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,8 @@ class MergerConfig:
     """The size between the two projections of its MLP, or the last two; linear, pool, project: 0."""
     is_gated: bool = False
     """Whether the second half of the first projection of `squares` is a gate (SwiGLU)."""
+    activation: Literal["gelu", "relu2"] = "gelu"
+    """The activation of the MLP of `squares` without a gate; relu2: the square of what is above 0."""
     result_size: int | None = None
     """The size of what the MLP of `squares` gives, which is projected once more; None: it is the decoder's."""
     has_norm: bool = True
@@ -197,6 +203,8 @@ class VisionConfig:
     """Whether a token of its own is attended to with the patches, and dropped after the last layer."""
     has_flat_class_token: bool = False
     """Whether files hold it as a vector, and not as a row of a matrix."""
+    num_registers: int = 0
+    """Tokens without positions that are attended to likewise."""
     rope: Literal["same", "halves", "staggered"] | None = None
     """Rotary positions of rows and columns: with the same frequencies (halves: files have columns in the first half of
     a head, and rows in the second), or taking turns in one list of them."""
@@ -221,13 +229,12 @@ class VisionConfig:
     axis; 0: there is none."""
     has_unused_position: bool = False
     """Whether files hold another entry before them, which nothing reads."""
-    interpolation: Literal["corners", "borders", "enlarged", "antialiased", "bicubic", "nearest", "axes", "turns"] = (
-        "corners"
-    )
+    interpolation: Interpolation = "corners"
     """corners: bilinear, with the corners of the grid on those of the table; borders: bilinear, with their borders on
     each other; enlarged: likewise, as if the grid were a tenth of a patch larger; antialiased: like borders, over more
-    entries where the grid is smaller; bicubic: likewise; nearest: the entry of a patch's first pixel; axes: none, the
-    entries of a column and a row are added; turns: likewise, columns and rows taking turns in one table."""
+    entries where the grid is smaller; bicubic: likewise; nearest: the entry of a patch's first pixel; cropped: like
+    borders, as if the grid were a square of its longer side; axes: none, the entries of a column and a row are added;
+    turns: likewise, columns and rows taking turns in one table."""
     deepstack_layers: tuple[int, ...] = ()
     """The layers whose results are merged, too, and added to the residual stream after the decoder's first layers."""
     axes: tuple[int, ...] = ()
@@ -321,6 +328,8 @@ class VisionConfig:
             yield _tensor(dtype, "patch_embed.proj.bias", hidden)
         if self.has_class_token:
             yield _tensor(dtype, "cls_token.weight", *(() if self.has_flat_class_token else (1,)), hidden)
+        if self.num_registers:
+            yield _tensor(dtype, "registers.weight", self.num_registers, hidden)
         if self.num_positions:
             yield _tensor(dtype, "pos_embed.weight", *self.position_shape, hidden)
         if self.has_patch_norm:
