@@ -36,9 +36,8 @@ from nvcli.models.vision.image_size import (
     EdgeRule,
     MiddleRule,
     SizeRule,
-    SplitRule,
-    TileRule,
 )
+from nvcli.models.vision.tile_size import SplitRule, TileRule
 
 SIDE = 28
 RULE = AreaRule(side=SIDE, min_pixels=56 * 56, max_pixels=40 * SIDE**2)

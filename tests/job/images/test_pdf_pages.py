@@ -23,7 +23,8 @@ from nvcli.job.progress.display import Progress
 from nvcli.job.report.build import ReportFile
 from nvcli.job.rows.conversation import check_messages
 from nvcli.models.vision.image_processor import ImageProcessor
-from nvcli.models.vision.image_size import AreaRule, SizeRule, TileRule
+from nvcli.models.vision.image_size import AreaRule, SizeRule
+from nvcli.models.vision.tile_size import TileRule
 from pdf_files import pdf
 from vision_model import write_vision_model
 

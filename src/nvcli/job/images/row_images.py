@@ -35,7 +35,8 @@ from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.conversation import DETAIL, IMAGE
 from nvcli.job.rows.pdf_part import DPI, FILE, PAGE
 from nvcli.models.vision.image_processor import ImageProcessor
-from nvcli.models.vision.image_size import AreaRule, GridRule
+from nvcli.models.vision.image_size import AreaRule
+from nvcli.models.vision.tile_size import GridRule
 from nvcli.models.vision.vision_config import ImageText
 
 LOW_DETAIL_PIXELS = 512 * 512

@@ -20,16 +20,11 @@ from nvcli.models.vision.image_size import (
     AreaRule,
     CountRule,
     EdgeRule,
-    GridRule,
-    LargeRule,
     MiddleRule,
     PatchRule,
     SizeRule,
-    SliceRule,
-    SplitRule,
-    TileRule,
-    WideRule,
 )
+from nvcli.models.vision.tile_size import GridRule, LargeRule, SliceRule, SplitRule, TileRule, WideRule
 from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
