@@ -51,6 +51,16 @@ _QWEN_OR_GLM = {
 }
 WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Gemma3": ("Gemma3Text", "SiglipVision", {**_VISION, "image_size": 32, "patch_size": 4}),
+    "PaliGemma": (
+        "Gemma",
+        "SiglipVision",
+        {**_VISION, "image_size": 16, "patch_size": 8, "projection_dim": 32, "vision_use_head": False},
+    ),
+    "PaliGemma 2": (
+        "Gemma2",
+        "SiglipVision",
+        {**_VISION, "image_size": 16, "patch_size": 8, "projection_dim": 32, "vision_use_head": False},
+    ),
     "Qwen3_5": (
         "Qwen3_5Text",
         "Qwen3_5Vision",
@@ -286,6 +296,7 @@ _WHOLE: dict[str, dict[str, Any]] = {
         "audio_config": {**_AUDIO, "downsample_hidden_size": 8},
     },
     "Gemma3": {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 16},
+    **{name: {"image_token_index": IMAGE_TOKEN, "projection_dim": 32} for name in ("PaliGemma", "PaliGemma 2")},
     "Mistral3": {"image_token_index": IMAGE_TOKEN},
     "Llava": {"image_token_index": IMAGE_TOKEN},
     "Llava Pixtral": {**_LAST_LAYER, "multimodal_projector_bias": False},

@@ -132,6 +132,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"sliding_window": 20, "rope_parameters": BY_LAYER_TYPE, "tie_word_embeddings": True, **FOUR_LAYERS},
     ),
+    "paligemma": ("PaliGemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "paligemma 2": (
+        "PaliGemma 2",
+        {"num_hidden_layers": 3, "attn_logit_softcapping": 2.0, "sliding_window": 300, "tie_word_embeddings": True},
+    ),
     "qwen 2-vl": ("Qwen2VL", QWEN2_5_VL),
     "exaone 4.5": ("Exaone4_5_", {"sliding_window": 20, **FOUR_LAYERS}),
     "qianfan-ocr": ("QianfanOCR", {}),

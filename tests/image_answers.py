@@ -61,7 +61,9 @@ class ImageRequests:
         self.processor: ImageProcessor = read_processor(model, vision)
         self._memory = PixelMemory()
         self._kept: list[Pixels] = []
-        self._images = RowImages(self.processor, IMAGE_ID, ImageFolders.of((), ()), vision.text)
+        whole = vision.attends_both_ways == "prompts"
+        folders = ImageFolders.of((), ())
+        self._images = RowImages(self.processor, IMAGE_ID, folders, vision.text, whole_prompts=whole)
 
     def make(self, number: int, prompt: Prompt, max_tokens: int = MAX_TOKENS, **settings: Any) -> Request:
         pixels, written = [], []
@@ -103,7 +105,7 @@ def reference_answers(model: Path, processor: ImageProcessor, guesses: Sequence[
             images.append(make_image(rows, columns, part[2]))
             ids += _tokens(vision, rows, columns)
         with torch.inference_mode():
-            logits = reference(**model_inputs(vision, ids + guess, images, processor)).logits[0]
+            logits = reference(**model_inputs(vision, ids + guess, images, processor, len(guess))).logits[0]
         answers.append(greedy_answer(logits, len(ids), MAX_TOKENS, END_ID))
     return answers
 
@@ -126,7 +128,9 @@ def image_settings(path: Path) -> dict[str, Any]:
     assert vision is not None
     is_whole = vision.attends_both_ways != ""
     most = (vision.tile_tokens**2 or 20) if is_whole else 64
-    return {"max_image_tokens": most, "keeps_images_whole": is_whole}
+    if vision.attends_both_ways == "prompts":
+        return {"max_image_tokens": most, "whole_tokens": 128, "max_num_batched_tokens": 128}
+    return {"max_image_tokens": most, "whole_tokens": most if is_whole else 0}
 
 
 def answers_in_order(found: dict[int, list[int]]) -> Sequence[list[int]]:

@@ -152,6 +152,14 @@ MARKS = {
         },
     ),
     "lighton-ocr": _QWEN._replace(processor=_PIXTRAL),
+    **dict.fromkeys(
+        ("paligemma", "paligemma 2"),
+        Marks(
+            ("<unused>", "<image>", "<unused 2>"),
+            "<image>",
+            {"image_processor_type": "SiglipImageProcessor", "size": {"height": 16, "width": 16}},
+        ),
+    ),
     "nemotron 3 omni": Marks(
         ("<img>", "<image>", "</img>"),
         "<image>",
@@ -178,6 +186,9 @@ MARKS = {
 """By the names of `SHAPES`; all others are Qwen's."""
 
 
+_WITH_IMAGE_TOKEN_INDEX = ("Gemma3", "PaliGemma", "Mistral3", "AyaVision", "Llava", "LlavaNext", "LlavaOnevision")
+
+
 def write_vision_model(folder: Path, name: str = "qwen 2.5-vl", **settings: Any) -> Path:
     """Write a checkpoint of one of `SHAPES`. `settings`: see `write_tiny_model`."""
     folder.mkdir(parents=True)
@@ -193,11 +204,8 @@ def write_vision_model(folder: Path, name: str = "qwen 2.5-vl", **settings: Any)
     family, overrides = (SHAPES | EXPERT_SHAPES)[name]
     vocabulary = dict.fromkeys(("vocab_size", *(key for key in overrides if key.startswith("vocab_size"))), VOCAB_SIZE)
     write_tiny_model(folder, family, **{**overrides, **settings, **vocabulary})
-    key = (
-        "image_token_index"
-        if family in ("Gemma3", "Mistral3", "AyaVision", "Llava", "LlavaNext", "LlavaOnevision")
-        else "image_token_id"
-    )
+    has_older_name = family.partition(" ")[0] in _WITH_IMAGE_TOKEN_INDEX
+    key = "image_token_index" if has_older_name else "image_token_id"
     edit_json(folder / "config.json", **{key: IMAGE_ID})
     return folder
 

@@ -165,14 +165,21 @@ def _patches_of_any_number(
 
 
 def model_inputs(
-    vision: VisionConfig, ids: Sequence[int], images: Sequence[np.ndarray], processor: ImageProcessor
+    vision: VisionConfig,
+    ids: Sequence[int],
+    images: Sequence[np.ndarray],
+    processor: ImageProcessor,
+    num_answered: int = 0,
 ) -> dict[str, Tensor]:
-    """Return what transformers' model takes for a prompt with images."""
+    """Return what transformers' model takes for a prompt with images, and as many tokens of an answer behind it."""
     tokens = torch.tensor([ids])
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if not images:
         return inputs
     types = (tokens == vision.image_token_id).int()
+    if vision.attends_both_ways == "prompts":
+        types = (torch.arange(len(ids)) >= len(ids) - num_answered).int()[None]
+        return inputs | pixel_inputs(vision, images, processor) | {"token_type_ids": types}
     if vision.attends_both_ways == "all":
         inputs["token_type_ids"] = types
     elif vision.axes or vision.attends_both_ways:

@@ -525,6 +525,25 @@ def test_hunyuan_ocr_of_the_hub(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
+def test_paligemma_2_reads_prompts_that_no_window_cuts(tmp_path: Path) -> None:
+    text = {"model_type": "gemma2", "sliding_window": 4096, "num_hidden_layers": 3, "num_key_value_heads": 2}
+    text |= {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4}
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values = {"architectures": ["PaliGemmaForConditionalGeneration"], "text_config": text}
+    for side in (448, 896):
+        values["vision_config"] = {**tower, "patch_size": 14, "image_size": side}
+        (tmp_path / str(side)).mkdir()
+        (tmp_path / str(side) / "config.json").write_text(json.dumps(values))
+    model = load_model_config(tmp_path / "448")
+    assert model.max_position_embeddings == 4096
+    mixers = [layer.mixer for layer in model.layers]
+    assert [(mixer.window, mixer.head_dim) for mixer in mixers if isinstance(mixer, AttentionConfig)] == [
+        (None, 256)
+    ] * 3
+    with pytest.raises(LoadError, match=r"`vision_config\.image_size`: images have 4,096 tokens"):
+        load_model_config(tmp_path / "896")
+
+
 def test_nemotron_omni_of_the_hub(tmp_path: Path) -> None:
     """Its files have other names of sections and keys, and leave out the tower's sizes."""
     text = tiny_model_config(**NEMOTRON, mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, conv_kernel=4)

@@ -24,7 +24,6 @@ from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.image_size import EdgeRule
 from nvcli.models.vision.patch_grid import patch_grid
 from nvcli.models.vision.positions import ImageSpan, angle_positions, numbered_positions, offset_behind
-from nvcli.models.vision.vision_config import VisionConfig
 from nvcli.sizing.images import largest_tower_batch, tower_batch_tokens, tower_bytes
 from vision_reference import allowed_size, breaks_rows, load_reference, make_image, model_inputs, pixel_inputs
 
@@ -50,6 +49,8 @@ FAMILIES = [
     "minicpm-ocr",
     "nemotron 3 omni",
     "gemma 3 with vision",
+    "paligemma",
+    "paligemma 2",
     "gemma 4 with vision, layer inputs and shared keys",
     "gemma 4 with vision, experts beside an mlp",
     "gemma 4 12b",
@@ -144,20 +145,25 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
         row = [IMAGE_TOKEN] * (columns + border) + [TEXT_TOKEN] * breaks_rows(vision)
         ids += [*[IMAGE_TOKEN] * border, *row * rows, *[IMAGE_TOKEN] * border, 7, BEFORE_IMAGES]
     ids += [11, 12, 13, 14]
+    num_decoded = 3  # text behind the images, whose positions are an offset
     with torch.inference_mode():
-        expected = reference(**model_inputs(vision, ids, images, PROCESSOR)).logits[0]
+        expected = reference(**model_inputs(vision, ids, images, PROCESSOR, num_decoded)).logits[0]
         embeddings = torch.cat(driver.model.vision([torch.from_numpy(image) for image in images], PROCESSOR))
     outputs = torch.split(embeddings, driver.model.config.hidden_size, dim=1)
     places = [place for place, token in enumerate(ids) if token == IMAGE_TOKEN]
-    cuts = [] if not is_cut else [spans[1].first, spans[1].end + 1] if vision.attends_both_ways else [9, 20]
-    num_decoded = 3  # text behind the images, whose positions are an offset
+    cuts, whole_spans = [9, 20] if is_cut else [], list[tuple[int, int]]()
+    if vision.attends_both_ways == "prompts":
+        cuts, whole_spans = [], [(0, len(ids) - num_decoded)]
+    elif vision.attends_both_ways:
+        cuts = [spans[1].first, spans[1].end + 1] if is_cut else []
+        whole_spans = [(span.first, span.end) for span in spans]
     bounds = [0, *cuts, *range(len(ids) - num_decoded, len(ids) + 1)]
     request, found = RequestState(), []
     for start, end in pairwise(bounds):
         here = [number for number, place in enumerate(places) if start <= place < end]
         rows = torch.tensor([places[number] - start for number in here])
         picked = [output[here] for output in outputs]
-        whole = tuple(whole_images(vision, spans, start, end))
+        whole = tuple(whole_images(whole_spans, start, end))
         positions = None
         if vision.axes:
             of_axes = numbered_positions if vision.numbers_images else angle_positions
@@ -175,8 +181,8 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
     assert expected.std() > 0.3
 
 
-def whole_images(vision: VisionConfig, spans: list[ImageSpan], start: int, end: int) -> Iterator[WholeImage]:
-    for span in spans if vision.attends_both_ways else ():
-        if start <= span.first < end:
-            assert span.end <= end
-            yield WholeImage(span.first - start, span.end - span.first, 0, span.first)
+def whole_images(spans: list[tuple[int, int]], start: int, end: int) -> Iterator[WholeImage]:
+    for first, last in spans:
+        if start <= first < end:
+            assert last <= end
+            yield WholeImage(first - start, last - first, 0, first)

@@ -133,8 +133,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The most tokens that an image of a prompt has; 0: prompts have no images, and the model needs no tower."""
     max_prompt_images: int = MAX_PROMPT_IMAGES
     """The most images of a prompt, where tiles between which there is text are images of their own."""
-    keeps_images_whole: bool = False
-    """Whether no chunk of a prompt may end inside an image, because its tokens attend to all of it."""
+    whole_tokens: int = 0
+    """The most tokens of an image, or of a prompt with images, that are computed in one step because they attend to
+    each other; 0: chunks may end anywhere."""
     embedding_size: int = 0
     """Size of the hidden states, if requests ask for these instead of tokens: the model then needs no LM head.
     0: requests ask for tokens and their probabilities."""

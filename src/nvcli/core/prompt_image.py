@@ -6,7 +6,7 @@ import msgspec
 
 MAX_PROMPT_IMAGES = 64
 """The most images of a prompt, with all their tiles."""
-MOST_IMAGE_BYTES = 146
+MOST_IMAGE_BYTES = 151
 """The most bytes of an image in a message, or of a tile that is an image of its own."""
 
 
@@ -47,6 +47,8 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     other memory has."""
     offset: int
     """The place of its first pixel there."""
+    whole_prompt: int = 0
+    """The tokens of its prompt, if all of them attend to each other; 0: they do not."""
     tiles: TileGrid | None = None
     """Its tiles, if its tokens stand with vectors between them, as one row; None: it is read as it is."""
 
@@ -54,6 +56,11 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     def end(self) -> int:
         """The position after its last token, and what follows its last row."""
         return self.first + self.num_tokens + self.rows * self.gap
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """The first of the tokens that are computed in one step where this image must not be cut, and their end."""
+        return (0, self.whole_prompt) if self.whole_prompt else (self.first, self.end)
 
     @property
     def num_tokens(self) -> int:

@@ -89,7 +89,7 @@ def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimit
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_request_tokens,
         block_size=config.block_size,
-        whole_image_tokens=config.max_image_tokens if config.keeps_images_whole else 0,
+        whole_tokens=config.whole_tokens,
         num_micro_batches=config.pipeline_parallel_size,
         kv_groups=tuple(
             msgspec.structs.replace(group, token_bytes=group.token_bytes * config.num_ranks)

@@ -76,7 +76,7 @@ class KeyCopies:
         donor, start = self._latest, column * self._block_size
         if not self._is_on or donor is None or donor.slot is None:
             return 0
-        if donor.request.adapter != state.request.adapter:
+        if donor.prompt.hash_root != state.prompt.hash_root:
             return 0
         is_read = state.first_unread is not None
         least = 1 if is_read else _LEAST_TOKENS

@@ -19,8 +19,8 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
-    whole_image_tokens: int = 0
-    """The most tokens of an image, if no chunk may end inside one; 0: chunks may."""
+    whole_tokens: int = 0
+    """`EngineConfig.whole_tokens`"""
     num_micro_batches: int = 1
     """Steps in flight at a time; with more than one, a decoding request is in only one of them (pipeline stages)."""
     drafting: Drafting = NO_DRAFTS
@@ -46,8 +46,8 @@ class SchedulerLimits:
 
     @property
     def keeps_images_whole(self) -> bool:
-        """Whether no chunk may end inside an image."""
-        return self.whole_image_tokens > 0
+        """Whether no chunk may end inside an image, or a prompt that has some and must not be cut."""
+        return self.whole_tokens > 0
 
     @property
     def takes_all_runs(self) -> bool:
@@ -69,7 +69,7 @@ class SchedulerLimits:
         Returns None if a step is down to one request and one token, or to an image that must not be cut.
         """
         num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
-        least = max(1, self.whole_image_tokens)
+        least = max(1, self.whole_tokens)
         if num_tokens > max(num_seqs, least):
             num_tokens = max(num_tokens // 2, num_seqs, least)
         elif num_seqs > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from nvcli.core.messages import CONSTRAINT_FAILED, NO_ADAPTER, NOT_FINITE, TOKEN_BYTES, TokenLogprobs, pack, unpack
 from nvcli.engine.answer_watch import AnswerWatch, watch_of
@@ -25,7 +26,10 @@ class Prompt:
         self.stop_ids = frozenset((*request.stop_ids, NOT_FINITE, CONSTRAINT_FAILED))
         """The ids that end an answer when they come back: the request's own, and those that stand for failures."""
         self.hash_root: BlockHash = pack([request.adapter]) if request.adapter != NO_ADAPTER else b""
-        """The beginning of the hashes of blocks: keys and values under one adapter are never those under another."""
+        """The beginning of the hashes of blocks: keys and values under one adapter are never those under another, nor
+        those of a prompt whose tokens attend to each other those of another prompt."""
+        if any(image.whole_prompt for image in request.images):
+            self.hash_root = blake2b(request.prompt_ids, digest_size=16, key=self.hash_root).digest()
         self._block_hashes: list[BlockHash] | None = None
 
     def tokens(self, start: int, end: int) -> array[int]:

@@ -86,7 +86,6 @@ _LACKING = {
     "MuseSparkForConditionalGeneration": "the gates of its residual stream are not computed by nvcli",
     "OLMoForCausalLM": "its files are those of its own code; allenai's checkpoints whose names end in -hf run",
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
-    "PaliGemmaForConditionalGeneration": "its prompts attend both ways, which nvcli does not compute",
     "Qwen4ExpForCausalLM": _SEVERAL_STREAMS,
     "Qwen4ExpForConditionalGeneration": _SEVERAL_STREAMS,
     "RecurrentGemmaForCausalLM": _RECURRENT,

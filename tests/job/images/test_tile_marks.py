@@ -14,14 +14,20 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from checkpoints import edit_json
 from hostile_images import encoded
+from nvcli.core.config import RunConfig
 from nvcli.core.system.pixel_file import PixelFile
+from nvcli.errors import ConfigError
 from nvcli.job.images.image_process import Question, answer
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.pixel_memory import PixelMemory, Pixels
 from nvcli.job.images.row_images import RowImages
+from nvcli.job.run.image_settings import whole_tokens, why_no_images
+from nvcli.job.run.row_settings import read_row_settings
+from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.models.config import load_model_config
 from nvcli.models.vision.image_processor import read_processor
 from vision_model import write_vision_model
@@ -242,6 +248,30 @@ def test_prompts_are_those_of_transformers(
                 file.read(own.data.cast("B"), image.offset)
                 np.testing.assert_array_equal(own, np.moveaxis(np.asarray(theirs_own), 0, 2))
     images.close()
+
+
+def test_prompts_of_paligemma_without_a_template_are_those_of_transformers(tmp_path: Path) -> None:
+    path = write_vision_model(tmp_path / "model", "paligemma")
+    (path / "chat_template.jinja").unlink()
+    edit_json(path / "tokenizer_config.json", chat_template="")
+    edit_json(path / "tokenizer.json", truncation=None, padding=None)
+    model = load_model_config(path)
+    settings = read_row_settings(RunConfig(model=str(path)), path, model)
+    assert settings.has_chat_template
+    tokenizer = Tokenizer.load(path, chat_template=settings.chat_template)
+    photo = {"type": "image", "image": "a.png"}
+    content = [photo, {"type": "text", "text": "answer en"}, photo]
+    messages = [{"role": "user", "content": content}, {"role": "user", "content": " what?"}]
+    own = tokenizer.encode([tokenizer.render(messages)], add_special_tokens=False)[0]
+    pictures = SiglipImageProcessorPil.from_pretrained(path)
+    pictures.image_seq_length = 1
+    theirs = transformers.PaliGemmaProcessor(pictures, transformers.AutoTokenizer.from_pretrained(path))
+    photos = [Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8))] * 2
+    assert own == theirs(images=photos, text="<image><image>answer en what?")["input_ids"][0]
+    assert (why_no_images(RunConfig(model=str(path), task="score"), path, model) or "").startswith("`task` is score")
+    assert whole_tokens(model.with_tower(), 4, 64, 64) == 64
+    with pytest.raises(ConfigError, match="computes a prompt with images, of up to 65 tokens in one step"):
+        whole_tokens(model.with_tower(), 4, 65, 64)
 
 
 def prepared(photos: Sequence[Image.Image], processor: Any, memory: PixelMemory, file: PixelFile) -> Iterator[Pixels]:

@@ -73,6 +73,8 @@ IN_CHUNKS = {"max_num_batched_tokens": 21, "max_num_seqs": 4}
     [
         *((name, IN_CHUNKS) for name in FAMILIES),
         ("gemma 3 with vision", {}),
+        ("paligemma", {}),
+        ("paligemma 2", {"enable_prefix_caching": False}),
         ("qwen 3-vl", {}),
         ("qwen 3-vl", {"enable_prefix_caching": False}),
         ("qwen 2.5-vl", {"batch_invariant": True}),
@@ -89,17 +91,38 @@ def test_answers_are_those_of_transformers(
     assert len({tuple(answer) for answer in expected}) > 4, "the images must make a difference"
 
 
-@pytest.mark.parametrize("name", ["qwen 3-vl", "gemma 3 with vision", "mistral 3 with vision"])
-def test_preempted_requests_are_computed_again(name: str, checkpoint_of: Callable[[str], Checkpoint]) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_blocks"),
+    [("qwen 3-vl", 36), ("gemma 3 with vision", 36), ("mistral 3 with vision", 36), ("paligemma", 26)],
+)
+def test_preempted_requests_are_computed_again(
+    name: str, num_blocks: int, checkpoint_of: Callable[[str], Checkpoint]
+) -> None:
     """Few blocks, and no embeddings that are kept."""
     path, requests, expected = checkpoint_of(name)
     runner = runner_of(path, block_size=4)
     assert runner._images is not None
     assert runner._images.encoder is not None
     runner._images.encoder._kept.max_bytes = 0
-    scheduler = make_scheduler(runner, num_blocks=36 * len(runner.ready.kv_groups))
+    scheduler = make_scheduler(runner, num_blocks=num_blocks * len(runner.ready.kv_groups))
     assert answers_in_order(run_requests(runner, requests.requests(), scheduler)) == expected
     assert scheduler.stats.num_preemptions > 0
+
+
+def test_only_equal_prompts_share_keys_where_all_of_their_tokens_attend_to_each_other(
+    checkpoint_of: Callable[[str], Checkpoint],
+) -> None:
+    path, requests, _ = checkpoint_of("paligemma")
+    runner = runner_of(path, block_size=4)
+    beginning = [(2, 2, 0), *range(20, 60)]
+    prompts = [[*beginning, 9], [*beginning, 10], beginning, [*beginning, 9]]
+    made = [requests.make(number, prompt) for number, prompt in enumerate(prompts)]
+    alone = [run_requests(runner_of(path, block_size=4), [each])[each.request_id] for each in made]
+    scheduler = make_scheduler(runner, num_blocks=100)
+    found = [run_requests(runner, [each], scheduler)[each.request_id] for each in made]
+    assert found == alone
+    assert len({*map(tuple, found)}) > 1
+    assert scheduler.stats.cached_tokens == 44, "the last finds the first, and no other does"
 
 
 def test_an_adapter_changes_tower_and_text(checkpoint_of: Callable[[str], Checkpoint], tmp_path: Path) -> None:

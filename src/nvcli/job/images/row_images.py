@@ -79,10 +79,17 @@ class RowImages:
     """Prepares images. Used by one thread; `close` may be called by any."""
 
     def __init__(
-        self, processor: ImageProcessor, token_id: int, folders: ImageFolders, text: ImageText | None = None
+        self,
+        processor: ImageProcessor,
+        token_id: int,
+        folders: ImageFolders,
+        text: ImageText | None = None,
+        *,
+        whole_prompts: bool = False,
     ) -> None:
         """`token_id` stands for an image in rendered conversations, once it is written as `text` says; None: chat
-        templates write it."""
+        templates write it. `whole_prompts`: all tokens of a prompt attend to each other."""
+        self._whole_prompts = whole_prompts
         self._processor, self._token_id, self._folders, self._text = processor, token_id, folders, text
         self.processes = ImageProcesses()
         self._memory = PixelMemory()
@@ -180,7 +187,10 @@ class RowImages:
                     images.append(msgspec.structs.replace(picture, first=len(expanded), gap=gap))
                 expanded += [self._token_id] * (picture.columns if gap else picture.num_tokens)
                 start = place + 1
-        return [*expanded, *ids[start:]], PromptImages(images, tuple(pixels), num_tokens, self._token_id)
+        expanded += ids[start:]
+        if self._whole_prompts:
+            images = [msgspec.structs.replace(image, whole_prompt=len(expanded)) for image in images]
+        return expanded, PromptImages(images, tuple(pixels), num_tokens, self._token_id)
 
     def bare_prompt(self, pixels: Sequence[Pixels]) -> list[int]:
         """Return what `expand` takes for a prompt of these images alone, with nothing between rows."""

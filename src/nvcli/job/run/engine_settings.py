@@ -22,7 +22,7 @@ from nvcli.errors import ConfigError, LoadError
 from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.run.adapter_modes import find_modes
 from nvcli.job.run.device import device_of
-from nvcli.job.run.image_settings import check_of_text, image_limits, keeps_images_whole, with_tower
+from nvcli.job.run.image_settings import check_of_text, image_limits, reads_whole_prompts, whole_tokens, with_tower
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
@@ -227,7 +227,7 @@ def resolve_engine_config(
         draft_policy=run.speculation.policy,
         max_image_tokens=max_image_tokens,
         max_prompt_images=max_prompt_images,
-        keeps_images_whole=keeps_images_whole(model, max_image_tokens, max_num_batched_tokens),
+        whole_tokens=whole_tokens(model, max_image_tokens, max_model_len, max_num_batched_tokens),
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
 
@@ -243,7 +243,8 @@ def _max_num_batched_tokens(
     given, of_all = run.max_num_batched_tokens, run.max_num_seqs * max_model_len
     if given is not None and given <= of_all:
         return given
-    default = max(default_batched_tokens(model, device, partial(smallest_memory, gpus)), run.max_num_seqs)
+    least = max_model_len if reads_whole_prompts(model) else 0
+    default = max(default_batched_tokens(model, device, partial(smallest_memory, gpus)), run.max_num_seqs, least)
     return default if given is None else min(given, max(default, of_all))
 
 

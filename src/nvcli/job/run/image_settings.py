@@ -42,6 +42,8 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
         )
     if run.attends_by_rows:
         return "`enable_attention_dp` (--attention-dp) is true, with which images are not read; leave it out"
+    if run.task != "generate" and model.vision.attends_both_ways == "prompts":
+        return f"`task` is {run.task}, which is not computed where all tokens of a prompt attend to each other"
     if run.batch_invariant and model.vision.attends_both_ways:
         return "`batch_invariant` is true, under which the tokens of an image cannot attend to all of it; leave it out"
     if find_spec("PIL") is None:
@@ -89,13 +91,21 @@ def image_limits(run: RunConfig, model_path: Path, model: ModelConfig, max_model
     return min(rule.max_tokens, max_model_len), MAX_PROMPT_IMAGES * pictures
 
 
-def keeps_images_whole(model: ModelConfig, max_image_tokens: int, max_num_batched_tokens: int) -> bool:
-    """Whether no chunk of a prompt may end inside an image. Raises ConfigError if none fits into a step."""
+def reads_whole_prompts(model: ModelConfig) -> bool:
+    """Whether the tokens of prompts with images attend to each other."""
+    return model.vision is not None and model.has_tower and model.vision.attends_both_ways == "prompts"
+
+
+def whole_tokens(model: ModelConfig, max_image_tokens: int, max_model_len: int, max_num_batched_tokens: int) -> int:
+    """Return `EngineConfig.whole_tokens`. Raises ConfigError if they do not fit into a step."""
     if model.vision is None or not (model.has_tower and model.vision.attends_both_ways):
-        return False
-    if max_num_batched_tokens < max_image_tokens:
+        return 0
+    is_prompt = reads_whole_prompts(model)
+    most = max_model_len if is_prompt else max_image_tokens
+    if max_num_batched_tokens < most:
+        what = "a prompt with images, of up to" if is_prompt else "an image of"
         raise ConfigError(
-            f"`max_num_batched_tokens` is {max_num_batched_tokens}, and this model computes an image of "
-            f"{max_image_tokens} tokens in one step: raise it, or set `images` to never"
+            f"`max_num_batched_tokens` is {max_num_batched_tokens}, and this model computes {what} {most} tokens in "
+            f"one step: raise it, {'lower `max_model_len`, ' if is_prompt else ''}or set `images` to never"
         )
-    return True
+    return most

@@ -127,7 +127,8 @@ class ResolvedModel(RowSettings):
         assert self.model.vision is not None
         vision = self.model.vision
         processor = image_processor(self.run, self.model_path, vision)
-        return RowImages(processor, vision.image_token_id, self.image_folders, vision.text)
+        whole = vision.attends_both_ways == "prompts"
+        return RowImages(processor, vision.image_token_id, self.image_folders, vision.text, whole_prompts=whole)
 
     @property
     def image_folders(self) -> ImageFolders:

@@ -34,6 +34,7 @@ from nvcli.job.run.settings import SetterOf, Setting, sampling_settings, unknown
 from nvcli.job.text.tokenizer import has_chat_template
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig
 from nvcli.models.embedding_files import read_embedding_files
+from nvcli.models.families.catalogue import find_family
 
 _POSITIONS: dict[PoolingName, Literal["last", "first", "all"]] = {"last": "last", "mean": "all", "cls": "first"}
 
@@ -127,13 +128,17 @@ def read_row_settings(
     task = _task_rows(run, model, model_path)
     job = run.job
     template = None if job.chat_template is None else read_chat_template(Path(os.path.expanduser(job.chat_template)))
+    has_template = has_chat_template(model_path) if template is None else bool(template)
+    if template is None and not has_template and (family := find_family(model.architecture)) is not None:
+        template = family.chat_template
+        has_template = template is not None
     return RowSettings(
         run=run,
         model_path=model_path,
         model=model,
         sampling_defaults=sampling_defaults(run, model) if task is None else {},
         chat_template=template,
-        has_chat_template=has_chat_template(model_path) if template is None else bool(template),
+        has_chat_template=has_template,
         task=task,
         setter_of=setter_of,
     )

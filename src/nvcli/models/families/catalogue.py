@@ -14,7 +14,7 @@ from nvcli.models.families.exaone import EXAONE4, EXAONE4_5, EXAONE_MOE
 from nvcli.models.families.falcon import FALCON
 from nvcli.models.families.falcon_h1 import FALCON_H1
 from nvcli.models.families.family import Family
-from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
+from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3, PALIGEMMA, VAULT_GEMMA
 from nvcli.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_MOE_DSA, GLM_OCR
 from nvcli.models.families.glm5_next import GLM5_NEXT
@@ -96,6 +96,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA3,
     GEMMA4,
     GEMMA4_UNIFIED,
+    PALIGEMMA,
     PHI3,
     PHI_MOE,
     OLMO,

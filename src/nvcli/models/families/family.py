@@ -38,6 +38,8 @@ class Family:
     quantisations: tuple[str, ...] = ()
     """The `quant_method`s that belong to this family, which then supports no others; empty: it supports the common
     ones."""
+    chat_template: str | None = None
+    """The template of conversations where a checkpoint brings none; None: conversations then need one of the job's."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """The family's own names of keys → those that are read."""
     whole_keys: Mapping[str, str] = field(default_factory=dict)

@@ -3,19 +3,21 @@
 
 All have norm weights stored as differences from 1, embeddings scaled by the square root of the hidden size, and GELU.
 Gemma 2 has soft caps, and windows in every other layer; Gemma 3 has normed queries and keys, and windows with a
-rotation of their own in five of six layers.
+rotation of their own in five of six layers. PaliGemma (https://arxiv.org/abs/2407.07726) is Gemma or Gemma 2 after a
+vision tower, whose prompts with images attend both ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from nvcli.models.families.family import Family
-from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile, read_by_type
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.rope_config import RopeConfig
-from nvcli.models.vision.siglip import read_gemma3_vision
+from nvcli.models.vision.siglip import read_gemma3_vision, read_paligemma_vision
 
 NORMS_ON_BOTH_SIDES = LayerNorms(
     after_attention="post_attention_layernorm",
@@ -155,4 +157,30 @@ GEMMA3 = Family(
         "max_position_embeddings": 131_072,
         "rms_norm_eps": 1e-6,
     },
+)
+
+
+def _read_short_gemma2(config: ModelFile) -> DecoderConfig:
+    """Read Gemma 2 for sequences that no window cuts: windows do not hide the tokens of a prompt from each other."""
+    found = read_gemma2(config.replacing(layer_types=[FULL] * config.num_layers()))
+    return replace(found, max_positions=config.positive("sliding_window", DEFAULT_WINDOW, least=2))
+
+
+_IMAGES_AND_TEXT = (  # as transformers' processor has them
+    "{%- for message in messages if message.content is not string %}"
+    "{% for part in message.content if part.type == 'image' %}<image>{% endfor %}{% endfor %}{{ bos_token }}"
+    "{%- for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    "{{ '\n' }}"
+)
+PALIGEMMA = Family(
+    name="PaliGemma",
+    architectures=("PaliGemmaForConditionalGeneration",),
+    features="Gemma or Gemma 2 with a vision tower (SigLIP); all tokens of a prompt with images attend to each other",
+    examples=("google/paligemma2-3b-mix-448", "google/paligemma-3b-mix-224"),
+    read=lambda config: read_by_type(config, {"gemma": read_gemma, "gemma2": _read_short_gemma2}, "gemma"),
+    read_vision=read_paligemma_vision,
+    chat_template=_IMAGES_AND_TEXT,
+    ties_embeddings=True,
+    defaults={"head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6},
 )

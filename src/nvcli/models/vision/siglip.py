@@ -1,4 +1,4 @@
-"""The towers of Gemma 3 (SigLIP, https://arxiv.org/abs/2303.15343), of Idefics 3 and SmolVLM
+"""The towers of Gemma 3 and PaliGemma (SigLIP, https://arxiv.org/abs/2303.15343), of Idefics 3 and SmolVLM
 (https://arxiv.org/abs/2504.05299), of LFM2-VL (SigLIP 2, https://arxiv.org/abs/2502.14786), of Aya Vision
 (https://arxiv.org/abs/2505.08751) and Command A Vision, and of PaddleOCR-VL (https://arxiv.org/abs/2510.14528), as
 config.json spells them. Torch-free.
@@ -160,6 +160,31 @@ def read_gemma3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Vi
         attends_both_ways="all",
         image_token_id=image_token(config, 262_144),
         text=_TEXT,
+        **sizes,
+    )
+
+
+def read_paligemma_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of PaliGemma, each of whose patches becomes a token."""
+    sizes = siglip_sizes(vision, text)
+    side, rest = divmod(side_of(vision, "image_size", 224), sizes["patch_size"])
+    if rest:
+        raise vision.error("image_size", f"is not a multiple of {sizes['patch_size']}, the pixels of a patch")
+    if config.positive("projection_dim", sizes["out_size"]) != sizes["out_size"]:
+        raise config.error("projection_dim", f"is not the decoder's hidden size, {sizes['out_size']}")
+    window = text.values.get("sliding_window")
+    if isinstance(window, int) and side**2 >= window:
+        problem = f"images have {side**2:,} tokens, and `sliding_window` {window:,}, which no prompt may fill"
+        raise vision.error("image_size", problem)
+    return VisionConfig(
+        names=replace(SQUARES, renamed=(*SQUARES.renamed, ("linear.", "projection."))),
+        processor="clip",
+        merge_size=1,
+        merger=MergerConfig(kind="linear", size=0),
+        tile_tokens=side,
+        num_positions=side**2,
+        attends_both_ways="prompts",
+        image_token_id=image_token(config, 256_000),
         **sizes,
     )
 

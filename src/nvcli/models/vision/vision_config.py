@@ -243,9 +243,9 @@ class VisionConfig:
     or not."""
     numbers_images: bool = False
     """Whether a token's positions are those of `numbered_positions`."""
-    attends_both_ways: Literal["", "windows", "all"] = ""
+    attends_both_ways: Literal["", "windows", "all", "prompts"] = ""
     """The decoder's layers in which the tokens of an image attend to all of it, also after them: none, those with a
-    window, or all."""
+    window, or all. prompts: all, and so do all tokens of a prompt that has images."""
     image_token_id: int
     """The id that stands in the prompt for each token of an image."""
     text: ImageText | None = None
@@ -305,7 +305,9 @@ class VisionConfig:
 
     def is_whole_in(self, window: int | None) -> bool:
         """Whether images are attended both ways in the decoder's layers with this window."""
-        return self.attends_both_ways == "all" or (self.attends_both_ways == "windows" and window is not None)
+        return self.attends_both_ways in ("all", "prompts") or (
+            self.attends_both_ways == "windows" and window is not None
+        )
 
     @property
     def qkv_names(self) -> tuple[str, ...]:

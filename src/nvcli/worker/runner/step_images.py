@@ -44,10 +44,8 @@ class ImageRows:
     parts: list[tuple[PromptImage, int, int]] = field(default_factory=list)
     """The part of an image that each of `rows` reads, in order: (image, first token of it, end)."""
 
-    def add(self, images: Sequence[PromptImage], first: int, end: int, row: int) -> list[tuple[int, int]]:
-        """Add the tokens of images from place `first` of their prompt, which `row` reads, to `end`. Return the first
-        place of each image's, and their end."""
-        spans = []
+    def add(self, images: Sequence[PromptImage], first: int, end: int, row: int) -> None:
+        """Add the tokens of images from place `first` of their prompt, which `row` reads, to `end`."""
         for image in images:
             begin, stop = max(first, image.first), min(end, image.end)
             if begin < stop:
@@ -55,8 +53,6 @@ class ImageRows:
                 is_text = (places - image.first) % (image.columns + image.gap) >= image.columns
                 self.rows.append(places[~is_text] - first + row)
                 self.parts.append((image, image.num_before(begin), image.num_before(stop)))
-                spans.append((begin, stop))
-        return spans
 
     def vectors(self, found: Mapping[bytes, Tensor]) -> Tensor:
         """Return what they read, from the embeddings of images by digest: [N, H]."""
@@ -76,7 +72,7 @@ class ImagePlan:
     ahead: ImageRows
     """The tokens before those, at which a head reads them; empty if no head does."""
     whole: tuple[WholeImage, ...]
-    """The images whose tokens attend to all of them; empty where none do."""
+    """The images, or prompts, whose tokens attend to all of them; empty where none do."""
 
 
 class StepImages:
@@ -134,19 +130,20 @@ class StepImages:
         for row in range(step.num_decodes, len(slots)):
             images = self._images.get(slots[row], ())
             first, end = ends[row] - int(counts[row]), ends[row]
-            if not images or first >= images[-1].end:
+            if not images or first >= images[-1].whole[1]:
                 continue
             if vision.axes:
                 rows.append(np.arange(starts[row], starts[row] + counts[row]))
                 positions.append(self._angle_positions(_spans(images), first, end))
             start = int(starts[row])
-            for begin, stop in own.add(images, first, end, start):
-                if vision.attends_both_ways:
-                    assert any(stop == image.end for image in images), "a chunk ends inside an image"
+            own.add(images, first, end, start)
+            for begin, stop in dict.fromkeys(image.whole for image in images) if vision.attends_both_ways else ():
+                if (begin := max(begin, first)) < min(stop, end):
+                    assert stop <= end, "a chunk ends inside an image"
                     whole.append(WholeImage(start + begin - first, stop - begin, row, begin))
             if self._feeds_head:
                 ahead.add(images, first + 1, end + 1, start)
-        if not own.parts and not ahead.parts and not rows:
+        if not own.parts and not ahead.parts and not rows and not whole:
             return None
         nothing = np.empty(0, dtype=np.int64)
         return ImagePlan(
@@ -174,14 +171,14 @@ class StepImages:
         if self._vision.axes:
             batch = replace(batch, angle_positions=self._positions(rows, batch))
         plan = self._plan
-        if plan is None or not (plan.own.parts or plan.ahead.parts):
+        if plan is None or not (plan.own.parts or plan.ahead.parts or plan.whole):
             return batch
         found: Mapping[bytes, Tensor] | None = None
         if self.encoder is not None:
             found = self.encoder.embeddings(image for image, _, _ in (*plan.own.parts, *plan.ahead.parts))
         if plan.ahead.parts:
             self._ahead = self._image_tokens(plan.ahead, found)
-        if not plan.own.parts:
+        if not plan.own.parts and not plan.whole:
             return batch
         whole = plan_both_ways(plan.whole, self._kinds, batch) if plan.whole else {}
         return replace(batch, images=replace(self._image_tokens(plan.own, found), whole=whole))
@@ -200,8 +197,8 @@ class StepImages:
     def _image_tokens(self, of: ImageRows, found: Mapping[bytes, Tensor] | None) -> ImageTokens:
         """Make the tokens of a batch that read these parts of images, with their embeddings by digest; None: the stage
         has no embeddings."""
-        rows = to_device(np.concatenate(of.rows), self._device)
-        if found is None:
+        rows = to_device(np.concatenate([np.empty(0, dtype=np.int64), *of.rows]), self._device)
+        if found is None or not of.parts:
             return ImageTokens(rows, None)
         own, *deep = torch.split(of.vectors(found), self._vision.out_size, dim=1)
         return ImageTokens(rows, own, tuple(deep))
