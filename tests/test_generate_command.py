@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from demo_tasks import Example, messages, raw_prompt, sample, sample_lookups
 from fake_command import ENVIRON, nvcli_with_runner
 from fault_job import descendants
+from gguf_files import write_gguf
+from nvcli.demo import demo_path
 from shared_memory import left_in_shared_memory, shared_memory
 from warm_process import WarmPopen, run_warm
 
@@ -91,6 +94,26 @@ def test_answers_are_right(tmp_path: Path, settings: list[str]) -> None:
     assert [row["index"] for row in rows] == list(range(count))
     assert share_right(rows) >= 0.97
     assert all(row["choices"][0]["finish_reason"] == "stop" for row in rows)
+
+
+def test_a_model_in_gguf_answers_as_its_checkpoint_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output can be continued with the same file, and not with another quantisation under its name."""
+    monkeypatch.setitem(ENVIRON, "XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, model = write_rows(tmp_path / "in.jsonl", questions(20)[:8]), tmp_path / "demo.gguf"
+    options = (source, "--temperature", "0", "--max-tokens", "8", "--set", "generation_config=none")
+    assert nvcli(*options, "-o", tmp_path / "expected.jsonl").returncode == 0
+    command = [*COMMAND, *map(str, options), "-m", str(model), "-o", str(tmp_path / "out.jsonl")]
+
+    def run(kind: GGMLQuantizationType) -> subprocess.CompletedProcess[bytes]:
+        write_gguf(demo_path(), model, choose=lambda name: kind)
+        return run_warm(command, capture_output=True, env=ENVIRON)
+
+    assert run(GGMLQuantizationType.BF16).returncode == 0
+    assert read_rows(tmp_path / "out.jsonl") == read_rows(tmp_path / "expected.jsonl")
+    assert b"is complete: 8 of 8 rows answered" in run(GGMLQuantizationType.BF16).stderr
+    refused = run(GGMLQuantizationType.Q8_0)
+    assert refused.returncode == 2
+    assert b"model demo.gguf" in refused.stderr
 
 
 def test_good_and_bad_rows(tmp_path: Path) -> None:

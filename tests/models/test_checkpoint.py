@@ -108,17 +108,6 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["model.gguf", "Model-Q4_K_M.GGUF"])
-def test_gguf_files_and_folders_say_what_they_are(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("")
-    with pytest.raises(LoadError, match=r"weights in GGUF, the format of llama\.cpp.*\*\.safetensors"):
-        resolve_model(str(tmp_path / name))
-    (tmp_path / "some.gguf").write_text("")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(LoadError, match="weights in GGUF"):
-        resolve_model(str(tmp_path))
-
-
 def test_a_folder_of_checkpoints_names_them(tmp_path: Path) -> None:
     for name in ("checkpoint-100", "checkpoint-200", "logs"):
         (tmp_path / name).mkdir()

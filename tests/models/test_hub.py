@@ -30,7 +30,14 @@ REPOSITORIES: dict[str, dict[str, str]] = {
     "someone/pickles": SMALL,
     "someone/other-weights": {"config.json": CONFIG, "model.pt": "w"},
     "someone/empty": {"README.md": "nothing"},
-    "someone/gguf": {"README.md": "for llama.cpp", "model-Q4_K_M.gguf": "w" * 1000},
+    "someone/gguf": {"config.json": CONFIG, "model-Q4_K_M.gguf": "w" * 1000, "mmproj-model-F16.gguf": "w"},
+    "someone/ggufs": {
+        "model-Q4_K_M.gguf": "w",
+        "Q8_0/model-Q8_0-00001-of-00002.gguf": "w",
+        "Q8_0/model-Q8_0-00002-of-00002.gguf": "w",
+    },
+    "someone/both": {**SMALL, "model.safetensors": "w", "model-F16.gguf": "w"},
+    "someone/rwkv-gguf": {"model-F16.gguf": "w"},
     "someone/adapter": {
         "adapter_config.json": '{"base_model_name_or_path": "someone/good"}',
         "adapter_model.safetensors": "w",
@@ -68,7 +75,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             else:
                 siblings = [{"rfilename": file} for file in files]
                 sha = TAG_SHA if rest in (f"revision/{TAG}", f"revision/{TAG_SHA}") else SHA
-                self._answer(json.dumps({"id": name, "sha": sha, "siblings": siblings}))
+                described = {"gguf": {"architecture": "rwkv7"}} if "rwkv" in name else {}
+                self._answer(json.dumps({"id": name, "sha": sha, "siblings": siblings, **described}))
             return
         name, _, rest = self._split(path)
         file = rest.split("/", 2)[2]
@@ -137,7 +145,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "    except LoadError as error: answer = str(error)\n"
         "    print(json.dumps([f'--lora {name}', answer, '', '']))\n"
     )
-    done = run_with_hub(Hub, code, REPOSITORIES, home=tmp_path_factory.mktemp("home"))
+    tagged = [f"someone/{name}" for name in ("ggufs:q8_0", "ggufs:Q3_K", "both:F16")]
+    done = run_with_hub(Hub, code, [*REPOSITORIES, *tagged], home=tmp_path_factory.mktemp("home"))
     assert "dry-run" not in done.stderr
     return {
         name: {"answer": answer, "level": level, "finding": finding}
@@ -197,12 +206,37 @@ def test_a_repository_that_holds_no_model(answers: dict[str, dict[str, Any]], na
     assert set(fetched(name)) <= {"config.json"}
 
 
-def test_other_kinds_of_repositories_are_named_before_weights_are_fetched(answers: dict[str, dict[str, Any]]) -> None:
-    for told in (answers["someone/gguf"]["answer"], answers["someone/gguf"]["finding"]):
-        assert "someone/gguf: weights in GGUF" in told
+def test_an_adapter_is_named_before_weights_are_fetched(answers: dict[str, dict[str, Any]]) -> None:
     assert "someone/adapter: a LoRA adapter for someone/good" in answers["someone/adapter"]["answer"]
-    assert fetched("someone/gguf") == []
     assert fetched("someone/adapter") == ["adapter_config.json"]
+
+
+def test_one_model_in_gguf_is_fetched(answers: dict[str, dict[str, Any]]) -> None:
+    """The only one of a repository, or the quantisation that is named, which beside other weights has to be."""
+    for name, fetches in (
+        ("gguf", ["model-Q4_K_M.gguf"]),
+        ("ggufs:q8_0", ["Q8_0/model-Q8_0-00001-of-00002.gguf", "Q8_0/model-Q8_0-00002-of-00002.gguf"]),
+        ("both:F16", ["config.json", "model-F16.gguf", "model.safetensors", "tokenizer.json"]),
+    ):
+        assert "truncated or not a GGUF file" in answers[f"someone/{name}"]["answer"], name
+        assert "the first run would download" in answers[f"someone/{name}"]["finding"], name
+        assert fetched(f"someone/{name.partition(':')[0]}") == fetches
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("ggufs", "someone/ggufs: several GGUF models: Q8_0, Q4_K_M; name one: someone/ggufs:Q8_0"),
+        ("ggufs:Q3_K", "someone/ggufs:Q3_K: no GGUF models Q3_K; there are: Q8_0, Q4_K_M"),
+        ("rwkv-gguf", 'someone/rwkv-gguf: `general.architecture`: "rwkv7" is not supported in GGUF'),
+    ],
+)
+def test_models_in_gguf_that_are_not_there_or_not_read_are_not_fetched(
+    answers: dict[str, dict[str, Any]], name: str, told: str
+) -> None:
+    for found in (answers[f"someone/{name}"][kind] for kind in ("answer", "finding")):
+        assert told in found
+    assert not any("Q4_K_M" in file or "rwkv" in file for file in (*fetched("someone/ggufs"), *fetched(name)))
 
 
 def test_a_revision_is_downloaded_as_it_is_named(answers: dict[str, dict[str, Any]]) -> None:

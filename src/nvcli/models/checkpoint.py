@@ -13,19 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from nvcli.core.system.regular_file import check_regular, read_regular
-from nvcli.core.validation import show
+from nvcli.core.validation import list_some, show
 from nvcli.errors import ConfigError, LoadError, reworded
 from nvcli.models.config import CONFIG_FILE
 from nvcli.models.config_overrides import NO_OVERRIDES
-from nvcli.models.hub import cached_revisions, cached_snapshot, download, download_small_files
+from nvcli.models.gguf.files import SUFFIX as GGUF_SUFFIX
+from nvcli.models.gguf.files import check_parts, is_gguf, models_among, part_names
+from nvcli.models.gguf.folder import model_folder
+from nvcli.models.gguf.tensors import read_gguf
+from nvcli.models.hub import (
+    cached_gguf,
+    cached_revisions,
+    cached_snapshot,
+    download,
+    download_small_files,
+    split_quantisation,
+)
 from nvcli.models.json_file import JsonFile
-from nvcli.models.other_checkpoints import check_kind, gguf_error, is_gguf, other_weights
+from nvcli.models.other_checkpoints import check_kind, other_weights
 from nvcli.models.safetensors_header import SUFFIX, read_header, unreadable
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.torch_file import read_torch_file
 
 _MOST_REF_BYTES = 1000
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+(:[\w.-]+)?)?")
 _WITH_REVISION = re.compile(_HUB_ID.pattern + "@.+")
 _HUB_URL = re.compile(r"(?:hf:/|(?:https?://)?(?:huggingface\.co|hf\.co))/([\w.-]+/[\w.-]+)")
 
@@ -60,6 +71,8 @@ class _Format:
 
 _SAFETENSORS = _Format("model.safetensors", f"*{SUFFIX}")
 _TORCH = _Format("pytorch_model.bin", "pytorch_model*.bin")
+_GGUF = _Format(f"model{GGUF_SUFFIX}", f"*{GGUF_SUFFIX}")
+"""Files in a folder that `model_folder` made."""
 
 
 def resolve_model(
@@ -69,8 +82,8 @@ def resolve_model(
     revision: str | None = None,
     overrides: Mapping[str, Any] = NO_OVERRIDES,
 ) -> Path:
-    """Return the folder of the model `name`: `demo`, a local folder, or a Hugging Face id (local cache first, then
-    download).
+    """Return the folder of the model `name`: `demo`, a local folder or GGUF file, or a Hugging Face id (local cache
+    first, then download), which may have the name of a quantisation in GGUF behind a colon.
 
     `weights` false: configuration and tokenizer are enough, and no weights are downloaded. `revision` is a branch, tag
     or commit of the hub; None: its main branch. `overrides` are those of `load_model_config`, which checks the model
@@ -108,18 +121,25 @@ def find_model(name: str, *, weights: bool = True, revision: str | None = None) 
         return _local_folder(path, name, revision)
     if is_there:
         if is_gguf(name):
-            raise gguf_error(name)
+            _check_no_revision(name, "a file", revision)
+            return _folder_of_parts([path.with_name(part) for part in part_names(path.name)])
         raise LoadError(f"{name}: a file; `model` is the folder that holds it, in Hugging Face layout")
+    if is_gguf(name):
+        raise LoadError(f"{name}: no such file")
     if name.startswith((".", "~", os.sep)) or not _HUB_ID.fullmatch(name):
         at = "; a revision of a model on the hub is named with --revision" if _WITH_REVISION.fullmatch(name) else ""
         if (found := _HUB_URL.match(name)) is not None:
             at = f"; a model on the hub is named by its id: {found[1]}"
         raise LoadError(f"{name}: no such folder{at}")
-    cached = cached_snapshot(name, weights=weights, revision=revision)
-    if cached is None or _lacks(cached, weights=weights) is not None:
+    hub_id, quantisation = split_quantisation(name)
+    cached = cached_snapshot(hub_id, weights=weights, revision=revision)
+    if cached is None:
         return None
-    check_kind(cached, name)
-    return cached
+    if quantisation is None and _lacks(cached, weights=weights) is None and _format_of(cached) is not _GGUF:
+        check_kind(cached, name)
+        return cached
+    files = cached_gguf(cached, name)
+    return None if files is None else model_folder(files)
 
 
 def _local_folder(path: Path, name: str, revision: str | None) -> Path:
@@ -127,8 +147,7 @@ def _local_folder(path: Path, name: str, revision: str | None) -> Path:
     ConfigError and LoadError."""
     if not (path / "snapshots").is_dir() or (path / CONFIG_FILE).exists():
         _check_no_revision(name, "a folder", revision)
-        check_kind(path, name)
-        return path
+        return _checked(path, name)
     wanted = revision or "main"  # a model's folder in the Hugging Face cache
     try:
         commit = read_regular(path / "refs" / wanted, most_bytes=_MOST_REF_BYTES).decode().strip()
@@ -138,8 +157,24 @@ def _local_folder(path: Path, name: str, revision: str | None) -> Path:
     if Path(commit).name != commit or not snapshot.is_dir():
         known = ", ".join(sorted(os.listdir(path / "snapshots"))) or "none"
         raise LoadError(f"{name}: no revision {wanted} in this folder of the Hugging Face cache; there are: {known}")
-    check_kind(snapshot, name)
-    return snapshot
+    return _checked(snapshot, name)
+
+
+def _checked(folder: Path, name: str) -> Path:
+    """Return a folder in Hugging Face layout, or the one that is made of the GGUF files in it. Raises LoadError."""
+    check_kind(folder, name)
+    has_others = _SAFETENSORS.is_in(folder) or _TORCH.is_in(folder)
+    files = [] if has_others else [file.name for file in folder.iterdir()]
+    models = [*models_among(files).values()]
+    if len(models) > 1:
+        some = list_some([parts[0] for parts in models], 3)
+        raise LoadError(f"{name}: a folder with several GGUF models: {some}; name one: {Path(name) / models[0][0]}")
+    return _folder_of_parts([folder / file for file in models[0]]) if models else folder
+
+
+def _folder_of_parts(files: list[Path]) -> Path:
+    check_parts([str(file) for file in files if os.path.lexists(file)])
+    return model_folder(files)
 
 
 def _check_no_revision(name: str, kind: str, revision: str | None) -> None:
@@ -151,8 +186,8 @@ def _check_no_revision(name: str, kind: str, revision: str | None) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether the name of a model that was found is a Hugging Face id: neither `demo` nor a folder."""
-    return name != "demo" and not Path(os.path.expanduser(name)).is_dir()
+    """Whether the name of a model that was found is a Hugging Face id: neither `demo` nor a folder or file."""
+    return name != "demo" and not Path(os.path.expanduser(name)).exists()
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -160,8 +195,9 @@ def weight_files(path: Path) -> list[Path]:
     there are no safetensors. Raises LoadError."""
     if index := read_index(path):
         return _files_of(path, index)
-    if files := _format_of(path).files(path):
-        return files
+    form = _format_of(path)
+    if files := form.files(path):
+        return [Path(os.readlink(file)) if form is _GGUF and file.is_symlink() else file for file in files]
     other, hint = other_weights(path), ""
     if other is not None:
         hint = f"; {other} is of another format: save the model with transformers' save_pretrained to convert it"
@@ -170,11 +206,11 @@ def weight_files(path: Path) -> list[Path]:
 
 def read_file(file: Path) -> dict[str, TensorInfo]:
     """Read the entry of every tensor of one of `weight_files`; no weights are read. Raises LoadError."""
-    return (read_header if file.suffix == SUFFIX else read_torch_file)(file)
+    return {SUFFIX: read_header, GGUF_SUFFIX: read_gguf}.get(file.suffix.lower(), read_torch_file)(file)
 
 
 def _format_of(path: Path) -> _Format:
-    return _TORCH if _TORCH.is_in(path) and not _SAFETENSORS.is_in(path) else _SAFETENSORS
+    return next((form for form in (_SAFETENSORS, _TORCH, _GGUF) if form.is_in(path)), _SAFETENSORS)
 
 
 def check_weight_files(path: Path) -> None:
@@ -266,8 +302,9 @@ def _lacks(path: Path, *, weights: bool) -> str | None:
 def _in_cache(name: str, *, weights: bool, revision: str | None) -> str:
     """Return what the cache has of a model that it does not have as a whole, as lines behind a message; empty if it has
     nothing of it."""
-    folder = cached_snapshot(name, weights=weights, revision=revision)
-    if folder is not None:
+    hub_id, quantisation = split_quantisation(name)
+    folder = cached_snapshot(hub_id, weights=weights, revision=revision)
+    if folder is not None and quantisation is None and _format_of(folder) is not _GGUF:
         return f"\nthe cache has a part of it: {folder} lacks {_lacks(folder, weights=weights)}"
-    others = cached_revisions(name)
+    others = cached_revisions(hub_id)
     return f"\nthe cache has other revisions of it (--revision): {', '.join(others)}" if others else ""

@@ -103,7 +103,8 @@ def _check_needed(
         found = tensors[name]
         if found.shape != shape:
             raise found.error(f"has shape {list(found.shape)}, config.json asks for {list(shape)}")
-        if found.codes is None and found.dtype not in _FLOAT_DTYPES:
+        is_plain = found.codes is None and (found.form is None or found.form.blocks is None)
+        if is_plain and found.dtype not in _FLOAT_DTYPES:
             raise found.error(f"is stored as {found.dtype}; supported: {', '.join(sorted(_FLOAT_DTYPES))}")
 
 

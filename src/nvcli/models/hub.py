@@ -16,7 +16,10 @@ from nvcli.core.system.hub_access import HUB_TIMEOUT, DownloadSize, hub_problem,
 from nvcli.errors import ConfigError, LoadError, reworded
 from nvcli.models.config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_model_config
 from nvcli.models.config_overrides import NO_OVERRIDES
-from nvcli.models.other_checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_kind, check_repository
+from nvcli.models.gguf.architectures import check_supported
+from nvcli.models.gguf.files import check_parts, choose_model, models_among
+from nvcli.models.gguf.folder import model_folder
+from nvcli.models.other_checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_kind
 from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
 
 _Kind = Literal["model", "adapter"]
@@ -54,12 +57,14 @@ def cached_revisions(name: str) -> list[str]:
 
 
 def download(name: str, revision: str | None = None, *, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Path:
-    """Download the model `name`, and return its folder in the cache. `revision`: as in `cached_snapshot`, `overrides`:
-    as in `load_model_config`.
+    """Download the model `name`, and return its folder. `revision`: as in `cached_snapshot`, `overrides`: as in
+    `load_model_config`.
 
     Raises LoadError if the hub does not provide it and, before any weights are fetched, LoadError or ConfigError if its
     config.json describes a model that cannot run, it has no weights in files that are read, or the disk has no room.
     """
+    if gguf := check_reachable(name, revision):
+        return _download_gguf(name, revision, gguf)
     folder = _download_some(name, revision, allow_patterns=_CONFIGS)
     try:
         load_model_config(folder, overrides=overrides)
@@ -71,16 +76,19 @@ def download(name: str, revision: str | None = None, *, overrides: Mapping[str, 
 
 
 def download_small_files(name: str, revision: str | None = None) -> Path:
-    """Download the configuration and the tokenizer of the model `name`, and return their folder in the cache.
+    """Download the configuration and the tokenizer of the model `name`, and return their folder in the cache. Of a
+    model in GGUF, which has these beside its weights, all is downloaded.
 
     Raises LoadError if the hub does not provide them.
     """
+    if gguf := check_reachable(name, revision):
+        return _download_gguf(name, revision, gguf)
     return _download_some(name, revision, **_SMALL_FILES)
 
 
 def _download_some(name: str, revision: str | None, **files: Any) -> Path:
-    """Download small files of a model, and return their folder. Raises LoadError, also for what is no model."""
-    check_reachable(name, revision)  # answers at once whether the download can work
+    """Download small files of a model that is reachable, and return their folder. Raises LoadError, also for what is
+    no model."""
     folder = Path(_snapshot(name, revision, tqdm_class=no_progress(), **files))
     if not (folder / CONFIG_FILE).is_file():
         check_kind(folder, name)
@@ -92,14 +100,46 @@ def download_size(name: str, revision: str | None = None) -> DownloadSize:
 
     Raises LoadError if the hub does not provide them, or there are no weights among them.
     """
+    if gguf := check_reachable(name, revision):
+        return missing_size(_dry_run(split_quantisation(name)[0], revision, allow_patterns=gguf))
     return missing_size(_wanted(name, revision)[1])
+
+
+def split_quantisation(name: str) -> tuple[str, str | None]:
+    """Return the id of a repository, and the quantisation behind a colon; None: there is none."""
+    hub_id, colon, quantisation = name.partition(":")
+    return hub_id, quantisation if colon else None
+
+
+def cached_gguf(folder: Path, name: str) -> list[Path] | None:
+    """Return the GGUF files of the model `name` in the folder of its repository in the local cache; None: they are not
+    all there."""
+    files = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+    try:
+        found = choose_model(name, files, split_quantisation(name)[1])
+        check_parts(found)
+    except LoadError:
+        return None
+    return [folder / file for file in found]
+
+
+def _download_gguf(name: str, revision: str | None, files: list[str]) -> Path:
+    """Download a model in GGUF, and return the folder that is made of it. Raises LoadError."""
+    hub_id = split_quantisation(name)[0]
+    missing_size(_dry_run(hub_id, revision, allow_patterns=files)).check_room(f"model {name}", LoadError)
+    folder = Path(_snapshot(hub_id, revision, allow_patterns=files))
+    return model_folder([folder / file for file in files])
+
+
+def _dry_run(name: str, revision: str | None, **patterns: Any) -> Any:
+    return _snapshot(name, revision, tqdm_class=no_progress(), dry_run=True, **patterns)
 
 
 def _wanted(name: str, revision: str | None) -> tuple[dict[str, Any], Any]:
     """Return the patterns of a model's files, and what the hub has of them: torch's own where there are no
     safetensors. Raises LoadError."""
     for patterns, suffix in ((_FILES, ".safetensors"), (_TORCH_FILES, ".bin")):
-        files = _snapshot(name, revision, tqdm_class=no_progress(), dry_run=True, **patterns)
+        files = _dry_run(name, revision, **patterns)
         if any(file.filename.endswith(suffix) for file in files):
             return patterns, files
     raise LoadError(
@@ -107,14 +147,26 @@ def _wanted(name: str, revision: str | None) -> tuple[dict[str, Any], Any]:
     )
 
 
-def check_reachable(name: str, revision: str | None = None) -> None:
-    """Raise LoadError if the hub does not have the model `name`, denies access to it, or has it only in GGUF; the
-    message says which."""
+def check_reachable(name: str, revision: str | None = None) -> list[str]:
+    """Return the GGUF files that are the model `name` on the hub, if it names their quantisation or the repository has
+    no other weights; otherwise none.
+
+    Raises LoadError if the hub does not have the model or denies access to it, if it is none of those that are read
+    from GGUF, and if its quantisation is not there, or is not named where there are several; the message says which.
+    """
     from huggingface_hub import HfApi
 
-    with _hub_errors(name):
-        found = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT)
-    check_repository(name, [file.rfilename for file in found.siblings or ()])
+    hub_id, quantisation = split_quantisation(name)
+    with _hub_errors(hub_id):
+        found = HfApi().model_info(hub_id, revision=revision, timeout=HUB_TIMEOUT)
+    files = [file.rfilename for file in found.siblings or ()]
+    has_others = any(file.endswith(".safetensors") or file.startswith("pytorch_model") for file in files)
+    if quantisation is None and (has_others or not models_among(files)):
+        return []
+    chosen = choose_model(name, files, quantisation)
+    if isinstance(described := getattr(found, "gguf", None), dict) and "architecture" in described:
+        check_supported(name, described["architecture"])
+    return chosen
 
 
 def cached_adapter(name: str, revision: str | None = None) -> Path | None:

@@ -1,4 +1,4 @@
-"""Errors for LoRA adapters, GGUF files and folders of models that are given as models: what was given, what to do."""
+"""Errors for LoRA adapters and folders of models that are given as models: what was given, what to do."""
 
 from __future__ import annotations
 
@@ -10,44 +10,21 @@ from nvcli.errors import LoadError
 from nvcli.models.json_file import JsonFile
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_GGUF = ".gguf"
 _HARMLESS = re.compile(r"[\w./ ~+-]+")
 """Names that are safe in a command for users to copy; a name from a checkpoint may be malicious."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 
 
 def check_kind(folder: Path, name: str) -> None:
-    """Raise LoadError if the folder of the model `name` holds only an adapter, weights for llama.cpp, or models."""
+    """Raise LoadError if the folder of the model `name` holds only an adapter, or models."""
     has_weights = any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors"))
     if has_weights:
         return
     if (folder / ADAPTER_CONFIG).is_file():
         raise LoadError(_adapter(folder, name))
-    if any(folder.glob(f"*{_GGUF}")):
-        raise gguf_error(name)
     models = sorted(file.parent.name for file in folder.glob("*/config.json"))  # such as a trainer's checkpoints
     if models and not (folder / "config.json").exists():
         raise LoadError(f"{name}: no model, but a folder with {list_some(models, 3)}; name one: {name}/{models[-1]}")
-
-
-def check_repository(name: str, files: list[str]) -> None:
-    """Raise LoadError if a hub repository with these files has GGUF files and no other weights."""
-    if any(file.endswith(_GGUF) for file in files) and not any(file.endswith(".safetensors") for file in files):
-        raise gguf_error(name)
-
-
-def gguf_error(name: str) -> LoadError:
-    """Return the error for a model in GGUF files."""
-    return LoadError(
-        f"{name}: weights in GGUF, the format of llama.cpp, which nvcli does not read: give the repository that they "
-        "were made from, with its *.safetensors files (often the same name without -GGUF); for smaller weights, add "
-        "`--quantization fp8` or choose a checkpoint in AWQ or GPTQ"
-    )
-
-
-def is_gguf(name: str) -> bool:
-    """Whether a file's name is that of a GGUF file."""
-    return name.lower().endswith(_GGUF)
 
 
 def other_weights(folder: Path) -> str | None:

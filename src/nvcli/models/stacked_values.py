@@ -38,6 +38,8 @@ def stack_key(info: TensorInfo, part: Sequence[slice]) -> Hashable | None:
     """
     if len(part) != 2 or info.changes or info.flat is not None or info.stored is None or len(info.stored.shape) != 2:
         return None
+    if info.form is not None:
+        return None
     if info.expert is not None or info.rows != ALL_ROWS or info.is_transposed or info.has_ones:
         return None
     rows, columns = part

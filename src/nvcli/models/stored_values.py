@@ -24,6 +24,7 @@ from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.flat_codes import read_flat
+from nvcli.models.gguf.values import read_form
 from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.safetensors_header import SUFFIX
 from nvcli.models.seen_scales import SeenScales
@@ -102,10 +103,10 @@ class OpenFiles:
         Values that are computed or rearranged first are on `device`, where they may be strided; others may be on the
         CPU.
         """
-        if info.flat is not None:
-            rows = info.rows.span(part[0])
-            values = read_flat(self, replace(info, rows=ALL_ROWS), (rows, *part[1:]), device)
-            return take_rows(values, info.rows, part[0])
+        if info.flat is not None or info.form is not None:
+            decode = read_form if info.flat is None else read_flat
+            held = info.rows.span(part[0]), *part[1:]
+            return take_rows(decode(self, replace(info, rows=ALL_ROWS), held, device), info.rows, part[0])
         if info.codes is None:
             return self._read_stored(info, part, device)
         values = self._read_coded(info, part, device)

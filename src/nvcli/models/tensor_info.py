@@ -87,6 +87,35 @@ class FlatCodes:
     nested_scales: TensorInfo | None = None
 
 
+class GGUFOrder(msgspec.Struct, frozen=True, gc=False):
+    """The order of rows or columns in a GGUF file: from the place `start` on, those that the model has as
+    [outer, groups, members, size] lie as [outer, members, groups, size]."""
+
+    groups: int
+    members: int
+    size: int = 1
+    start: int = 0
+
+    @property
+    def unit(self) -> int:
+        """How many rows or columns change places with each other alone."""
+        return self.groups * self.members * self.size
+
+
+class GGUFForm(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Changes that a GGUF file has made to a tensor (`gguf/values.py`)."""
+
+    blocks: str | None = None
+    """ggml's name of the blocks of codes that its rows consist of; None: its numbers are plain."""
+    rows: GGUFOrder | None = None
+    """The order of its rows; None: they are where they belong."""
+    columns: GGUFOrder | None = None
+    offset: float = 0.0
+    """A number that is added to the values."""
+    is_power: bool = False
+    """Whether numbers are stored as -exp(number)."""
+
+
 class RowPlaces(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The places of a weight's rows among those of a tensor that may fuse it with others, or among the features of an
     adapter's matrix."""
@@ -194,7 +223,7 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     shape: tuple[int, ...]
     """For codes, the shape of the weight."""
     dtype: str
-    """safetensors' name: F32, BF16, …"""
+    """safetensors' name: F32, BF16, …, or ggml's of blocks of codes."""
     num_bytes: int
     stored: StoredTensor | None = None
     """The file's tensor as its header has it, or as a vector without dimensions of 1; None where none was read."""
@@ -212,6 +241,8 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The decoding of its numbers, if they are the codes of a quantised weight."""
     flat: FlatCodes | None = None
     """The decoding of its numbers, if they are the codes of a flattened weight."""
+    form: GGUFForm | None = None
+    """Changes that a GGUF file has made to it; None: there are none."""
     has_ones: bool = False
     """Whether a dimension of 1 follows each of the dimensions in the file."""
     changes: tuple[WeightChange, ...] = ()

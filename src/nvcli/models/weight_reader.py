@@ -195,7 +195,7 @@ def _groups(groups: Iterable[Sequence[_Found]]) -> Iterator[Sequence[_Found]]:
 
 def _most_numbers(found: _Found) -> int:
     a, info = found
-    stays = has_kept_codes(info, a.source) or (info.codes is None and a.source.scales is None)
+    stays = has_kept_codes(info, a.source) or (info.codes is None and info.form is None and a.source.scales is None)
     is_one_kernel = _is_fp4(info) and a.target.dtype == FP8 and has_kernel(a.target.device)
     kind = a.target.device.type
     return _PIECE_NUMBERS[kind] * (_STORED_PIECES[kind] if stays or is_one_kernel else 1)
@@ -262,7 +262,8 @@ def _pieces(a: Assignment, info: TensorInfo) -> Iterator[Assignment]:
     in their place; otherwise it stays one piece."""
     is_computed = (a.target.dtype == FP8 or bool(info.changes)) and not info.is_transposed and a.target.dim() == 2
     is_words = a.scales is not None and a.target.dtype != FP8
-    has_codes = info.codes is not None or info.flat is not None
+    has_codes = info.codes is not None or info.flat is not None or info.form is not None
+    has_codes &= a.target.dim() == 2
     is_uploaded = a.target.device.type == "cuda" and not info.is_transposed and a.target.dim() == 2
     if is_words or not (is_computed or is_uploaded or has_codes) or has_kept_codes(info, a.source):
         yield a

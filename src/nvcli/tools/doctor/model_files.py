@@ -23,7 +23,7 @@ from nvcli.models.adapters.find import find_local_adapter
 from nvcli.models.checkpoint import find_model, read_file, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
-from nvcli.models.hub import check_reachable, download_size
+from nvcli.models.hub import check_reachable, download_size, split_quantisation
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.tools.doctor.findings import Finding, format_gib, note, ok, problem, warning
 
@@ -95,7 +95,9 @@ def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
         f"{name} is not in the local Hugging Face cache; the first run would download {format_gib(size.num_bytes)} "
         f"({format_gib(size.free_bytes)} are free)"
     )
-    command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    hub_id, quantisation = split_quantisation(name)
+    command = f"hf download {hub_id}" + (f" --revision {revision}" if revision else "")
+    command += f" --include '*{quantisation}*.gguf'" if quantisation else ""
     return warning("folder", found, f"{command}, then run this again: its files were not checked")
 
 

@@ -17,7 +17,7 @@ from nvcli.tools.doctor.findings import Finding, note, ok, problem, warning
 _PYTHONS = ((3, 11), (3, 15))
 """The first supported version, and the first later one that is not supported."""
 
-_OPTIONAL = ("flash-attn", "flash-attn-3", "flashinfer-python", "pyarrow", "matplotlib", "ray")
+_OPTIONAL = ("flash-attn", "flash-attn-3", "flashinfer-python", "pyarrow", "matplotlib", "ray", "gguf")
 """Optional packages, by PyPI name."""
 
 

@@ -1,0 +1,144 @@
+"""A GGUF model as a folder in Hugging Face layout, made once and kept in the user's cache: config.json and a tokenizer
+from its metadata, and links to its files. Everything else reads this folder as any other. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from nvcli.core.system.regular_file import check_regular
+from nvcli.errors import LoadError
+from nvcli.models.gguf.architectures import find_architecture, read_settings
+from nvcli.models.gguf.header import GGUFHeader
+from nvcli.models.gguf.tensors import read_model_header
+from nvcli.models.gguf.tokenizer import GGUFVocabulary
+from nvcli.models.safetensors_header import unreadable
+
+_FORM = 1
+"""The number of this way of making folders; another one makes them anew."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files beside a model that take the place of a tokenizer that is not read."""
+_SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Keys of `general.sampling`, and of generation_config.json."""
+_DTYPES = {"F32": "float32", "F16": "float16"}
+
+
+def model_folder(files: Sequence[Path]) -> Path:
+    """Return the folder of a model whose files, in order, are these. Raises LoadError for files that are no model that
+    can be read, and if the folder cannot be made."""
+    files = [Path(os.path.abspath(file)) for file in files]
+    beside = [file for name in _TOKENIZER_FILES if (file := files[0].with_name(name)).is_file()]
+    folder = _cache() / f"{files[0].stem}-{_identity([*files, *beside])}"
+    if folder.is_dir():
+        return folder
+    header = read_model_header(files[0], with_vocabulary=True)
+    texts, links = _contents(header, beside)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+        try:
+            _write(made, texts, [*files, *links])
+            _move(made, folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except OSError as error:
+        raise LoadError(
+            f"{files[0]}: its config.json and tokenizer cannot be written to {folder.parent}: {error.strerror}; set "
+            "XDG_CACHE_HOME to a folder that can be written to"
+        ) from None
+    return folder
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nvcli" / "gguf"
+
+
+def _identity(files: Sequence[Path]) -> str:
+    """Return what changes with the files, from their names, sizes and times."""
+    digest = sha256(str(_FORM).encode())
+    for file in files:
+        try:
+            check_regular(file)
+            found = file.stat()
+        except OSError as error:
+            raise unreadable(file, error) from None
+        digest.update(f"{file}\0{found.st_size}\0{found.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def _contents(header: GGUFHeader, beside: Sequence[Path]) -> tuple[dict[str, str], list[Path]]:
+    """Return the texts of a model's small files, by their names, and files that are linked."""
+    name, _ = find_architecture(header)
+    config = make_config(header)
+    try:
+        vocabulary = GGUFVocabulary(header.file, header.metadata)
+        tokenizer = vocabulary.tokenizer(name)
+    except LoadError:
+        if not any(file.name == _TOKENIZER_FILES[0] for file in beside):
+            raise
+        end = header.metadata.get("tokenizer.ggml.eos_token_id")
+        return {"config.json": _json({**config, "eos_token_id": end})}, [*beside]
+    sampling = {to: header.metadata.get(f"general.sampling.{key}") for key, to in _SAMPLING.items()}
+    texts = {
+        "config.json": _json({**config, "eos_token_id": vocabulary.end_ids() or None}),
+        "generation_config.json": _json({key: value for key, value in sampling.items() if value is not None}),
+        "tokenizer.json": _json(tokenizer),
+        "tokenizer_config.json": _json(vocabulary.config()),
+        **vocabulary.chat_templates(),
+    }
+    return texts, []
+
+
+def make_config(header: GGUFHeader) -> dict[str, Any]:
+    """Return config.json, without what the vocabulary says. Raises LoadError."""
+    name, architecture = find_architecture(header)
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise LoadError(f"{header.file}: tensor token_embd.weight is missing; download the file again")
+    return {
+        "architectures": [architecture.name],
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": _dtype(header),
+        **architecture.config(read_settings(header, name)),
+    }
+
+
+def _dtype(header: GGUFHeader) -> str:
+    """Return the type that the model is meant to be used in: that of its matrices, or bfloat16 for blocks."""
+    kinds = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    return _DTYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def _write(folder: Path, texts: Mapping[str, str], links: Sequence[Path]) -> None:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    for file in links:
+        (folder / f"{file.stem}{file.suffix.lower()}").symlink_to(file)
+    folder.chmod(0o755)
+
+
+def _move(made: Path, folder: Path) -> None:
+    """Give a folder its name, unless another process was first."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, ensure_ascii=False, indent=1)

@@ -1,0 +1,72 @@
+"""The tensors of a GGUF file, under the decoder's names and as the rest of the loader reads them. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nvcli.models.gguf.architectures import (
+    Architecture,
+    Settings,
+    find_architecture,
+    is_setting,
+    layer_of,
+    read_settings,
+)
+from nvcli.models.gguf.files import part_names
+from nvcli.models.gguf.header import GGUFHeader, GGUFTensor, read_header
+from nvcli.models.tensor_info import GGUFForm, StoredTensor, TensorInfo
+
+_VECTORS, _CONVOLUTION, _POWER = ".shared_expert_gate.weight", ".conv1d.weight", ".A_log"
+"""Tensors that files have without a dimension of 1, and numbers that they have as powers."""
+
+
+def read_model_header(first: Path, *, with_vocabulary: bool = False) -> GGUFHeader:
+    """Read the header of a whole model, whose first or only file is given. Raises LoadError."""
+    header = read_header(first, with_vocabulary=with_vocabulary)
+    tensors = dict(header.tensors)
+    for name in part_names(first.name)[1:]:
+        tensors |= read_header(first.with_name(name)).tensors
+    return GGUFHeader(first, header.metadata, tensors)
+
+
+def read_gguf(file: Path) -> dict[str, TensorInfo]:
+    """Read the entry of every tensor of one file, but of a head that drafts tokens. What is said of the model is in the
+    first of its parts. Raises LoadError for a file that is missing, truncated or corrupt, and for an architecture that
+    is not supported."""
+    header, first = read_header(file), file.with_name(part_names(file.name)[0])
+    of_model = header if first == file else read_header(first)
+    name, architecture = find_architecture(of_model)
+    settings = read_settings(of_model, name)
+    infos = (
+        _info(tensor, architecture, settings)
+        for tensor in header.tensors.values()
+        if not is_setting(tensor.name) and layer_of(tensor.name) < settings.num_layers
+    )
+    return {info.name: info for info in infos}
+
+
+def _info(tensor: GGUFTensor, architecture: Architecture, settings: Settings) -> TensorInfo:
+    kind, shape = tensor.type, tensor.shape
+    name = architecture.decoder_name(tensor.name)
+    if name.endswith(_VECTORS) and len(shape) == 1:
+        shape = (1, *shape)
+    elif name.endswith(_CONVOLUTION) and len(shape) == 2:
+        shape = (shape[0], 1, shape[1])
+    is_blocks = kind.block > 1
+    stored = (*shape[:-1], shape[-1] // kind.block * kind.block_bytes) if is_blocks else shape
+    form = GGUFForm(
+        blocks=kind.name if is_blocks else None,
+        rows=architecture.row_order(tensor, settings),
+        columns=architecture.column_order(tensor, settings),
+        offset=architecture.offset(tensor),
+        is_power=name.endswith(_POWER),
+    )
+    return TensorInfo(
+        file=tensor.file,
+        name=name,
+        shape=shape,
+        dtype=kind.name,
+        num_bytes=tensor.num_bytes,
+        stored=StoredTensor(tensor.offset, stored, "U8" if is_blocks else kind.name),
+        form=None if form == GGUFForm() else form,
+    )

@@ -1,0 +1,302 @@
+"""Tiny GGUF files for tests, written by llama.cpp's own library from checkpoints, as its converter does it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file
+from torch import Tensor
+
+_ARCHITECTURES = {
+    "Llama": "llama",
+    "Mixtral": "llama",
+    "SmolLM3": "smollm3",
+    "Granite": "granite",
+    "GraniteMoe": "granitemoe",
+    "Qwen2": "qwen2",
+    "Qwen2Moe": "qwen2moe",
+    "Qwen3": "qwen3",
+    "Qwen3Moe": "qwen3moe",
+    "Gemma": "gemma",
+    "Gemma2": "gemma2",
+    "Gemma3": "gemma3",
+    "Phi3": "phi3",
+    "Olmo2": "olmo2",
+    "Exaone4": "exaone4",
+    "Glm4": "glm4",
+    "Glm4Moe": "glm4moe",
+    "Qwen3_5": "qwen35",
+    "Qwen3_5Moe": "qwen35moe",
+    "SeedOss": "seed_oss",
+    "Cohere2": "cohere2",
+}
+"""llama.cpp's names, by transformers'."""
+_PAIRED = ("llama", "smollm3", "granite", "granitemoe")
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
+_FUSED = re.compile(r"(.*\.experts)\.gate_up_proj")
+
+ChooseType = Callable[[str], Type]
+"""Chooses the type of a matrix by its name in GGUF."""
+
+
+def write_gguf(
+    path: Path,
+    file: Path,
+    *,
+    architecture: str | None = None,
+    choose: ChooseType = lambda name: Type.F32,
+    split_max_tensors: int = 0,
+    **others: Any,
+) -> Path:
+    """Write the checkpoint folder `path` as GGUF, in parts of some tensors if that is asked for, with its tokenizer if
+    it has one. `architecture` None: that of the family. `others`: metadata, in place of those that follow from the
+    folder; None leaves a key out."""
+    config = json.loads((path / "config.json").read_text())
+    family = config["architectures"][0].removesuffix("ForCausalLM")
+    architecture = architecture or _ARCHITECTURES[family]
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split_max_tensors)
+    values = {f"{architecture}.{key}": value for key, value in _metadata(config, architecture).items()}
+    for key, value in {**values, **_tokenizer(path, config), **others}.items():
+        _add(writer, key, value)
+    for name, tensor in _tensors(path, config, architecture):
+        kind = choose(name) if tensor.dim() > 1 else Type.F32
+        array = tensor.float().contiguous().numpy()
+        writer.add_tensor(name, quantise(array, kind), raw_dtype=kind)
+    _finish(writer)
+    return file
+
+
+def write_copy(parts: list[Path], file: Path) -> Path:
+    """Write a model of several files as one of plain numbers in float32, which the library makes of blocks."""
+    file.parent.mkdir()
+    readers = [gguf.GGUFReader(part) for part in parts]
+    fields = {key: field.contents() for key, field in readers[0].fields.items()}
+    writer = gguf.GGUFWriter(file, fields.pop("general.architecture"))
+    for key, value in fields.items():
+        if not key.startswith(("GGUF.", "split.")):
+            _add(writer, key, value)
+    for reader in readers:
+        for tensor in reader.tensors:
+            shape = [int(size) for size in reversed(tensor.shape)]
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+            writer.add_tensor(tensor.name, np.ascontiguousarray(values, dtype=np.float32))
+    _finish(writer)
+    return file
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def quantise(array: np.ndarray, kind: Type) -> np.ndarray:
+    """Quantise an array; for types that the library only reads, make blocks up."""
+    if kind == Type.F32:
+        return array
+    try:
+        return gguf.quants.quantize(array, kind)
+    except NotImplementedError:
+        block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        shape = (*array.shape[:-1], array.shape[-1] // block, num_bytes)
+        made = np.random.default_rng(array.size).integers(0, 256, shape, dtype=np.uint8)
+        for place in _HALVES[kind]:  # scales of a realistic size
+            made[..., place : place + 2] = np.frombuffer(np.float16(0.003).tobytes(), np.uint8)
+        return made.reshape(*array.shape[:-1], -1)
+
+
+_HALVES = {
+    Type.Q2_K: (80, 82),
+    Type.Q3_K: (108,),
+    Type.Q4_K: (0, 2),
+    Type.Q5_K: (0, 2),
+    Type.Q6_K: (208,),
+    Type.IQ4_NL: (0,),
+    Type.IQ4_XS: (0,),
+    Type.IQ2_XXS: (0,),
+    Type.MXFP4: (),
+}
+"""The places of scales in float16 in blocks."""
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif value is not None:
+        writer.add_array(key, value)
+
+
+def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The keys of an architecture."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    found = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config.get("intermediate_size"),
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config.get("head_dim"),
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "attention.layer_norm_epsilon": config.get("layer_norm_eps"),
+        "attention.sliding_window": config.get("sliding_window"),
+        "attention.scale": config.get("attention_multiplier"),
+        "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "expert_count": config.get("num_experts", config.get("num_local_experts", config.get("n_routed_experts"))),
+        "expert_group_count": config.get("n_group"),
+        "expert_group_used_count": config.get("topk_group"),
+        "expert_shared_count": config.get("n_shared_experts"),
+        "expert_weights_norm": config.get("norm_topk_prob"),
+        "expert_weights_scale": config.get("routed_scaling_factor"),
+        "leading_dense_block_count": config.get("first_k_dense_replace"),
+        "full_attention_interval": config.get("full_attention_interval"),
+        "ssm.conv_kernel": config.get("linear_conv_kernel_dim"),
+        "ssm.state_size": config.get("linear_key_head_dim"),
+        "ssm.group_count": config.get("linear_num_key_heads"),
+        "ssm.time_step_rank": config.get("linear_num_value_heads"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "logit_scale": config.get("logits_scaling", config.get("logit_scale")),
+        "embedding_scale": config.get("embedding_multiplier"),
+        "residual_scale": config.get("residual_multiplier"),
+    }
+    if rope.get("rope_type", "default") in ("linear", "yarn"):
+        found["rope.scaling.type"] = rope["rope_type"]
+        found["rope.scaling.factor"] = float(rope["factor"])
+        found["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+    if "linear_value_head_dim" in config:
+        found["ssm.inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+    if rope.get("rope_type") == "longrope":
+        found["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+    if config.get("sliding_window") and "layer_types" in config:
+        found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
+    return found
+
+
+def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint under llama.cpp's names, as its converter changes them."""
+    stored = load_file(path / "model.safetensors")
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    stacks: dict[str, list[Tensor]] = {}
+    for name, tensor in stored.items():
+        if config["tie_word_embeddings"] and name == "lm_head.weight":
+            continue
+        if found := _EXPERT.fullmatch(name):
+            stacks.setdefault(f"{found[1]}.{found[2]}", []).append(tensor)
+        elif found := _FUSED.fullmatch(name):
+            gate, up = tensor.chunk(2, dim=1)
+            stacks |= {f"{found[1]}.gate_proj": [*gate], f"{found[1]}.up_proj": [*up]}
+        elif name.endswith("experts.down_proj"):
+            stacks[name] = [*tensor]
+        elif name.endswith("input_linear.weight"):  # Granite's
+            gate, up = tensor.chunk(2, dim=1)
+            experts = f"{name.split('.block')[0]}.mlp.experts"
+            stacks |= {f"{experts}.gate_proj": [*gate], f"{experts}.up_proj": [*up]}
+        elif name.endswith("output_linear.weight"):
+            stacks[f"{name.split('.block')[0]}.mlp.experts.down_proj"] = [*tensor]
+        else:
+            yield from _renamed(names, name, _changed(name, tensor, config, architecture))
+    for name, experts in stacks.items():
+        yield from _renamed(names, f"{name}.weight", torch.stack(experts))
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", _llama3_factors(rope, config)
+    for length in ("short", "long"):
+        if f"{length}_factor" in rope:
+            yield f"rope_factors_{length}.weight", torch.tensor(rope[f"{length}_factor"])
+
+
+def _renamed(names: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if name.endswith(("e_score_correction_bias", "dt_bias")):  # which the converter spells in another way
+        name = name.replace("gate.e_score_correction_bias", "e_score_correction.bias").replace(
+            "dt_bias", "dt_proj.bias"
+        )
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    yield found, tensor
+
+
+def _changed(name: str, tensor: Tensor, config: Mapping[str, Any], architecture: str) -> Tensor:
+    if architecture in _PAIRED and (".q_proj." in name or ".k_proj." in name):
+        heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+        halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
+        return halves.transpose(1, 2).reshape(tensor.shape)
+    if architecture.startswith("qwen35") and ".linear_attn." in name:
+        return _tiled(name.split(".linear_attn.")[1], tensor, config)
+    if architecture.startswith(("gemma", "qwen35")) and name.endswith("norm.weight"):
+        return tensor + 1
+    if name.endswith("shared_expert_gate.weight"):
+        return tensor[0]
+    return tensor
+
+
+def _tiled(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """Put the value heads of a delta net in llama.cpp's order: the first of each key head, then the second."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if name == "out_proj.weight":
+        return _tiled("in_proj_z.weight", tensor.t(), config).t()
+    if name == "norm.weight":
+        return tensor
+    if name == "A_log":
+        tensor = -tensor.exp()
+    if name == "conv1d.weight":
+        tensor = tensor.squeeze(1)
+    is_whole = name in ("in_proj_qkv.weight", "in_proj_z.weight", "conv1d.weight")
+    size = config["linear_value_head_dim"] if is_whole else 1
+    before, own = tensor.split([len(tensor) - values * size, values * size])
+    grouped = own.reshape(keys, values // keys, size, *own.shape[1:])
+    return torch.cat((before, grouped.transpose(0, 1).reshape(own.shape)))
+
+
+def _llama3_factors(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Tensor:
+    """The divisors of Llama 3's frequencies, by its formula."""
+    size = config["head_dim"]
+    wavelengths = 2 * torch.pi * rope["rope_theta"] ** (torch.arange(0, size, 2) / size)
+    turns = rope["original_max_position_embeddings"] / wavelengths
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - smooth) / rope["factor"] + smooth)
+
+
+def _tokenizer(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer of a folder that has a byte-level one, which splits text as Qwen2's does."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    found = json.loads(file.read_text())
+    ids = found["model"]["vocab"] | {token["content"]: token["id"] for token in found["added_tokens"]}
+    special = {token["content"] for token in found["added_tokens"]}
+    tokens = sorted(ids, key=ids.__getitem__)
+    template = path / "chat_template.jinja"
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in found["model"]["merges"]],
+        "tokenizer.ggml.eos_token_id": config["eos_token_id"],
+        "tokenizer.chat_template": template.read_text() if template.is_file() else None,
+    }

@@ -1,0 +1,355 @@
+"""Models in GGUF, written by llama.cpp's own library, are those that they were made from; damaged files are errors."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from gguf import GGMLQuantizationType as Type
+from rank_weights import load_model, load_parameters
+
+from checkpoints import write_tiny_model
+from expert_shapes import EXPERT_SHAPES
+from family_shapes import HYBRID, HYBRID_EXPERTS, SHAPES
+from gguf_files import write_copy, write_gguf
+from model_driver import CPU
+from nvcli.demo import demo_path
+from nvcli.errors import ConfigError, LoadError
+from nvcli.job.text.tokenizer import Tokenizer
+from nvcli.models.checkpoint import is_hub_id, read_tensors, resolve_model, weight_files
+from nvcli.models.config import load_model_config
+from nvcli.models.gguf import tokenizer as gguf_tokenizer
+from nvcli.models.gguf.blocks import numbers_of_blocks
+from nvcli.models.gguf.tensors import read_gguf
+from nvcli.models.gguf.types import BLOCK_TYPES, TENSOR_TYPES
+from nvcli.models.rope import rope_frequencies
+from nvcli.models.stored_values import OpenFiles
+
+TOKENIZER = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "llama-bpe",
+    "tokenizer.ggml.tokens": [f"<{number}>" for number in range(97)],
+    "tokenizer.ggml.token_type": [3] * 97,
+    "tokenizer.ggml.merges": ["a b"],
+}
+"""A tokenizer for tiny models, which none of these tests uses."""
+TIED = {"tie_word_embeddings": True}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+GEMMA3 = {"sliding_window": 20, "num_hidden_layers": 7, "query_pre_attn_scalar": 16, "rope_parameters": None, **TIED}
+FOUR = {"num_hidden_layers": 4, "layer_types": None, "full_attention_interval": 4}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama 3": ("Llama", {"rope_parameters": LLAMA3}),
+    "qwen2": ("Qwen2", TIED),
+    "qwen3, yarn": ("Qwen3", {"rope_parameters": YARN}),
+    "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh", **TIED}),
+    "gemma 2": ("Gemma2", {"sliding_window": 20, "num_hidden_layers": 3, "query_pre_attn_scalar": 16, **TIED}),
+    "gemma 3": ("Gemma3Text", GEMMA3),
+    **{
+        name: SHAPES[name]
+        for name in (
+            *("smollm3, layers without rope", "granite", "phi 3", "phi 4, longrope of short runs", "olmo 2"),
+            *("exaone 4", "glm 4", "seed-oss", "cohere 2"),
+        )
+    },
+    **{name: EXPERT_SHAPES[name] for name in ("mixtral", "qwen2 moe", "qwen3 moe", "granite 3 moe", "glm 4.5")},
+    "qwen 3.5": ("Qwen3_5Text", {**HYBRID, **FOUR, "linear_num_key_heads": 4, "linear_num_value_heads": 12}),
+    "qwen 3.5 moe": ("Qwen3_5MoeText", {**HYBRID_EXPERTS, **FOUR}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_in_gguf_is_that_in_safetensors(name: str, tmp_path: Path) -> None:
+    family, settings = FAMILIES[name]
+    path = write_tiny_model(tmp_path / "model", family, **settings)
+    folder = resolve_model(str(write_gguf(path, tmp_path / "model.gguf", **TOKENIZER)))
+    expected, found = load_model_config(path), load_model_config(folder)
+    if name == "llama 3":  # whose frequencies are divided by numbers in the file
+        ropes = [config.layers[0].mixer.rope for config in (expected, found)]
+        (one, _), (other, _) = (rope_frequencies(rope, 16, 512) for rope in ropes)
+        assert torch.allclose(one, other)
+    else:
+        here = found.decoder
+        assert here == replace(expected.decoder, mtp=None, layout=here.layout)  # heads that draft are not read
+    for field in ("architecture", "vocab_size", "tie_word_embeddings", "max_position_embeddings", "dtype"):
+        assert getattr(found, field) == getattr(expected, field), field
+    for rank in (0, 1):
+        kept = load_parameters(path, rank, 2)
+        for parameter, values in load_parameters(folder, rank, 2).items():
+            assert torch.allclose(values, kept[parameter], atol=3e-7, rtol=0), parameter
+
+
+@pytest.mark.parametrize(("family", "architecture"), [("Qwen2", "qwen2vl"), ("Qwen3", "qwen3vl")])
+def test_text_parts_of_models_that_read_images(family: str, architecture: str, tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "model", family)
+    folder = resolve_model(str(write_gguf(path, tmp_path / "model.gguf", architecture=architecture, **TOKENIZER)))
+    assert load_model_config(folder).decoder == load_model_config(path).decoder
+    assert load_parameters(folder).keys() == load_parameters(path).keys()
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_numbers_of_blocks_are_those_of_the_library(name: str) -> None:
+    kind = Type[name]
+    assert TENSOR_TYPES[kind] == BLOCK_TYPES[name] == (name, *gguf.GGML_QUANT_SIZES[kind])
+    blocks = np.random.default_rng(0).integers(0, 256, (50, BLOCK_TYPES[name].block_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(blocks, kind)
+        found = numbers_of_blocks(torch.from_numpy(blocks), name)
+    assert np.array_equal(found.numpy(), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral", "Phi3"])
+def test_ranks_keep_the_numbers_of_blocks(family: str, tmp_path: Path) -> None:
+    """In parts, of many types, and kept in FP8: as those of plain numbers that the library makes of the blocks."""
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1} if family == "Mixtral" else {}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 97, "head_dim": 64, **experts}
+    path = write_tiny_model(tmp_path / "model", family, **sizes)
+    kinds = [Type[name] for name in ("Q8_0", "Q4_K", "Q6_K", "F16", "Q5_0", "BF16", "Q4_0", "Q5_K", "IQ4_XS", "Q3_K")]
+    kinds += [Type.Q2_K, Type.MXFP4, Type.IQ2_XXS]
+    number = iter(range(1000))
+    write_gguf(
+        path,
+        tmp_path / "model-Q4_K_M.gguf",
+        choose=lambda name: kinds[next(number) % len(kinds)],
+        split_max_tensors=9,
+        **TOKENIZER,
+    )
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert parts[-1].name.endswith(f"-of-{len(parts):05}.gguf")
+    folder, plain = resolve_model(str(parts[1])), write_copy(parts, tmp_path / "plain" / "model.gguf")
+    assert weight_files(folder) == parts
+    assert load_model_config(folder).dtype == "bfloat16"
+    for rank in (0, 1):
+        expected = load_parameters(resolve_model(str(plain)), rank, 2)
+        for parameter, values in load_parameters(folder, rank, 2).items():
+            assert torch.equal(values, expected[parameter]), parameter
+    in_fp8 = [load_model(each, quantization="fp8").state_dict() for each in (folder, resolve_model(str(plain)))]
+    for parameter, values in in_fp8[0].items():
+        assert torch.equal(values.float(), in_fp8[1][parameter].float()), parameter
+
+
+def test_parts_of_rows_and_columns_are_those_of_the_whole(tmp_path: Path) -> None:
+    """Within blocks, and within heads whose rows are paired."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    path = write_tiny_model(tmp_path / "model", "Llama", **sizes)
+    file = write_gguf(path, tmp_path / "model.gguf", choose=lambda name: Type.Q4_K, **TOKENIZER)
+    infos, draw = read_gguf(file), random.Random(0)
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"):
+        rows, columns = infos[name].shape
+        with OpenFiles() as files:
+            whole = files.read(infos[name], (slice(0, rows), slice(0, columns)), CPU)
+            for _ in range(20):
+                top, bottom = sorted(draw.sample(range(rows + 1), 2))
+                left, right = sorted(draw.sample(range(columns + 1), 2))
+                part = files.read(infos[name], (slice(top, bottom), slice(left, right)), CPU)
+                assert torch.equal(part, whole[top:bottom, left:right])
+
+
+TEXTS = (
+    "What is 1234567 + 58?\n\n  It's  100 %.",
+    "<|im_start|>user\nHi!<|im_end|>\n",
+    "Ünïcode, 日本語 and 😀\t\r\n",
+    "  two spaces, ﬁnally",
+    "",
+)
+
+
+def test_a_byte_level_tokenizer_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = resolve_model(str(write_gguf(demo_path(), tmp_path / "model.gguf")))
+    found, expected = Tokenizer.load(folder), Tokenizer.load(demo_path())
+    assert found.encode(TEXTS, add_special_tokens=True) == expected.encode(TEXTS, add_special_tokens=True)
+    assert found.vocab() == expected.vocab()
+    assert (found.eos_token_id, found.chat_template) == (expected.eos_token_id, expected.chat_template)
+    ids = list(range(640))
+    assert found.decode([ids]) == expected.decode([ids])
+    assert load_model_config(folder).eos_token_ids == (2, 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
+def test_a_tokenizer_with_scores_is_the_one_that_was_trained(name: str, tmp_path: Path) -> None:
+    """Merges follow from the scores of the tokens, or for Gemma from their ids."""
+    special = ["<unk>", "<s>", "</s>", "<|end|>"]
+    pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    marks = [tokenizers.normalizers.Replace(" ", "▁")]
+    marks = [tokenizers.normalizers.Prepend("▁"), *marks] if name != "gemma3" else marks
+    made.normalizer = tokenizers.normalizers.Sequence(marks)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, special_tokens=pieces, show_progress=False)
+    corpus = (demo_path() / "example.jsonl").read_text().splitlines()
+    made.train_from_iterator([word for line in corpus for word in line.split()] + ["a" + " " * 8] * 99, trainer)
+    made.add_special_tokens([tokenizers.AddedToken("<|end|>", special=True, rstrip=name == "phi3", normalized=False)])
+    vocabulary = sorted(made.get_vocab(), key=made.get_vocab().__getitem__)
+    kinds = [2, 3, 3, 3, *[6] * 256, *[1] * (len(vocabulary) - 260)]
+    spaces = vocabulary.index("▁▁▁▁")  # which llama.cpp's converter writes in another way
+    vocabulary[spaces], kinds[spaces] = "    ", 4 if name == "gemma3" else 1
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": vocabulary,
+        "tokenizer.ggml.scores": [-1000.0 if name == "gemma3" else float(-number) for number in range(len(vocabulary))],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.add_space_prefix": name != "gemma3",
+    }
+    written = gguf_tokenizer.GGUFVocabulary(tmp_path / "model.gguf", metadata).tokenizer(name)
+    found = tokenizers.Tokenizer.from_str(json.dumps(written))
+    texts = [*TEXTS, "What is it<|end|>\n and       now?", *corpus[:5]]
+    for text in texts:
+        expected = made.encode(text).ids
+        assert found.encode(text).ids == [1, *expected], text
+        assert found.decode(found.encode(text).ids) == text or "<|end|>" in text
+
+
+def test_expressions_that_split_text_are_those_of_transformers() -> None:
+    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    known = {name: split for name, split in mapping.GGUF_PRE_TOKENIZER_SPLITS.items() if name in gguf_tokenizer.SPLITS}
+    assert len(known) > 15
+    for name, split in known.items():
+        assert gguf_tokenizer.SPLITS[name] == (split,), name
+
+
+def test_settings_of_sampling_templates_and_ends(tmp_path: Path) -> None:
+    others = {
+        **TOKENIZER,
+        "tokenizer.ggml.tokens": [*TOKENIZER["tokenizer.ggml.tokens"][:96], "<|im_end|>"],
+        "tokenizer.ggml.token_type": [1, *TOKENIZER["tokenizer.ggml.token_type"][1:]],
+        "tokenizer.ggml.eos_token_id": 5,
+        "tokenizer.ggml.eot_token_id": 7,
+        "tokenizer.ggml.bos_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": "{{ messages }}",
+        "tokenizer.chat_templates": ["tool_use", "../odd"],
+        "tokenizer.chat_template.tool_use": "{{ tools }}",
+        "general.sampling.temp": 0.6,
+        "general.sampling.top_k": 20,
+    }
+    model = write_tiny_model(tmp_path / "model", "Qwen3", **TIED)
+    folder = resolve_model(str(write_gguf(model, tmp_path / "model.gguf", **others)))
+    config = load_model_config(folder)
+    assert config.eos_token_ids == (5, 7, 96)
+    assert config.generation_defaults == {"temperature": 0.6, "top_k": 20}
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode(["<9>"], add_special_tokens=True) == [[3, 9]]
+    assert tokenizer.chat_template == "{{ messages }}\n{{ tools }}"
+
+
+def test_a_folder_is_made_once_for_each_content(tmp_path: Path) -> None:
+    """A file, its folder, and the folder that is made of it are one model; a file that changes is another."""
+    (tmp_path / "models").mkdir()
+    file = write_gguf(demo_path(), tmp_path / "models" / "Demo-F32.GGUF")
+    folder = resolve_model(str(file))
+    assert resolve_model(str(file.parent)) == folder
+    assert read_tensors(resolve_model(str(folder))).keys() == read_tensors(folder).keys()
+    assert not is_hub_id(str(file))
+    with pytest.raises(ConfigError, match="only models named by their id"):
+        resolve_model(str(file), revision="main")
+    write_gguf(demo_path(), file, choose=lambda name: Type.F16)
+    changed = resolve_model(str(file))
+    assert changed != folder
+    assert load_model_config(changed).dtype == "float16"
+    write_gguf(demo_path(), file.with_name("demo-Q8_0.gguf"))
+    with pytest.raises(LoadError, match=r"several GGUF models: Demo-F32\.GGUF, demo-Q8_0\.gguf; name one: .*/Demo"):
+        resolve_model(str(file.parent))
+
+
+def test_a_tokenizer_that_is_not_read_may_lie_beside_the_file(tmp_path: Path) -> None:
+    file = write_gguf(demo_path(), tmp_path / "model.gguf", **{"tokenizer.ggml.pre": "new-one"})
+    with pytest.raises(LoadError, match=r"`tokenizer\.ggml\.pre`: \"new-one\" .* beside the file"):
+        resolve_model(str(file))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((demo_path() / name).read_bytes())
+    folder = resolve_model(str(file))
+    assert Tokenizer.load(folder).vocab() == Tokenizer.load(demo_path()).vocab()
+    assert load_model_config(folder).eos_token_ids == (2,)
+
+
+def truncate(data: bytes) -> bytes:
+    return data[:-1000]
+
+
+def in_other_order(data: bytes) -> bytes:
+    return data[:4] + data[4:8][::-1] + data[8:]
+
+
+@pytest.mark.parametrize(
+    ("others", "change", "told"),
+    [
+        ({}, truncate, ["truncated: tensor", "download it again"]),
+        ({}, lambda data: data[:300], ["truncated or corrupt", "download it again"]),
+        ({}, lambda data: b"", ["not a GGUF file (0 bytes)"]),
+        ({}, in_other_order, ["big-endian", "gguf_convert_endian"]),
+        ({}, lambda data: data[:4] + b"\1" + data[5:], ["GGUF version 1; supported: 2 and 3"]),
+        ({}, lambda data: b"version https://git-lfs.github.com", ["git lfs pull"]),
+        ({"general.architecture": "rwkv7"}, None, ['"rwkv7" is not supported in GGUF', "safetensors", "qwen3"]),
+        ({"general.type": "mmproj"}, None, ["no model of text", "mmproj"]),
+        ({"tokenizer.ggml.model": None}, None, ["no tokenizer", "tokenizer.json"]),
+        ({"tokenizer.ggml.model": "t5"}, None, ['`tokenizer.ggml.model`: "t5"', "tokenizer.json"]),
+        ({"tokenizer.ggml.merges": None}, None, ["`tokenizer.ggml.merges` is missing"]),
+        ({"tokenizer.ggml.token_type": [1]}, None, ["`tokenizer.ggml.token_type` has 1 values for 640 tokens"]),
+        ({"tokenizer.ggml.tokens": ["a"] * 640}, None, ['"a" is there twice']),
+        ({"qwen3.block_count": None}, None, ["`qwen3.block_count`: missing"]),
+        ({"qwen3.rope.scaling.type": "su"}, None, ["`qwen3.rope.scaling.type`", "linear, yarn"]),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) and value else "",
+)
+def test_files_that_cannot_be_read_say_why(
+    others: dict[str, Any], change: Callable[[bytes], bytes] | None, told: list[str], tmp_path: Path
+) -> None:
+    file = write_gguf(demo_path(), tmp_path / "model.gguf", **others)
+    if change is not None:
+        file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(LoadError) as caught:
+        resolve_model(str(file))
+    for part in [str(file), *told]:
+        assert part in str(caught.value)
+
+
+def test_files_that_are_missing_or_of_new_types_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(demo_path(), tmp_path / "demo.gguf", split_max_tensors=30)
+    first, second, _ = sorted(tmp_path.glob("*.gguf"))
+    second.unlink()
+    with pytest.raises(LoadError, match=r"00001-of-00003\.gguf: parts 2 of 3 are missing"):
+        resolve_model(str(first))
+    monkeypatch.delitem(TENSOR_TYPES, 0)
+    with pytest.raises(LoadError, match=r"a type that is not known \(ggml's number 0\)"):
+        read_gguf(first)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(LoadError, match=r"IQ1_S .* pip install 'nvcli\[gguf\]'"):
+        numbers_of_blocks(torch.zeros(1, 50, dtype=torch.uint8), "IQ1_S")
+
+
+def test_damaged_headers_are_errors_or_are_read(tmp_path: Path) -> None:
+    whole = write_gguf(demo_path(), tmp_path / "model.gguf").read_bytes()
+    draw = random.Random(0)
+    for number in range(30):
+        damaged = bytearray(whole)
+        for _ in range(draw.choice((1, 4))):
+            damaged[draw.randrange(4, 40_000)] = draw.choice((0, 1, 255, draw.randrange(256)))
+        file = tmp_path / f"{number}.gguf"
+        file.write_bytes(damaged)
+        with suppress(LoadError, ConfigError):
+            folder = resolve_model(str(file))
+            load_model_config(folder)
+            read_tensors(folder)
