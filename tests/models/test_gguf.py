@@ -18,6 +18,7 @@ import tokenizers
 import torch
 from gguf import GGMLQuantizationType as Type
 from rank_weights import load_model, load_parameters
+from torch import Tensor
 
 from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES
@@ -27,14 +28,17 @@ from model_driver import CPU
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.text.tokenizer import Tokenizer
+from nvcli.kernels.w4 import dequantise
 from nvcli.models.checkpoint import is_hub_id, read_tensors, resolve_model, weight_files
 from nvcli.models.config import load_model_config
+from nvcli.models.experts import Experts
 from nvcli.models.gguf import tokenizer as gguf_tokenizer
 from nvcli.models.gguf.blocks import numbers_of_blocks
 from nvcli.models.gguf.tensors import read_gguf
 from nvcli.models.gguf.types import BLOCK_TYPES, TENSOR_TYPES
 from nvcli.models.rope import rope_frequencies
 from nvcli.models.stored_values import OpenFiles
+from nvcli.models.w4_linear import W4LinearMethod
 
 TOKENIZER = {
     "tokenizer.ggml.model": "gpt2",
@@ -150,6 +154,41 @@ def test_ranks_keep_the_numbers_of_blocks(family: str, tmp_path: Path) -> None:
     in_fp8 = [load_model(each, quantization="fp8").state_dict() for each in (folder, resolve_model(str(plain)))]
     for parameter, values in in_fp8[0].items():
         assert torch.equal(values.float(), in_fp8[1][parameter].float()), parameter
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi3", "Qwen3Moe"])
+def test_ranks_keep_q4_0_as_it_is(family: str, tmp_path: Path) -> None:
+    """In 4 bits, but for the layers that are in other types; or as plain numbers."""
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64} if "Moe" in family else {}
+    path = write_tiny_model(tmp_path / "model", family, hidden_size=64, intermediate_size=128, vocab_size=97, **experts)
+    others = {"token_embd.weight": Type.Q8_0, "blk.1.ffn_down.weight": Type.Q4_1, "blk.1.attn_q.weight": Type.F16}
+
+    def choose(name: str) -> Type:
+        return others.get(name, Type.F32 if "gate_inp" in name else Type.Q4_0)
+
+    folder = resolve_model(str(write_gguf(path, tmp_path / "model.gguf", choose=choose, **TOKENIZER)))
+    config = load_model_config(folder)
+    assert config.quantisation is not None
+    assert config.quantisation.kept_as == "w4a16"
+    for rank in (0, 1):
+        plain = load_parameters(folder, rank, 2)
+        model = load_model(folder, rank, 2, quantization="w4a16")
+        decoded: dict[str, Tensor] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, Experts) and module.formats is not None:
+                for part, form in zip(("gate_up", "down"), module.formats, strict=True):
+                    weight = f"{name}.{part}_proj"
+                    stacks = zip(getattr(module, f"{part}_proj"), getattr(module, f"{part}_scale"), strict=True)
+                    columns = plain[weight].shape[2]
+                    decoded[weight] = torch.stack([dequantise(*one, columns, form) for one in stacks])
+            elif isinstance(getattr(module, "method", None), W4LinearMethod):
+                weight = f"{name}.weight"
+                columns = plain[weight].shape[1]
+                decoded[weight] = dequantise(module.weight, module.weight_scale, columns, module.method.format)
+        assert len(decoded) >= 6
+        for parameter, values in model.named_parameters():
+            if not parameter.endswith("_scale"):
+                assert torch.equal(decoded.get(parameter, values), plain[parameter]), parameter
 
 
 def test_parts_of_rows_and_columns_are_those_of_the_whole(tmp_path: Path) -> None:

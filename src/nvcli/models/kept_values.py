@@ -20,7 +20,7 @@ from nvcli.models.adapters.merge import read_values
 from nvcli.models.rounded_rows import RowTally
 from nvcli.models.stacked_values import StoredStack, decode_stack, has_one_scale, read_stack, scales_of, stack_key
 from nvcli.models.stored_values import OpenFiles
-from nvcli.models.tensor_info import TensorInfo
+from nvcli.models.tensor_info import Q4_0, TensorInfo
 from nvcli.models.weights import WeightSource
 
 _FP8_CODES = "F8_E4M3"
@@ -161,14 +161,15 @@ def _read_w4(
     files: OpenFiles, info: TensorInfo, source: WeightSource, kept: W4Format, device: torch.device
 ) -> KeptPart:
     is_mxfp4, factor = kept.kind in MXFP4_KINDS, None
-    if info.codes is None or info.packing is None or info.packing.bits != 4:
+    is_q4_0 = info.form is not None and info.form.blocks == Q4_0
+    if not is_q4_0 and (info.codes is None or info.packing is None or info.packing.bits != 4):
         raise LoadError(
             f"{info.file}: tensor {info.name} is stored as {info.dtype}, but config.json does not list it among those "
             "that are not quantised: use quantization: none"
         )
     if kept.kind == "nvfp4":  # the scales of blocks stay as they are
         factor = files.read_factor(info, device)
-    bare = replace(info.codes, factor=None) if kept.kind == "nvfp4" else info.codes
+    bare = replace(info.codes, factor=None) if kept.kind == "nvfp4" and info.codes is not None else info.codes
     codes, scales, zeros, group_of = files.read_codes(replace(info, codes=bare), source.read, device)
     order: Tensor | None = None
     assert source.scales is not None
@@ -181,7 +182,7 @@ def _read_w4(
             f"{info.file}: tensor {info.name} does not group its columns as config.json says, so it cannot be kept in "
             "4 bits: use quantization: none"
         )
-    if is_mxfp4 and int(scales.max()) > LARGEST_FP4_SCALE:
+    if is_mxfp4 and info.codes is not None and int(scales.max()) > LARGEST_FP4_SCALE:
         files.scales.check()
         raise LoadError(
             f"{info.file}: tensor {info.codes.scales.name} has scales above {LARGEST_FP4_SCALE}, which are too large "

@@ -87,6 +87,10 @@ class FlatCodes:
     nested_scales: TensorInfo | None = None
 
 
+Q4_0, Q4_0_GROUP = "Q4_0", 32
+"""ggml's name of blocks that ranks can keep, of codes of 4 bits with a scale in float16, and how many of them."""
+
+
 class GGUFOrder(msgspec.Struct, frozen=True, gc=False):
     """The order of rows or columns in a GGUF file: from the place `start` on, those that the model has as
     [outer, groups, members, size] lie as [outer, members, groups, size]."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from nvcli.errors import LoadError
 from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
 
+Q4_0_ZERO = 8
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The numbers that 4-bit codes of IQ4_NL and IQ4_XS stand for."""
 
@@ -59,8 +60,14 @@ def _bits(packed: Tensor) -> Tensor:
     return (packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).flatten(1)
 
 
+def parts_of_q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes of blocks in Q4_0, [n, 32] uint8, whose zero is `Q4_0_ZERO`, and scales, [n, 1] float32."""
+    return _nibbles(blocks[:, 2:], 16).flatten(1), _half(blocks, 0)
+
+
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 2:], 16).flatten(1).float().sub_(8).mul_(_half(blocks, 0))
+    codes, scales = parts_of_q4_0(blocks)
+    return codes.float().sub_(Q4_0_ZERO).mul_(scales)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:

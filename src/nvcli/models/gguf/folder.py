@@ -14,11 +14,14 @@ from typing import Any
 
 from nvcli.core.system.regular_file import check_regular
 from nvcli.errors import LoadError
-from nvcli.models.gguf.architectures import find_architecture, read_settings
+from nvcli.models.gguf.architectures import Architecture, find_architecture, layer_of, read_settings
 from nvcli.models.gguf.header import GGUFHeader
 from nvcli.models.gguf.tensors import read_model_header
 from nvcli.models.gguf.tokenizer import GGUFVocabulary
+from nvcli.models.quantisation.gguf import METHOD
 from nvcli.models.safetensors_header import unreadable
+from nvcli.models.tensor_info import Q4_0
+from nvcli.models.tensor_spec import EXPERTS
 
 _FORM = 1
 """The number of this way of making folders; another one makes them anew."""
@@ -113,7 +116,19 @@ def make_config(header: GGUFHeader) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _dtype(header),
         **architecture.config(read_settings(header, name)),
+        **_quantisation(header, architecture),
     }
+
+
+def _quantisation(header: GGUFHeader, architecture: Architecture) -> dict[str, Any]:
+    """Return the section that says which layers' weights are in Q4_0, if most of them are."""
+    weights = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1 and layer_of(tensor.name) >= 0]
+    others = [tensor for tensor in weights if tensor.type.name != Q4_0]
+    if 2 * len(others) >= len(weights):
+        return {}
+    modules = (architecture.decoder_name(tensor.name).removesuffix(".weight") for tensor in others)
+    left = sorted({module.partition(f".{EXPERTS}.")[0] if f".{EXPERTS}." in module else module for module in modules})
+    return {"quantization_config": {"quant_method": METHOD, "modules_to_not_convert": left}}
 
 
 def _dtype(header: GGUFHeader) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nvcli.kernels.whole_numbers import ceil_div
-from nvcli.models.gguf.blocks import numbers_of_blocks
-from nvcli.models.gguf.types import BLOCK_TYPES
-from nvcli.models.tensor_info import GGUFForm, GGUFOrder, TensorInfo
+from nvcli.models.gguf.blocks import numbers_of_blocks, parts_of_q4_0
+from nvcli.models.gguf.types import BLOCK_TYPES, TensorType
+from nvcli.models.tensor_info import Q4_0, GGUFOrder, TensorInfo
 
 
 class ReadsTensors(Protocol):
@@ -24,30 +24,59 @@ def read_form(files: ReadsTensors, info: TensorInfo, part: Sequence[slice], devi
     """Read the values of a part that is not empty, [rows, columns] or [rows], for `OpenFiles.read`."""
     form = info.form
     assert form is not None
-    assert info.rows.is_whole, "OpenFiles.read takes the rows"
-    rows, *others = part
-
-    def read_rows(held: slice) -> Tensor:
-        return _read_rows(files, info, form, (held, *others), device)
-
-    values = read_rows(rows) if form.rows is None else _in_order(read_rows, form.rows, rows)
+    columns, places = part[1:], None
+    if form.columns is not None:
+        places = _places(form.columns, part[1])
+        columns = (slice(int(places.min()), int(places.max()) + 1),)
+    if form.blocks is None:
+        values = _stored_rows(files, info, (part[0], *columns)).to(device)
+    else:
+        blocks, first = _read_blocks(files, info, (part[0], *columns), BLOCK_TYPES[form.blocks], device)
+        values = numbers_of_blocks(blocks.flatten(0, 1), form.blocks).view(len(blocks), -1)
+        values = values[:, columns[0].start - first : columns[0].stop - first]
+    if places is not None:
+        values = values.index_select(1, (places - places.min()).to(device))
     if form.offset:
         values = values.float() + form.offset
     return (-values.float()).log() if form.is_power else values
 
 
-def _in_order(read_rows: Callable[[slice], Tensor], order: GGUFOrder, rows: slice) -> Tensor:
-    """Read rows that lie elsewhere: at once, or if many others lie between them, run by run."""
+def read_q4_0(
+    files: ReadsTensors, info: TensorInfo, part: Sequence[slice], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Read a part of a weight in Q4_0 that consists of whole blocks, as it is stored: codes [rows, columns] uint8,
+    whose zero is `Q4_0_ZERO`, and scales [rows, blocks] float32."""
+    blocks, _ = _read_blocks(files, info, part, BLOCK_TYPES[Q4_0], device)
+    codes, scales = parts_of_q4_0(blocks.flatten(0, 1))
+    return codes.view(len(blocks), -1), scales.view(len(blocks), -1)
+
+
+def _read_blocks(
+    files: ReadsTensors, info: TensorInfo, part: Sequence[slice], kind: TensorType, device: torch.device
+) -> tuple[Tensor, int]:
+    """Read the blocks that a part of a matrix lies in, [rows, blocks, bytes], and return the first one's column."""
+    rows, columns = part
+    first, last = columns.start // kind.block, ceil_div(columns.stop, kind.block)
+    stored = _stored_rows(files, info, (rows, slice(first * kind.block_bytes, last * kind.block_bytes)))
+    return stored.to(device).reshape(len(stored), -1, kind.block_bytes), first * kind.block
+
+
+def _stored_rows(files: ReadsTensors, info: TensorInfo, part: Sequence[slice]) -> Tensor:
+    """Read rows of a tensor as they are stored, each at its place. Rows that lie elsewhere are read at once, or run by
+    run if many others lie between them."""
+    assert info.form is not None
+    assert info.rows.is_whole, "OpenFiles takes the rows"
+    order, (rows, *others) = info.form.rows, part
+    if order is None:
+        return files.read_stored(info, part)
     places = _places(order, rows)
-    if order.size == 1:
-        first = int(places.min())
-        found = read_rows(slice(first, int(places.max()) + 1))
-        return found.index_select(0, (places - first).to(found.device))
     ends = [*((places.diff() != 1).nonzero().flatten() + 1).tolist(), len(places)]
-    starts = [0, *ends[:-1]]
-    return torch.cat(
-        [read_rows(slice(int(places[a]), int(places[b - 1]) + 1)) for a, b in zip(starts, ends, strict=True)]
-    )
+    if order.size > 1:
+        runs = [slice(int(places[a]), int(places[b - 1]) + 1) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        return torch.cat([files.read_stored(info, (run, *others)) for run in runs])
+    first = int(places.min())
+    found = files.read_stored(info, (slice(first, int(places.max()) + 1), *others))
+    return found.index_select(0, (places - first).to(found.device))
 
 
 def _places(order: GGUFOrder, wanted: slice) -> Tensor:
@@ -59,31 +88,3 @@ def _places(order: GGUFOrder, wanted: slice) -> Tensor:
     member, place = rest // order.size, rest % order.size
     moved = order.start + outer * order.unit + (member * order.groups + group) * order.size + place
     return torch.where(within < 0, numbers, moved)
-
-
-def _read_rows(
-    files: ReadsTensors, info: TensorInfo, form: GGUFForm, part: Sequence[slice], device: torch.device
-) -> Tensor:
-    """Read rows as they lie in the file, with their columns in order."""
-    if form.blocks is None and form.columns is None:
-        return files.read_stored(info, part).to(device)
-    rows, wanted = part
-    columns, places = wanted, None
-    if form.columns is not None:
-        places = _places(form.columns, wanted)
-        columns = slice(int(places.min()), int(places.max()) + 1)
-    values = _read_columns(files, info, form, (rows, columns), device)
-    return values if places is None else values.index_select(1, (places - columns.start).to(values.device))
-
-
-def _read_columns(
-    files: ReadsTensors, info: TensorInfo, form: GGUFForm, part: tuple[slice, slice], device: torch.device
-) -> Tensor:
-    if form.blocks is None:
-        return files.read_stored(info, part).to(device)
-    rows, columns = part
-    kind = BLOCK_TYPES[form.blocks]
-    first, last = columns.start // kind.block, ceil_div(columns.stop, kind.block)
-    stored = files.read_stored(info, (rows, slice(first * kind.block_bytes, last * kind.block_bytes))).to(device)
-    values = numbers_of_blocks(stored.reshape(-1, kind.block_bytes), kind.name).view(len(stored), -1)
-    return values[:, columns.start - first * kind.block : columns.stop - first * kind.block]

@@ -10,6 +10,8 @@ from nvcli.models.quantisation.awq import read_awq
 from nvcli.models.quantisation.bitsandbytes import read_bitsandbytes
 from nvcli.models.quantisation.compressed_tensors import read_compressed
 from nvcli.models.quantisation.fp8 import read_fbgemm, read_fp8
+from nvcli.models.quantisation.gguf import METHOD as GGUF_Q4_0
+from nvcli.models.quantisation.gguf import read_gguf
 from nvcli.models.quantisation.gptq import read_gptq
 from nvcli.models.quantisation.modelopt import read_modelopt
 from nvcli.models.quantisation.mxfp4 import read_mxfp4
@@ -33,6 +35,7 @@ _READERS: Mapping[str, Callable[[QuantisationFile], Quantisation]] = {
     "gptq": read_gptq,
     "compressed-tensors": read_compressed,
     "bitsandbytes": read_bitsandbytes,
+    GGUF_Q4_0: read_gguf,
 }
 _OF_FAMILIES = {"mxfp4": read_mxfp4}
 """Formats of families that support no others."""
