@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Type
 from rank_weights import load_model, load_parameters
 from torch import Tensor
@@ -36,6 +37,7 @@ from nvcli.models.gguf import tokenizer as gguf_tokenizer
 from nvcli.models.gguf.blocks import numbers_of_blocks
 from nvcli.models.gguf.tensors import read_gguf
 from nvcli.models.gguf.types import BLOCK_TYPES, TENSOR_TYPES
+from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.rope import rope_frequencies
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.w4_linear import W4LinearMethod
@@ -105,6 +107,25 @@ def test_a_family_in_gguf_is_that_in_safetensors(name: str, tmp_path: Path) -> N
         kept = load_parameters(path, rank, 2)
         for parameter, values in load_parameters(folder, rank, 2).items():
             assert torch.allclose(values, kept[parameter], atol=3e-7, rtol=0), parameter
+
+
+@pytest.mark.parametrize("name", ["llama 3", "gemma 2", "qwen 3.5"])
+def test_weights_are_those_that_transformers_reads(name: str, tmp_path: Path) -> None:
+    """The orders of rows and columns, and changed values, are undone as there."""
+    pytest.importorskip("transformers.integrations.gguf.gguf_conversion_mapping")
+    family, settings = FAMILIES[name]
+    path = write_tiny_model(tmp_path / "model", family, **settings)
+    own = {"qwen35.rope.dimension_sections": [1, 1, 0, 0], "qwen35.full_attention_interval": 4}
+    (tmp_path / "gguf").mkdir()
+    others = {**TOKENIZER, "general.name": "tiny", **(own if name == "qwen 3.5" else {})}
+    file = write_gguf(path, tmp_path / "gguf" / "model.gguf", choose=lambda name: Type.F16, **others)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    expected, infos = loaded.state_dict(), read_gguf(file)
+    with OpenFiles() as files:
+        for tensor, info in infos.items():
+            values = files.read(info, [slice(0, length) for length in info.shape], CPU).float()
+            assert torch.allclose(values, expected[tensor], atol=3e-7, rtol=0), tensor
+    assert set(expected) - set(infos) <= {"lm_head.weight"}
 
 
 @pytest.mark.parametrize(("family", "architecture"), [("Qwen2", "qwen2vl"), ("Qwen3", "qwen3vl")])
@@ -191,15 +212,16 @@ def test_ranks_keep_q4_0_as_it_is(family: str, tmp_path: Path) -> None:
                 assert torch.equal(decoded.get(parameter, values), plain[parameter]), parameter
 
 
-def test_parts_of_rows_and_columns_are_those_of_the_whole(tmp_path: Path) -> None:
-    """Within blocks, and within heads whose rows are paired."""
+@pytest.mark.parametrize("is_uploaded", [False, True])
+def test_parts_of_rows_and_columns_are_those_of_the_whole(is_uploaded: bool, tmp_path: Path) -> None:
+    """Within blocks, and within heads whose rows are paired; also read as for a GPU."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
     path = write_tiny_model(tmp_path / "model", "Llama", **sizes)
     file = write_gguf(path, tmp_path / "model.gguf", choose=lambda name: Type.Q4_K, **TOKENIZER)
     infos, draw = read_gguf(file), random.Random(0)
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"):
         rows, columns = infos[name].shape
-        with OpenFiles() as files:
+        with OpenFiles(PinnedUpload(CPU) if is_uploaded else None) as files:
             whole = files.read(infos[name], (slice(0, rows), slice(0, columns)), CPU)
             for _ in range(20):
                 top, bottom = sorted(draw.sample(range(rows + 1), 2))

@@ -195,7 +195,7 @@ def _groups(groups: Iterable[Sequence[_Found]]) -> Iterator[Sequence[_Found]]:
 
 def _most_numbers(found: _Found) -> int:
     a, info = found
-    stays = has_kept_codes(info, a.source) or (info.codes is None and info.form is None and a.source.scales is None)
+    stays = has_kept_codes(info, a.source) or (info.codes is None and a.source.scales is None)
     is_one_kernel = _is_fp4(info) and a.target.dtype == FP8 and has_kernel(a.target.device)
     kind = a.target.device.type
     return _PIECE_NUMBERS[kind] * (_STORED_PIECES[kind] if stays or is_one_kernel else 1)

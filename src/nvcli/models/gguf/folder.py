@@ -23,6 +23,8 @@ from nvcli.models.safetensors_header import unreadable
 from nvcli.models.tensor_info import Q4_0
 from nvcli.models.tensor_spec import EXPERTS
 
+_MOST_LETTERS = 60
+"""The most letters of a model's name in that of its folder."""
 _FORM = 1
 """The number of this way of making folders; another one makes them anew."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -43,7 +45,7 @@ def model_folder(files: Sequence[Path]) -> Path:
     can be read, and if the folder cannot be made."""
     files = [Path(os.path.abspath(file)) for file in files]
     beside = [file for name in _TOKENIZER_FILES if (file := files[0].with_name(name)).is_file()]
-    folder = _cache() / f"{files[0].stem}-{_identity([*files, *beside])}"
+    folder = _cache() / f"{files[0].stem[:_MOST_LETTERS]}-{_identity([*files, *beside])}"
     if folder.is_dir():
         return folder
     header = read_model_header(files[0], with_vocabulary=True)
