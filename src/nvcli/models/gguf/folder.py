@@ -15,6 +15,7 @@ from typing import Any
 from nvcli.core.system.regular_file import check_regular
 from nvcli.errors import LoadError
 from nvcli.models.gguf.architectures import Architecture, find_architecture, layer_of, read_settings
+from nvcli.models.gguf.files import SUFFIX
 from nvcli.models.gguf.header import GGUFHeader
 from nvcli.models.gguf.tensors import read_model_header
 from nvcli.models.gguf.tokenizer import GGUFVocabulary
@@ -52,6 +53,7 @@ def model_folder(files: Sequence[Path]) -> Path:
     texts, links = _contents(header, beside)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _forget_missing(folder.parent)
         made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
         try:
             _write(made, texts, [*files, *links])
@@ -146,6 +148,13 @@ def _write(folder: Path, texts: Mapping[str, str], links: Sequence[Path]) -> Non
     for file in links:
         (folder / f"{file.stem}{file.suffix.lower()}").symlink_to(file)
     folder.chmod(0o755)
+
+
+def _forget_missing(cache: Path) -> None:
+    """Remove folders of models whose files are no longer there."""
+    for link in cache.glob(f"*/*{SUFFIX}"):
+        if not link.exists():
+            shutil.rmtree(link.parent, ignore_errors=True)
 
 
 def _move(made: Path, folder: Path) -> None:
