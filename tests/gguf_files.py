@@ -30,6 +30,7 @@ _ARCHITECTURES = {
     "Gemma3": "gemma3",
     "Phi3": "phi3",
     "Olmo2": "olmo2",
+    "Olmo3": "olmo2",
     "Exaone4": "exaone4",
     "Glm4": "glm4",
     "Glm4Moe": "glm4moe",

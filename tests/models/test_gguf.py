@@ -78,6 +78,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         )
     },
     **{name: EXPERT_SHAPES[name] for name in ("mixtral", "qwen2 moe", "qwen3 moe", "granite 3 moe", "glm 4.5")},
+    "olmo 3": ("Olmo3", {"sliding_window": 20, "num_hidden_layers": 4, "rope_parameters": {**YARN, "rope_theta": 1e4}}),
     "qwen 3.5": ("Qwen3_5Text", {**HYBRID, **FOUR, "linear_num_key_heads": 4, "linear_num_value_heads": 12}),
     "qwen 3.5 moe": ("Qwen3_5MoeText", {**HYBRID_EXPERTS, **FOUR}),
 }
@@ -112,7 +113,8 @@ def test_a_family_in_gguf_is_that_in_safetensors(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["llama 3", "gemma 2", "qwen 3.5"])
 def test_weights_are_those_that_transformers_reads(name: str, tmp_path: Path) -> None:
     """The orders of rows and columns, and changed values, are undone as there."""
-    pytest.importorskip("transformers.integrations.gguf.gguf_conversion_mapping")
+    for needed in ("accelerate", "transformers.integrations.gguf.gguf_conversion_mapping"):
+        pytest.importorskip(needed)
     family, settings = FAMILIES[name]
     path = write_tiny_model(tmp_path / "model", family, **settings)
     own = {"qwen35.rope.dimension_sections": [1, 1, 0, 0], "qwen35.full_attention_interval": 4}
@@ -326,10 +328,14 @@ def test_a_folder_is_made_once_for_each_content(tmp_path: Path) -> None:
     assert not is_hub_id(str(file))
     with pytest.raises(ConfigError, match="only models named by their id"):
         resolve_model(str(file), revision="main")
+    other = resolve_model(str(write_gguf(demo_path(), tmp_path / "other.gguf")))
+    (tmp_path / "other.gguf").unlink()
     write_gguf(demo_path(), file, choose=lambda name: Type.F16)
     changed = resolve_model(str(file))
     assert changed != folder
     assert load_model_config(changed).dtype == "float16"
+    assert folder.exists()
+    assert not other.exists(), "what was made of a file that is gone is removed"
     write_gguf(demo_path(), file.with_name("demo-Q8_0.gguf"))
     with pytest.raises(LoadError, match=r"several GGUF models: Demo-F32\.GGUF, demo-Q8_0\.gguf; name one: .*/Demo"):
         resolve_model(str(file.parent))

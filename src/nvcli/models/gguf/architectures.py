@@ -307,6 +307,15 @@ def _phi3(found: Settings) -> dict[str, Any]:
     return {**config, "original_max_position_embeddings": original}
 
 
+def _olmo2(found: Settings) -> dict[str, Any]:
+    config = {**_common(found), **found.window_types()}
+    if config["sliding_window"] is None:
+        return config
+    rope = config.pop("rope_parameters")  # stretched in layers without windows alone
+    scaling = None if rope["rope_type"] == "default" else rope
+    return {**config, "architectures": ["Olmo3ForCausalLM"], "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+
 def _cohere2(found: Settings) -> dict[str, Any]:
     keys = found.keys
     return {
@@ -367,7 +376,7 @@ class Architecture:
     def column_order(self, tensor: GGUFTensor, found: Settings) -> GGUFOrder | None:
         """Return the order of its columns."""
         is_tiled = self.tiles_values and _module_of(tensor.name) == "ssm_out"
-        return _value_heads(found.keys, tensor.shape[1]) if is_tiled else None
+        return _value_heads(found.keys, tensor.shape[-1]) if is_tiled else None
 
     def offset(self, tensor: GGUFTensor) -> float:
         """Return a number that its values lack."""
@@ -419,7 +428,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture(name="Gemma2ForCausalLM", config=_gemma2, names=_NORMS_ON_BOTH_SIDES, norm_offset=1.0),
     "gemma3": Architecture(name="Gemma3ForCausalLM", config=_gemma3, names=_NORMS_ON_BOTH_SIDES, norm_offset=1.0),
     "phi3": Architecture(name="Phi3ForCausalLM", config=_phi3, names=_FUSED_MLP),
-    "olmo2": Architecture(name="Olmo2ForCausalLM", names=_NORMS_ON_BOTH_SIDES),
+    "olmo2": Architecture(name="Olmo2ForCausalLM", config=_olmo2, names=_NORMS_ON_BOTH_SIDES),
     "exaone4": Architecture(name="Exaone4ForCausalLM", config=_exaone4, names=_NORMS_ON_BOTH_SIDES),
     "glm4": Architecture(
         name="Glm4ForCausalLM",

@@ -152,7 +152,7 @@ class _Walk:
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, count = self._text(), self._take("I")
-        if count > _MOST_DIMENSIONS:
+        if not 0 < count <= _MOST_DIMENSIONS:
             raise ValueError(f"a tensor has {count} dimensions")
         dimensions = self._take_many(f"<{count}Q")
         number, offset = self._take_many("<IQ")
