@@ -18,6 +18,8 @@ from torch import Tensor
 _ARCHITECTURES = {
     "Llama": "llama",
     "Mixtral": "llama",
+    "Ministral3": "mistral3",
+    "Lfm2": "lfm2",
     "SmolLM3": "smollm3",
     "Granite": "granite",
     "GraniteMoe": "granitemoe",
@@ -40,7 +42,7 @@ _ARCHITECTURES = {
     "Cohere2": "cohere2",
 }
 """llama.cpp's names, by transformers'."""
-_PAIRED = ("llama", "smollm3", "granite", "granitemoe")
+_PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 _FUSED = re.compile(r"(.*\.experts)\.gate_up_proj")
 
@@ -187,6 +189,13 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         found["rope.scaling.type"] = rope["rope_type"]
         found["rope.scaling.factor"] = float(rope["factor"])
         found["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+        found["rope.scaling.yarn_log_multiplier"] = rope.get("mscale_all_dim")
+        found["attention.temperature_scale"] = rope.get("llama_4_scaling_beta")
+    if "conv_L_cache" in config:
+        kinds = config["layer_types"]
+        found["attention.head_count_kv"] = [config["num_key_value_heads"] if "full" in kind else 0 for kind in kinds]
+        found["attention.layer_norm_rms_epsilon"] = config["norm_eps"]
+        found["shortconv.l_cache"] = config["conv_L_cache"]
     if "linear_value_head_dim" in config:
         found["ssm.inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
     if rope.get("rope_type") == "longrope":
@@ -249,6 +258,8 @@ def _changed(name: str, tensor: Tensor, config: Mapping[str, Any], architecture:
         return _tiled(name.split(".linear_attn.")[1], tensor, config)
     if architecture.startswith(("gemma", "qwen35")) and name.endswith("norm.weight"):
         return tensor + 1
+    if name.endswith("conv.conv.weight"):
+        return tensor.squeeze(1)
     if name.endswith("shared_expert_gate.weight"):
         return tensor[0]
     return tensor

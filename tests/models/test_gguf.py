@@ -74,7 +74,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         name: SHAPES[name]
         for name in (
             *("smollm3, layers without rope", "granite", "phi 3", "phi 4, longrope of short runs", "olmo 2"),
-            *("exaone 4", "glm 4", "seed-oss", "cohere 2"),
+            *("exaone 4", "glm 4", "seed-oss", "cohere 2", "ministral 3, queries that grow", "lfm2"),
         )
     },
     **{name: EXPERT_SHAPES[name] for name in ("mixtral", "qwen2 moe", "qwen3 moe", "granite 3 moe", "glm 4.5")},

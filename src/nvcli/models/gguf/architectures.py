@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nvcli.core.validation import show
@@ -24,6 +24,7 @@ _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",
     "output": "lm_head",
 }
 _NAMES_IN_LAYER = {
@@ -65,6 +66,13 @@ _DELTA_NET = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
     "post_attention_norm": "post_attention_layernorm",
+}
+_SHORT_CONVOLUTIONS = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "in_proj": "conv.in_proj",
+    "conv": "conv.conv",
+    "out_proj": "conv.out_proj",
 }
 _HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 """The keys that count the heads of queries and keys."""
@@ -182,6 +190,31 @@ def _llama(found: Settings) -> dict[str, Any]:
         "architectures": ["MixtralForCausalLM"],
         "num_local_experts": keys.positive("expert_count"),
         "num_experts_per_tok": keys.positive("expert_used_count"),
+    }
+
+
+def _mistral3(found: Settings) -> dict[str, Any]:
+    keys, config = found.keys, _llama(found)
+    weight = keys.get("rope.scaling.yarn_log_multiplier", float, 0.0)
+    growth = keys.get("attention.temperature_scale", float, 0.0)
+    config["rope_parameters"] |= {"mscale": weight, "mscale_all_dim": weight} if weight else {}
+    config["rope_parameters"] |= {"llama_4_scaling_beta": growth} if growth else {}
+    return config
+
+
+def _lfm2(found: Settings) -> dict[str, Any]:
+    key = "attention.head_count_kv"
+    heads = found.keys.values.get(key)
+    if not isinstance(heads, list) or not heads:
+        raise found.keys.error(key, "no list of a number for each layer, 0 for those of convolutions")
+    config = _common(replace(found, keys=found.keys.replacing(**{key: max(heads)})))
+    return {
+        **config,
+        "layer_types": [_FULL if count else "conv" for count in heads],
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": config["rms_norm_eps"],
+        "conv_L_cache": found.keys.positive("shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in found.tensors),
     }
 
 
@@ -407,6 +440,7 @@ def _value_heads(keys: JsonFile, size: int | None) -> GGUFOrder:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(name="LlamaForCausalLM", config=_llama, pairs_rows=True),
+    "mistral3": Architecture(name="Ministral3ForCausalLM", config=_mistral3, pairs_rows=True),
     "smollm3": Architecture(name="SmolLM3ForCausalLM", config=_llama, pairs_rows=True),
     "granite": Architecture(name="GraniteForCausalLM", config=_granite, pairs_rows=True),
     "granitemoe": Architecture(name="GraniteForCausalLM", config=_granite_moe, pairs_rows=True),
@@ -442,6 +476,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4moe": Architecture(
         name="Glm4MoeForCausalLM", config=_glm4_moe, names={"post_attention_norm": "post_attention_layernorm"}
     ),
+    "lfm2": Architecture(name="Lfm2ForCausalLM", config=_lfm2, names=_SHORT_CONVOLUTIONS),
     "seed_oss": Architecture(
         name="SeedOssForCausalLM", config=_seed_oss, names={"post_attention_norm": "post_attention_layernorm"}
     ),

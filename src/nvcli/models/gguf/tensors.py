@@ -16,7 +16,7 @@ from nvcli.models.gguf.files import part_names
 from nvcli.models.gguf.header import GGUFHeader, GGUFTensor, read_header
 from nvcli.models.tensor_info import GGUFForm, StoredTensor, TensorInfo
 
-_VECTORS, _CONVOLUTION, _POWER = ".shared_expert_gate.weight", ".conv1d.weight", ".A_log"
+_VECTORS, _CONVOLUTIONS, _POWER = ".shared_expert_gate.weight", (".conv1d.weight", ".conv.conv.weight"), ".A_log"
 """Tensors that files have without a dimension of 1, and numbers that they have as powers."""
 
 
@@ -50,7 +50,7 @@ def _info(tensor: GGUFTensor, architecture: Architecture, settings: Settings) ->
     name = architecture.decoder_name(tensor.name)
     if name.endswith(_VECTORS) and len(shape) == 1:
         shape = (1, *shape)
-    elif name.endswith(_CONVOLUTION) and len(shape) == 2:
+    elif name.endswith(_CONVOLUTIONS) and len(shape) == 2:
         shape = (shape[0], 1, shape[1])
     is_blocks = kind.block > 1
     stored = (*shape[:-1], shape[-1] // kind.block * kind.block_bytes) if is_blocks else shape
