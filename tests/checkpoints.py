@@ -154,6 +154,7 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "Mistral3": ("Ministral3", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
+    "MistralLarge4": ("MistralLarge4Text", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
     "Glm4v": ("Glm4vText", "Glm4vVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "Step3p7": (
         "Step3p7Text",
@@ -298,6 +299,7 @@ _WHOLE: dict[str, dict[str, Any]] = {
     "Gemma3": {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 16},
     **{name: {"image_token_index": IMAGE_TOKEN, "projection_dim": 32} for name in ("PaliGemma", "PaliGemma 2")},
     "Mistral3": {"image_token_index": IMAGE_TOKEN},
+    "MistralLarge4": {"image_token_index": IMAGE_TOKEN},
     "Llava": {"image_token_index": IMAGE_TOKEN},
     "Llava Pixtral": {**_LAST_LAYER, "multimodal_projector_bias": False},
     "Llava Siglip": _LAST_LAYER,
@@ -359,6 +361,7 @@ SINCE = {
         ("DeepseekV32", "Glm5Next", "GlmMoeDsa", "GraniteDocling", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"
     ),
     **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "NemotronH_Omni_Reasoning_V3"), "5.23"),
+    "MistralLarge4": "5.23",
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
 MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
@@ -387,6 +390,7 @@ _UNKNOWN_BEFORE = {
         "MiniCPMOcr",
         "MiniCPMV4_6",
         "NemotronH_Omni_Reasoning_V3",
+        "MistralLarge4",
         "Step3p7",
     ),
     *("MiniCPM3", "MuseGlimmer", "NemotronH", "Olmo3"),
@@ -438,7 +442,7 @@ def write_tiny_model(
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.7 + 0.1 * torch.randn(1, generator=generator))
-            elif name.endswith(("e_score_correction_bias", "expert_bias")):
+            elif name.endswith(("e_score_correction_bias", "expert_bias", "rotary_emb.alpha")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
             elif name.endswith(("_min", "_max")) and "vision" in name:
                 buffer.copy_((1 if name.endswith("_max") else -1) * (1 + torch.rand((), generator=generator)))
@@ -488,23 +492,40 @@ def _cut_convolutions(weights: dict[str, Tensor]) -> None:
 
 
 def write_tiny_config(path: Path, family: str = "Qwen3", **overrides: Any) -> Path:
-    """The configuration of a checkpoint of `write_tiny_model` alone, for a family of text."""
+    """The configuration of a checkpoint of `write_tiny_model` alone."""
     import transformers
 
-    config = _text_config(transformers, family, tiny_model_config(**overrides))
+    config = _make_config(transformers, family, tiny_model_config(**overrides))
     config.architectures = [architecture_of(family)]
     config.save_pretrained(path)
     return path
 
 
 def architecture_of(family: str) -> str:
-    """Return the name of transformers' class of a text model."""
+    """Return the name of transformers' class of a model. `family` is a name of `WITH_VISION` or of a text model."""
+    if family in WITH_VISION:
+        family = family.partition(" ")[0]
+        return family if _is_whole_name(family) else f"{family}{_WITH_IMAGES}"
     return f"{family}LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
 
 
-def _text_config(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
+def _is_whole_name(family: str) -> bool:
+    """Whether it is the name of a class, as that of Nemotron 3 Omni, to which nothing is added."""
+    return family.endswith("_V3")
+
+
+def _make_config(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
     _skip_if_unknown(family.removesuffix("Text"))
-    return getattr(transformers, f"{family}Config")(**arguments)
+    if family not in WITH_VISION:
+        return getattr(transformers, f"{family}Config")(**arguments)
+    text_name, vision_name, vision_arguments = WITH_VISION[family]
+    name = family.partition(" ")[0]
+    return getattr(transformers, f"{name}{'_' if _is_whole_name(name) else ''}Config")(
+        text_config=getattr(transformers, f"{text_name}Config")(**arguments),
+        vision_config=getattr(transformers, f"{vision_name}Config")(**vision_arguments),
+        tie_word_embeddings=arguments["tie_word_embeddings"],
+        **_WHOLE.get(family, {"image_token_id": IMAGE_TOKEN}),
+    )
 
 
 def _skip_if_unknown(family: str) -> None:
@@ -513,24 +534,9 @@ def _skip_if_unknown(family: str) -> None:
 
 
 def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
-    """A model of transformers with its initial weights. `family` is a name of `WITH_VISION` or of a text model."""
-    if family not in WITH_VISION:
-        config = _text_config(transformers, family, arguments)
-        return getattr(transformers, architecture_of(family))(config)
-    _skip_if_unknown(family)
-    text_name, vision_name, vision_arguments = WITH_VISION[family]
-    text = getattr(transformers, f"{text_name}Config")(**arguments)
-    vision = getattr(transformers, f"{vision_name}Config")(**vision_arguments)
-    whole = _WHOLE.get(family, {"image_token_id": IMAGE_TOKEN})
-    family = family.partition(" ")[0]
-    end = "_" if family.endswith("_V3") else ""  # of Nemotron 3 Omni, whose class has no other end
-    config = getattr(transformers, f"{family}{end}Config")(
-        text_config=text,
-        vision_config=vision,
-        tie_word_embeddings=arguments["tie_word_embeddings"],
-        **whole,
-    )
-    return getattr(transformers, family if end else f"{family}{_WITH_IMAGES}")(config)
+    """A model of transformers with its initial weights."""
+    config = _make_config(transformers, family, arguments)
+    return getattr(transformers, architecture_of(family))(config)
 
 
 def edit_json(file: Path, **values: Any) -> None:

@@ -470,6 +470,20 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "indexer_types": ["full", "shared", "full"],
         },
     ),
+    "mistral large 4 with vision, shared keys": (
+        "MistralLarge4",
+        {
+            **_LATENT_EXPERTS,
+            **_CHOICE,
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 0],
+            "kv_source_layers": [0, 1, 0, 1],
+            "indexer_types": ["full", "shared", "full", "full"],
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**_YARN, "attention_factor": 1.0, "mscale_all_dim": 0.0},
+            "final_logit_softcapping": 5.0,
+        },
+    ),
     "glm 5.3 flash with vision": (
         "Glm5Next",
         {

@@ -302,6 +302,7 @@ def test_gpt_2_and_opt_of_the_hub_learned_their_positions(tmp_path: Path) -> Non
 
 
 BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_expand": 2, "mamba_d_state": 8}
+LARGE4 = "MistralLarge4ForConditionalGeneration"
 LONGCAT = EXPERT_SHAPES["longcat-flash"][1]
 MINIMAX = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": None}
 NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
@@ -682,6 +683,11 @@ def test_kimi_linear_that_is_not_computed(changes: dict[str, Any], problem: str,
         ("HYV4ForCausalLM", {"hidden_act": "gelu_new"}, "`hidden_act`: only silu is supported together with `swiglu"),
         ("Mistral4ForCausalLM", {"n_group": 2}, "`n_group`: groups of experts are not supported here"),
         ("Mistral4ForCausalLM", {"partial_rotary_factor": 0.5}, "0.5 of 24 dimensions are not the 16"),
+        (LARGE4, {"n_group": 2}, "`n_group`: groups of experts are not supported here"),
+        (LARGE4, {"no_rope_layers": [1]}, "`no_rope_layers`: [1] is not a list of 0 and 1 for 2 layers"),
+        (LARGE4, {"kv_source_layers": [0, True]}, "`kv_source_layers`: [0, true] is not a list of 2 layer numbers"),
+        (LARGE4, {"kv_source_layers": [1, 1]}, "`kv_source_layers`: layer 0 reads 1, which has no latent vectors"),
+        (LARGE4, {"no_rope_layers": [0, 1], "kv_source_layers": [0, 0]}, "of layers 0 and 1, which share keys, one"),
         ("LongcatFlashForCausalLM", {**LONGCAT, "zero_expert_num": -1}, "`zero_expert_num`: -1 is not between 0 and"),
         ("LongcatFlashForCausalLM", {**LONGCAT, "zero_expert_type": "copy"}, '"copy" is not supported; supported: "id'),
     ],

@@ -50,7 +50,7 @@ NONE = "its config.json fits no supported family"
         ("MiniCPMForCausalLM", {**LLAMA, "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4}, NONE),
         ("OtherForConditionalGeneration", {**LLAMA, "vision_config": {"depth": 2}}, "its vision tower is not computed"),
         ("OtherForConditionalGeneration", {"audio_config": {}, "text_config": LLAMA}, "it reads audio"),
-        ("MistralLarge4ForConditionalGeneration", {"text_config": {**MLA, "index_topk": 64}}, "(DSA)"),
+        ("OtherForConditionalGeneration", {"text_config": {**MLA, "index_topk": 64}}, "(DSA)"),
         ("BloomForCausalLM", {"n_embed": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, "(ALiBi)"),
         ("OtherLMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, NONE),
         ("OtherForCausalLM", {**LLAMA, **MLA, "index_topk": 64}, "a sparse choice of keys (DSA)"),

@@ -55,6 +55,7 @@ FAMILIES = [
     "gemma 4 with vision, experts beside an mlp",
     "gemma 4 12b",
     "mistral 3 with vision",
+    "mistral large 4 with vision, shared keys",
     "lighton-ocr",
     "glm 4.6v-flash",
     "glm 4.6v",

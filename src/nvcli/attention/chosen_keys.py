@@ -106,8 +106,8 @@ class ChosenKeys:
         return out
 
     def _index_numbers(self, spec: AttentionSpec, layer: int, batch: ForwardBatch) -> Tensor:
-        """Return what tokens keep for the choice, [blocks, block_size, spec.index_dim]."""
-        return batch.kv_cache.layer(layer)[0][:, :, 0, -spec.index_dim :]
+        """Return what tokens keep for the layer's choice, [blocks, block_size, spec.index_dim or less]."""
+        return batch.kv_cache.layer(layer)[0][:, :, 0, spec.index_place]
 
     def _of(self, spec: AttentionSpec, batch: ForwardBatch, counts: Tensor) -> tuple[TokenKeys, Tensor]:
         """Return the keys of a batch's first tokens, each of which sees or has chosen `counts` of them, and the chosen

@@ -68,6 +68,9 @@ class AttentionSpec:
     None: it attends to all."""
     index_dim: int = 0
     """The last numbers of `head_dim`, by which keys are chosen and which are no part of a key."""
+    index_part: tuple[int, int] | None = None
+    """The first of these that the layer's own choice reads, and the one after them: the others belong to choices of
+    other layers that read the same keys. None: they are all its own."""
     index_pool: int = 1
     """Neighbouring keys that are chosen together; above 1, a token's index numbers are its key, its gates and the key
     of the pool that it fills, and `top_k` counts the keys after the last whole pool, too."""
@@ -81,6 +84,12 @@ class AttentionSpec:
     def key_dim(self) -> int:
         """The size of a key."""
         return self.head_dim - self.index_dim
+
+    @property
+    def index_place(self) -> slice:
+        """The place, in what is kept of a token, of the numbers by which the layer's keys are chosen."""
+        first, end = self.index_part or (0, self.index_dim)
+        return slice(self.key_dim + first, self.key_dim + end)
 
     @property
     def result_dim(self) -> int:
@@ -168,7 +177,7 @@ def projected_kind(specs: Iterable[CacheSpec]) -> AttentionSpec | None:
     """Return the one kind of latents that layers with these specs may attend to as they are projected, without KV
     group and index keys; None: there are none, or several."""
     kinds = {
-        replace(spec, kv_group=0, head_dim=spec.key_dim, index_dim=0, index_pool=1)
+        replace(spec, kv_group=0, head_dim=spec.key_dim, index_dim=0, index_part=None, index_pool=1)
         if isinstance(spec, AttentionSpec)
         else None
         for spec in specs

@@ -46,10 +46,8 @@ def rotate_and_store(
         kernels.rotate_and_store(
             queries, latents, cos_sin, absorbed, cache, slot_mapping, heads, weight=weight, eps=eps
         )
-        return _stored(cache, slot_mapping) if keep_keys else None
-    rotated = _rotate(queries[..., heads.plain_dim :], cos_sin, heads)
-    absorbed[..., heads.latent_dim :] = rotated[: len(absorbed)]
-    queries[len(absorbed) :, :, heads.plain_dim :] = rotated[len(absorbed) :]
+        return stored_keys(cache, slot_mapping) if keep_keys else None
+    rotate_queries(queries, cos_sin, absorbed, heads)
     normed = rms_norm(latents[:, : heads.latent_dim], weight, eps)
     turned = _rotate(latents[:, None, heads.latent_dim :], cos_sin, heads)
     keys = torch.cat((normed.unsqueeze(1), turned), dim=-1)
@@ -60,6 +58,14 @@ def rotate_and_store(
     return keys if keep_keys else None
 
 
+def rotate_queries(queries: Tensor, cos_sin: Tensor | None, absorbed: Tensor, heads: LatentHeads) -> None:
+    """Rotate queries as `rotate_and_store` does, whose arguments these are. It has no kernel, as layers that store no
+    keys are few, and those of published models rotate nothing."""
+    rotated = _rotate(queries[..., heads.plain_dim :], cos_sin, heads)
+    absorbed[..., heads.latent_dim :] = rotated[: len(absorbed)]
+    queries[len(absorbed) :, :, heads.plain_dim :] = rotated[len(absorbed) :]
+
+
 def _rotate(x: Tensor, cos_sin: Tensor | None, heads: LatentHeads) -> Tensor:
     if cos_sin is None:
         return x
@@ -68,6 +74,7 @@ def _rotate(x: Tensor, cos_sin: Tensor | None, heads: LatentHeads) -> Tensor:
     return apply_rope(x, cos_sin)
 
 
-def _stored(cache: Tensor, slot_mapping: Tensor) -> Tensor:
+def stored_keys(cache: Tensor, slot_mapping: Tensor) -> Tensor:
+    """Return the keys of some tokens, [T, 1, L + R], as the cache has them."""
     block_size = cache.shape[1]
     return cache[slot_mapping // block_size, slot_mapping % block_size]

@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         of_head = () if config.draft_head is None else config.draft_head.mixers
         mixers = *(layers[number].mixer for number in numbers), *of_head
         axes = config.vision.axes if config.has_tower and config.vision is not None else ()
-        self.rotary = RotaryTables((mixer.rotation for mixer in mixers), build.max_positions, axes)
+        self.rotary = RotaryTables(build, (mixer.rotation for mixer in mixers), axes)
         specs_of_layers, streams = iter(specs), decoder.streams
         make_layer = DecoderLayer if streams is None else partial(StreamLayer, streams)
         self.layers = nn.ModuleDict(

@@ -15,6 +15,7 @@ from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import STREAMS_AT_END, STREAMS_OF_MIXER, STREAMS_OF_MLP, LayerConfig
 from nvcli.models.mixers.mixer import LayerContext
+from nvcli.models.rope_config import LEARNED_FREQUENCIES
 from nvcli.models.tensor_spec import EXPERTS, Part, Sharding, StoredDtype, TensorSpec, matrix, vector
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
@@ -109,6 +110,10 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         yield matrix("model.per_layer_model_projection", shape, Sharding.REPLICATED, dtype, "MLP")
         yield context.norm_weight("model.per_layer_projection_norm", inputs.size)
     layers, streams = decoder.layers, decoder.streams
+    rotations = {layers[number].mixer.rotation for number in decoder.stage_layers(stage)}
+    for rope, head_dim in filter(None, rotations):
+        if rope.is_learned:
+            yield vector(LEARNED_FREQUENCIES, head_dim // 2, Sharding.REPLICATED, "attention")
     for number in decoder.stage_layers(stage):
         path = f"model.layers.{number}"
         yield from _layer(path, layers[number], context, inputs.size if inputs else None)

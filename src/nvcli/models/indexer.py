@@ -10,16 +10,18 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.chosen_keys import store_index_keys
+from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.routing import router_logits
 from nvcli.models.mixers.indexer import POOL_BIAS, IndexerConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShard, TensorShards
+from nvcli.models.qkv import HeadScales
 
 Choice = tuple[Tensor, Tensor]
 """Queries [T, I, E], rotated, and the weights of heads [T, I] float32."""
 
 
-class _KeyNorm(TensorShards):
-    """The weight and the bias of the LayerNorm of index keys."""
+class _LayerNorm(TensorShards):
+    """The weight and the bias of a LayerNorm, of index keys or of the input of their queries."""
 
     bias: nn.Parameter
 
@@ -36,27 +38,43 @@ class Indexer(nn.Module):
         super().__init__()
         self.config, self.spec, self.cache_layer = config, spec, cache_layer
         self.wq_b = ColumnParallelLinear(build, f"{path}.wq_b", ("wq_b",))
-        self.k_norm = _KeyNorm(build, f"{path}.k_norm")
+        self.k_norm = _LayerNorm(build, f"{path}.k_norm")
+        self.q_norm = _LayerNorm(build, f"{path}.q_input_norm") if config.reads_input else None
+        self.query_scales = HeadScales(build, path) if config.scales_queries else None
         self.weights_proj = TensorShard(build, f"{path}.weights_proj.weight")
         self.pool_bias = TensorShard(build, f"{path}.{POOL_BIAS}") if config.pool > 1 else None
 
     def store(
-        self, x: Tensor, latents: Tensor, keys: Tensor, cos_sin: Tensor | None, batch: ForwardBatch, num_choosing: int
+        self,
+        x: Tensor,
+        latents: Tensor | None,
+        keys: Tensor,
+        cos_sin: Tensor | None,
+        batch: ForwardBatch,
+        num_choosing: int,
+        logs: Tensor | None = None,
     ) -> Choice | None:
         """Store the tokens' index keys, and return what `choose` needs for the first `num_choosing` tokens; None
-        without any. x: [T, H], the block's input; latents: [T, Q]; keys: [T, E], projected, or with pools [T, 2 E],
-        their gates behind them."""
+        without any. x: [T, H], the block's input; latents: [T, Q], unless queries are projected from `x`; keys: [T, E],
+        projected, or with pools [T, 2 E], their gates behind them; logs: those of positions, for `HeadScales`."""
         config = self.config
         keys, gates = keys[:, : config.head_dim], keys[:, config.head_dim :]
         queries = keys.new_empty(0, config.num_heads, config.head_dim)
         if num_choosing:  # adapters lie as the tokens of the whole step do
-            chosen = latents[:num_choosing] if batch.adapters is None else latents
+            chosen = x if latents is None else latents
+            if batch.adapters is None:
+                chosen = chosen[:num_choosing]
+            if self.q_norm is not None:
+                chosen = rms_norm(chosen, self.q_norm.weight, config.norm_eps, is_centered=True, bias=self.q_norm.bias)
             queries = self.wq_b(chosen, batch.token_adapters)[:num_choosing].unflatten(1, queries.shape[1:])
+            if self.query_scales is not None:
+                assert logs is not None
+                queries.mul_(self.query_scales(logs[:num_choosing]))
         store_index_keys(
             queries,
             keys,
             cos_sin,
-            batch.kv_cache.layer(self.cache_layer)[0][:, :, 0, -self.spec.index_dim :],
+            batch.kv_cache.layer(self.cache_layer)[0][:, :, 0, self.spec.index_place],
             batch.slot_mapping[self.spec.kv_group],
             weight=self.k_norm.weight,
             bias=self.k_norm.bias,

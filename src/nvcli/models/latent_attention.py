@@ -16,7 +16,7 @@ from nvcli.kernels.gates import gate_values
 from nvcli.kernels.invariant_linear import invariant_by_head
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.latent_types import LatentHeads
-from nvcli.kernels.latents import rotate_and_store
+from nvcli.kernels.latents import rotate_and_store, rotate_queries, stored_keys
 from nvcli.kernels.norm import rms_norm
 from nvcli.models.indexer import Indexer
 from nvcli.models.layers import Angles, Norm, TokenMixer
@@ -24,7 +24,7 @@ from nvcli.models.mixers.attention import GATE
 from nvcli.models.mixers.latent_attention import FROM_LATENTS, LatentAttentionConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard, values_of
-from nvcli.models.qkv import query_scale_table
+from nvcli.models.qkv import HeadScales, query_scale_table
 
 
 class LatentAttention(TokenMixer):
@@ -50,6 +50,7 @@ class LatentAttention(TokenMixer):
             latent_dim=config.latent_dim,
             is_interleaved=config.rope is not None and config.rope.is_interleaved,
         )
+        self.query_size = config.query_rank or spec.num_heads * config.projected_dim
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", config.input_projections)
         self.q_norm: Norm | None = None
         self.q_b_proj: ColumnParallelLinear | None = None
@@ -62,12 +63,13 @@ class LatentAttention(TokenMixer):
         self.indexer: Indexer | None = None
         if config.chooser is not None:
             self.indexer = Indexer(build, f"{path}.indexer", config.chooser, spec, cache_layer)
-        self.kv_norm = Norm(build, f"{path}.kv_a_layernorm", norm)
+        self.kv_norm = None if config.shares_kv else Norm(build, f"{path}.kv_a_layernorm", norm)
         self.from_latents = TensorShard(build, f"{path}.{FROM_LATENTS}.weight")
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
         self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
         self.by_head = invariant_by_head if build.batch_invariant else _by_head
         self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
+        self.head_scales = HeadScales(build, path) if config.scales_heads else None
 
     @property
     def input_proj(self) -> ColumnParallelLinear:
@@ -83,19 +85,20 @@ class LatentAttention(TokenMixer):
         adapters = batch.token_adapters
         num_gates = heads.num_heads * config.value_dim if config.has_wide_gate else 0
         gates, projected = self.in_proj(x, adapters).tensor_split((num_gates,), dim=1)
-        queries, latents = projected[:, : -config.key_dim], projected[:, -config.key_dim :]
+        parts = self.query_size, projected.shape[1] - config.stored_dim
+        queries, index_keys, latents = projected.tensor_split(parts, dim=1)
         sinks = None if self.sinks is None else self.sinks.weight
         cos_sin, choice = angles.of(config.rotation), None
+        logs = None if self.head_scales is None else torch.log1p(batch.positions)
         # Decode rows come first; the queries of the others stay as they are where keys are projected.
         num_absorbed = batch.num_decoded_tokens if batch.shape.projects_latents else len(queries)
+        query_latents = None if self.q_norm is None else rms_norm(queries, self.q_norm.weight, config.norm_eps)
+        if self.indexer is not None:
+            choice = self.indexer.store(values_of(x), query_latents, index_keys, cos_sin, batch, num_absorbed, logs)
         if self.q_b_proj is not None:
-            assert self.q_norm is not None
-            query_latents = rms_norm(queries[:, : config.query_rank], self.q_norm.weight, config.norm_eps)
-            if self.indexer is not None:
-                index_keys = queries[:, config.query_rank :]
-                choice = self.indexer.store(values_of(x), query_latents, index_keys, cos_sin, batch, num_absorbed)
+            assert query_latents is not None
             if config.gates_in_queries:
-                query_latents = torch.cat((query_latents, queries[:, : config.query_rank]), dim=1)
+                query_latents = torch.cat((query_latents, queries), dim=1)
             queries = self.q_b_proj(query_latents, adapters)
         queries = queries.unflatten(1, (heads.num_heads, config.projected_dim))
         if config.gates_in_queries:
@@ -106,35 +109,15 @@ class LatentAttention(TokenMixer):
         absorbed = queries.new_empty(num_absorbed, heads.num_heads, config.key_dim)
         plain = queries[:num_absorbed, :, : config.plain_dim]
         self.by_head(plain, weight[:, : config.plain_dim], absorbed[..., : config.latent_dim])
-        cache, values = batch.kv_cache.layer(self.cache_layer)
-        rows = cache if self.indexer is None else cache[..., : config.key_dim]
-        scales = batch.kv_cache.scales(self.cache_layer)
-        keys = rotate_and_store(
-            queries,
-            latents,
-            cos_sin,
-            absorbed,
-            rows,
-            None if scales is None else scales.k,
-            batch.slot_mapping[self.spec.kv_group],
-            heads,
-            weight=self.kv_norm.weight,
-            eps=config.norm_eps,
-            keep_keys=batch.backend.reads_new_keys and config.top_k is None,
-        )
-        if batch.key_copies is not None:
-            if self.indexer is not None:
-                self.indexer.store_pools(batch)  # so that they are copied with their keys
-            copy_keys(cache, values, scales, batch.key_copies.of_groups[self.spec.kv_group])
+        keys = self._store(queries, latents, cos_sin, absorbed, batch)
         if self.indexer is not None:
             self.indexer.store_pools(batch)
             if choice is not None:
                 self.indexer.choose(choice, batch)
         projected_queries = queries[num_absorbed:]
-        if self.query_scales is not None:
-            scales = self.query_scales(batch.positions)
-            absorbed = (absorbed * scales[:num_absorbed]).to(absorbed.dtype)
-            projected_queries = (projected_queries * scales[num_absorbed:]).to(queries.dtype)
+        if (factors := self._query_factors(batch, logs)) is not None:
+            absorbed.mul_(factors[:num_absorbed])
+            projected_queries.mul_(factors[num_absorbed:])
         out: Tensor = queries.new_empty(len(queries), heads.num_heads, config.value_dim)
         if num_absorbed:
             attended = self._attend(absorbed, keys, sinks, batch)
@@ -147,6 +130,46 @@ class LatentAttention(TokenMixer):
         if self.gate_proj is not None:
             gates = self.gate_proj(values_of(x), adapters)
         return out.flatten(1) if config.gate is None else gate_values(out.flatten(1), gates)
+
+    def _store(
+        self, queries: Tensor, latents: Tensor, cos_sin: Tensor | None, absorbed: Tensor, batch: ForwardBatch
+    ) -> Tensor | None:
+        """Rotate queries, and store the tokens' keys unless an earlier layer has: see `rotate_and_store`."""
+        config, spec = self.config, self.spec
+        cache, values = batch.kv_cache.layer(self.cache_layer)
+        rows = cache if spec.index_dim == 0 else cache[..., : config.key_dim]
+        scales, slots = batch.kv_cache.scales(self.cache_layer), batch.slot_mapping[spec.kv_group]
+        keep_keys = batch.backend.reads_new_keys and config.top_k is None
+        if self.kv_norm is None:
+            rotate_queries(queries, cos_sin, absorbed, self.heads)
+            keys = stored_keys(rows, slots).to(queries.dtype) if keep_keys else None
+        else:
+            keys = rotate_and_store(
+                queries,
+                latents,
+                cos_sin,
+                absorbed,
+                rows,
+                None if scales is None else scales.k,
+                slots,
+                self.heads,
+                weight=self.kv_norm.weight,
+                eps=config.norm_eps,
+                keep_keys=keep_keys,
+            )
+        if batch.key_copies is not None and (self.kv_norm is not None or self.indexer is not None):
+            if self.indexer is not None:
+                self.indexer.store_pools(batch)  # so that they are copied with their keys
+            copy_keys(cache, values, scales, batch.key_copies.of_groups[spec.kv_group])
+        return keys
+
+    def _query_factors(self, batch: ForwardBatch, logs: Tensor | None) -> Tensor | None:
+        """Return the factors on queries, [T, 1 or N, 1] float32; None: there are none. logs: as for `HeadScales`."""
+        if self.head_scales is not None:
+            assert logs is not None
+            factors: Tensor = self.head_scales(logs)
+            return factors
+        return None if self.query_scales is None else self.query_scales(batch.positions)
 
     def _attend(self, absorbed: Tensor, keys: Tensor | None, sinks: Tensor | None, batch: ForwardBatch) -> Tensor:
         """Attend with absorbed queries [T, N, D] to all keys, or to chosen ones: → [T, N, L]. `keys`: the tokens' own,

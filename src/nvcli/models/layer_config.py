@@ -238,9 +238,9 @@ class DecoderConfig:
 
     @property
     def angles_per_position(self) -> int:
-        """The number of cosines and sines per position, over all rotations of the model."""
+        """The number of cosines and sines per position in tables, over all rotations of the model."""
         rotations = {layer.mixer.rotation for layer in self.layer_kinds}
-        return sum(head_dim for _, head_dim in filter(None, rotations))
+        return sum(head_dim for rope, head_dim in filter(None, rotations) if not rope.is_learned)
 
 
 def index_kinds(layers: Iterable[LayerConfig]) -> tuple[tuple[LayerConfig, ...], tuple[int, ...]]:

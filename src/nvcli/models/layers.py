@@ -48,7 +48,7 @@ from nvcli.models.parallel import (
     linear_piece,
 )
 from nvcli.models.qkv import QKVPreparation, query_scale_table
-from nvcli.models.rope import RotaryTable
+from nvcli.models.rope import LearnedAngles, RotaryTable
 from nvcli.models.weights import DerivedModule
 
 
@@ -260,11 +260,16 @@ class Angles:
 class RotaryTables(nn.Module):
     """A stage's tables of angles, one for each rotation of its layers."""
 
-    def __init__(self, rotations: Iterator[Rotation | None], max_positions: int, axes: tuple[int, ...] = ()) -> None:
+    def __init__(self, build: BuildContext, rotations: Iterator[Rotation | None], axes: tuple[int, ...] = ()) -> None:
         """`axes`: those of `RotaryTable`."""
         super().__init__()
         self.keys = tuple(dict.fromkeys(rotation for rotation in rotations if rotation is not None))
-        self.tables = nn.ModuleList(RotaryTable(rope, head_dim, max_positions, axes) for rope, head_dim in self.keys)
+        self.tables = nn.ModuleList(
+            LearnedAngles(build, rope, head_dim)
+            if rope.is_learned
+            else RotaryTable(rope, head_dim, build.max_positions, axes)
+            for rope, head_dim in self.keys
+        )
 
     def forward(self, positions: Tensor) -> Angles:
         return Angles({key: table(positions) for key, table in zip(self.keys, self.tables, strict=True)})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.kernels.norm import rms_norm
-from nvcli.models.mixers.attention import AttentionConfig, QueryScaling
+from nvcli.models.mixers.attention import HEAD_SCALES, AttentionConfig, QueryScaling
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, TensorShards
 from nvcli.models.weights import DerivedModule
@@ -131,6 +131,20 @@ class QueryScaleTable(DerivedModule):
 
     def forward(self, positions: Tensor) -> Tensor:
         return self.table.index_select(0, positions).view(-1, 1, 1)
+
+
+class HeadScales(TensorShards):
+    """The factors on queries that each head has by its own numbers (`head_scale_tensors`): logarithms of positions,
+    counted from 1, [T] → [T, heads, 1] float32."""
+
+    scale: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, build: BuildContext, path: str) -> None:
+        super().__init__(build, {kind: f"{path}.{HEAD_SCALES}.{kind}" for kind in ("scale", "bias")})
+
+    def forward(self, logs: Tensor) -> Tensor:
+        return torch.addcmul(self.bias, logs.unsqueeze(1), self.scale).unsqueeze(2)
 
 
 def query_scale_table(scaling: QueryScaling | None, max_positions: int) -> QueryScaleTable | None:

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from nvcli.models.rope_config import RopeConfig
+from nvcli.models.parallel import BuildContext, TensorShard
+from nvcli.models.rope_config import LEARNED_FREQUENCIES, RopeConfig
 from nvcli.models.weights import DerivedModule
 
 
@@ -85,6 +86,27 @@ class RotaryTable(DerivedModule):
         for columns, of_axis in zip(self.columns, positions[1:], strict=False):
             angles.index_copy_(1, columns, self.table.index_select(0, of_axis)[:, columns])
         return angles
+
+
+class LearnedAngles(TensorShard, DerivedModule):
+    """Cosines and sines as `RotaryTable` gives them, of frequencies that the checkpoint changes (`is_learned`):
+    positions [T] → [T, D] float32."""
+
+    frequencies: Tensor
+
+    def __init__(self, build: BuildContext, rope: RopeConfig, head_dim: int) -> None:
+        super().__init__(build, LEARNED_FREQUENCIES)
+        self.rope, self.head_dim, self.max_positions = rope, head_dim, build.max_positions
+        self.factor = 1.0
+        self.register_buffer("frequencies", torch.empty(head_dim // 2, dtype=torch.float32), persistent=False)
+
+    def derive(self, device: torch.device) -> None:
+        frequencies, self.factor = rope_frequencies(self.rope, self.head_dim, self.max_positions)
+        self.frequencies = frequencies.to(device)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        angles = torch.outer(positions.float(), self.frequencies * self.weight.exp())
+        return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(self.factor)
 
 
 def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:

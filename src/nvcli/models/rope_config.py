@@ -11,6 +11,8 @@ from nvcli.models.json_file import JsonFile
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
+LEARNED_FREQUENCIES = "model.rotary_emb.alpha"
+"""The name of the numbers that change frequencies (`RopeConfig.is_learned`)."""
 _ALIASES = {"su": "longrope", "mrope": "default"}
 """Older names. For text, the three positions of multimodal rope are equal."""
 
@@ -27,6 +29,8 @@ class RopeConfig:
     is_interleaved: bool = False
     """Whether neighbouring dimensions of a head are rotated as pairs; otherwise dimension i is paired with i + half the
     number of rotated dimensions."""
+    is_learned: bool = False
+    """Whether each frequency is multiplied by e to the power of a number in the checkpoint."""
     turns_back: bool = False
     """Whether heads are turned the other way: by the negative of each angle."""
     factor: float = 1.0

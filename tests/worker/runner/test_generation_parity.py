@@ -68,6 +68,15 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "untied-mha": {"num_key_value_heads": 4, "max_shard_size": "30KB"},
     "longcat-flash": shape_of("longcat-flash", seed=3),
     "hunyuan-v4": shape_of("hunyuan v4", num_hidden_layers=3, indexer_types=["full"] * 3, seed=12),
+    "mistral-large-4": shape_of(
+        "mistral large 4 with vision, shared keys",
+        num_hidden_layers=2,
+        no_rope_layers=[1, 1],
+        kv_source_layers=[0, 0],
+        indexer_types=["full", "full"],
+        first_k_dense_replace=2,
+        seed=14,
+    ),
     "mistral": {"family": "Mistral", "sliding_window": 45, "seed": 1},
     "gemma-4": {
         "family": "Gemma4Text",

@@ -39,6 +39,7 @@ from nvcli.models.families.mimo import MIMO_V2_FLASH
 from nvcli.models.families.minicpm import MINICPM3, MINICPM_OCR, MINICPM_V4_6
 from nvcli.models.families.minimax import MINIMAX_M2, MINIMAX_TEXT_01
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
+from nvcli.models.families.mistral_large4 import MISTRAL_LARGE4
 from nvcli.models.families.muse import MUSE_GLIMMER
 from nvcli.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_OMNI
 from nvcli.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
@@ -90,6 +91,7 @@ FAMILIES: tuple[Family, ...] = (
     MINISTRAL3,
     MISTRAL3,
     MISTRAL4,
+    MISTRAL_LARGE4,
     GEMMA,
     GEMMA2,
     VAULT_GEMMA,

@@ -66,11 +66,11 @@ def read_latent_attention(
 
 
 def read_chosen_keys(
-    config: ModelFile, attention: LatentAttentionConfig, *, is_interleaved: bool
+    config: ModelFile, attention: LatentAttentionConfig, *, is_interleaved: bool, **traits: bool
 ) -> LatentAttentionConfig:
     """Read the choice of keys that layers with an indexer of their own make. `is_interleaved`: the default of its
-    rotation."""
-    if attention.query_rank is None:
+    rotation; `traits`: other fields of `IndexerConfig`."""
+    if attention.query_rank is None and not traits.get("reads_input"):
         raise config.error("q_lora_rank", "null is not supported together with `index_topk`")
     head_dim = config.positive("index_head_dim", 128, most=MAX_HEAD_DIM)
     if head_dim < attention.rope_dim:
@@ -79,6 +79,7 @@ def read_chosen_keys(
         num_heads=config.positive("index_n_heads", 64),
         head_dim=head_dim,
         is_interleaved=config.get("indexer_rope_interleave", bool, is_interleaved),
+        **traits,
     )
     return replace(attention, top_k=config.positive("index_topk", 2048), indexer=indexer)
 

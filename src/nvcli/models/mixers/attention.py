@@ -18,6 +18,8 @@ GATE = "g_proj"
 """The name of the projection of gates."""
 GATE_BIAS = "gate_bias"
 """The name of the numbers of single heads that are added to gates."""
+HEAD_SCALES = "softmax_scaling"
+"""The name of the numbers by which queries are scaled head by head."""
 QKNorm = Literal["head", "layer", "own", "row"]
 """How queries and keys are normed before they are rotated: each head by itself, with one weight for all heads (by
 RMSNorm, or by LayerNorm with a bias) or with weights of its own (by the decoder's kind of norm), or all heads of a
@@ -33,6 +35,13 @@ class QueryScaling:
     length: int
     offset: int = 0
     is_power: bool = False
+
+
+def head_scale_tensors(path: str, num_heads: int, sharding: Sharding) -> Iterator[TensorSpec]:
+    """Yield the numbers of each head by which its queries are multiplied: factor × log(position + 1) + bias (scalable
+    softmax, https://arxiv.org/abs/2501.19399)."""
+    for kind in ("scale", "bias"):
+        yield vector(f"{path}.{HEAD_SCALES}.{kind}", num_heads, sharding, "attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

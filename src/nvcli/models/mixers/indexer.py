@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from nvcli.models.mixers.attention import HEAD_SCALES, head_scale_tensors
 from nvcli.models.mixers.mixer import LayerContext
 from nvcli.models.tensor_spec import Sharding, TensorSpec, matrix, vector
 
@@ -36,6 +37,11 @@ class IndexerConfig:
     norm_eps: float = 1e-6
     pool: int = 1
     """Neighbouring keys that are chosen together, by a mean of their keys that gates weigh."""
+    reads_input: bool = False
+    """Whether queries are projected from the block's input, normed (LayerNorm), and not from the latent vector of the
+    layer's queries."""
+    scales_queries: bool = False
+    """Whether queries are multiplied by factors of their heads (`head_scale_tensors`)."""
     num_first: int = 0
     """Numbers that stand before the rotated ones in files, and behind them here: scores do not depend on the order."""
 
@@ -59,21 +65,31 @@ class IndexerConfig:
         """The numbers that a token keeps: its key, and with pools its gates and the key of the pool that it fills."""
         return self.head_dim if self.pool == 1 else 3 * self.head_dim
 
+    @property
+    def num_kernels(self) -> int:
+        """The number of kernels that a decode step launches for it."""
+        return (5 if self.pool == 1 else 7) + self.reads_input + 2 * self.scales_queries
+
     def unused_tensors(self, path: str) -> Iterator[str]:
         """Yield the names of its tensors in the block `path`."""
         yield from (f"{path}.{name}.weight" for name in _MATRIX_NAMES)
         if self.pool > 1:
             yield from (f"{path}.{INDEX_GATES}.weight", f"{path}.indexer.{POOL_BIAS}")
-        yield from (f"{path}.indexer.k_norm.{kind}" for kind in ("weight", "bias"))
+        norms = ("k_norm", "q_input_norm") if self.reads_input else ("k_norm",)
+        yield from (f"{path}.indexer.{norm}.{kind}" for norm in norms for kind in ("weight", "bias"))
+        if self.scales_queries:
+            yield from (f"{path}.indexer.{HEAD_SCALES}.{kind}" for kind in ("scale", "bias"))
 
     def tensors(
-        self, path: str, context: LayerContext, query_rank: int, fused: tuple[str, ...]
+        self, path: str, context: LayerContext, query_rank: int | None, fused: tuple[str, ...]
     ) -> Iterator[TensorSpec]:
-        """Yield the tensors of the block `path`. `fused`: the projections of the block's input."""
+        """Yield the tensors of the block `path`. `query_rank`: the size of the latent vector of the layer's queries, if
+        it has one; `fused`: the projections of the block's input."""
         queries, keys, weights = (f"{path}.{name}" for name in _MATRIX_NAMES)
         replicated, dtype, order = Sharding.REPLICATED, context.dtype, self.row_order
         size = self.num_heads * self.head_dim
-        of_queries = matrix(queries, (size, query_rank), replicated, dtype, "attention", ("wq_b",))
+        width = context.hidden_size if self.reads_input or query_rank is None else query_rank
+        of_queries = matrix(queries, (size, width), replicated, dtype, "attention", ("wq_b",))
         yield replace(of_queries, row_order=order)
         of_keys = matrix(keys, (self.head_dim, context.hidden_size), replicated, dtype, "attention", fused)
         yield replace(of_keys, row_order=order)
@@ -87,3 +103,7 @@ class IndexerConfig:
         for kind in ("weight", "bias"):
             norm = vector(f"{path}.indexer.k_norm.{kind}", self.head_dim, replicated, "norms")
             yield replace(norm, row_order=order)
+            if self.reads_input:
+                yield vector(f"{path}.indexer.q_input_norm.{kind}", width, replicated, "norms")
+        if self.scales_queries:
+            yield from head_scale_tensors(f"{path}.indexer", self.num_heads, replicated)

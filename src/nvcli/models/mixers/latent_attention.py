@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.spec import AttentionSpec, HeadSizes
 from nvcli.core.config_types import KeptWeights
-from nvcli.models.mixers.attention import GATE, OutputGate, QueryScaling
+from nvcli.models.mixers.attention import GATE, OutputGate, QueryScaling, head_scale_tensors
 from nvcli.models.mixers.indexer import IndexerConfig
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
 from nvcli.models.rope_config import RopeConfig
@@ -51,6 +51,8 @@ class LatentAttentionConfig(Mixer):
     bias: bool = False
     """Whether the projections to latents and of the result have biases."""
     query_scaling: QueryScaling | None = None
+    scales_heads: bool = False
+    """Whether queries are multiplied by factors of their heads (`head_scale_tensors`)."""
     query_factor: float = 1.0
     latent_factor: float = 1.0
     """Factors of the normed latent vectors, of queries and of keys and values."""
@@ -63,6 +65,13 @@ class LatentAttentionConfig(Mixer):
     """The most keys that a token attends to; None: all."""
     indexer: IndexerConfig | None = None
     """The layer's own choice of these keys; None: with `top_k`, that of the last layer before it that has one."""
+    reads_kv_of: int | None = None
+    """The number of an earlier layer whose latent vectors and rotated keys it reads; None: it has its own."""
+    index_dims: tuple[int, ...] | None = None
+    """The numbers that choices keep behind a token's latent vector: those of each layer that reads it, the layer that
+    has it first, 0 for one that makes no choice. None: the layer is the only one."""
+    index_number: int = 0
+    """The layer's own place in this list."""
 
     @property
     def chooser(self) -> IndexerConfig | None:
@@ -128,7 +137,17 @@ class LatentAttentionConfig(Mixer):
         """The projections of the block's input, which one product computes."""
         gates = (GATE,) if self.has_wide_gate else ()
         own = () if self.chooser is None else self.chooser.input_projections
-        return *gates, self.first_projection, *own, LATENTS
+        return *gates, self.first_projection, *own, *(() if self.shares_kv else (LATENTS,))
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether it reads what an earlier layer keeps of tokens."""
+        return self.reads_kv_of is not None
+
+    @property
+    def stored_dim(self) -> int:
+        """The numbers of a token's key that its own projections make."""
+        return 0 if self.shares_kv else self.key_dim
 
     @property
     def rotation(self) -> Rotation | None:
@@ -136,7 +155,10 @@ class LatentAttentionConfig(Mixer):
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
         sizes = HeadSizes(key_dim=self.query_dim, value_dim=self.value_dim, rope_dim=self.rope_dim)
-        index_dim = 0 if self.chooser is None else self.chooser.kept_dim
+        index_dim, part = 0 if self.chooser is None else self.chooser.kept_dim, None
+        if self.index_dims is not None and self.top_k is not None:
+            first = sum(self.index_dims[: self.index_number])
+            part, index_dim = (first, first + index_dim), sum(self.index_dims)
         return AttentionSpec(
             num_heads=self.num_heads // tensor_parallel_size,
             num_kv_heads=1,
@@ -149,6 +171,7 @@ class LatentAttentionConfig(Mixer):
             projected=sizes,
             top_k=self.top_k,
             index_dim=index_dim,
+            index_part=part,
             index_pool=1 if self.chooser is None else self.chooser.pool,
         )
 
@@ -176,22 +199,21 @@ class LatentAttentionConfig(Mixer):
 
     def num_kernels(self, ranks: Ranks) -> int:
         gates = 0 if self.gate is None else 1 + self.gate.is_of_heads + 2 * self.gate.is_in_queries
-        of_choice = 0 if self.chooser is None else 5 if self.chooser.pool == 1 else 7
-        return (7 if self.query_rank is None else 9) + gates + of_choice
+        of_choice = 0 if self.chooser is None else self.chooser.num_kernels
+        return (7 if self.query_rank is None else 9) + gates + of_choice + 3 * self.scales_heads
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         heads = self.num_heads // ranks.size
         queries, gates = heads * self.projected_dim, heads * self.value_dim * self.has_wide_gate
+        others = gates + self.stored_dim + (0 if self.chooser is None else self.chooser.input_dim)
         if self.query_rank is None:
-            yield Piece("q_proj", queries, None, gates + queries + self.key_dim)
+            yield Piece("q_proj", queries, None, queries + others)
         else:
-            index_dim = 0 if self.chooser is None else self.chooser.head_dim
-            of_choice = 0 if self.chooser is None else self.chooser.input_dim
-            yield Piece("q_a_proj", self.query_rank, None, gates + self.query_rank + of_choice + self.key_dim)
+            yield Piece("q_a_proj", self.query_rank, None, self.query_rank + others)
             yield Piece("q_b_proj", queries, None)
-            if self.chooser is not None:
-                yield Piece("indexer.wk", index_dim, None)
-                yield Piece("indexer.wq_b", self.chooser.num_heads * index_dim, None)
+        if self.chooser is not None:
+            yield Piece("indexer.wk", self.chooser.head_dim, None)
+            yield Piece("indexer.wq_b", self.chooser.num_heads * self.chooser.head_dim, None)
         yield Piece("o_proj", heads * self.value_dim, "o_proj")
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
@@ -201,7 +223,8 @@ class LatentAttentionConfig(Mixer):
             of_head += self.query_dim + 2 * self.value_dim
         of_choice = 0
         if self.chooser is not None:
-            of_choice = self.chooser.num_heads * self.chooser.head_dim + self.chooser.input_dim + hidden_size
+            of_choice = self.chooser.num_heads * self.chooser.head_dim + self.chooser.input_dim
+            of_choice += (1 + self.chooser.reads_input) * hidden_size
         of_token = 3 * hidden_size + 2 * (self.query_rank or 0) + 2 * self.key_dim + of_choice
         return of_token + self.num_heads // ranks.size * of_head
 
@@ -226,12 +249,16 @@ class LatentAttentionConfig(Mixer):
             yield context.norm_weight(f"{path}.q_a_layernorm", self.query_rank, "attention", factor=factor)
             shape = queries, (1 + self.gates_in_queries) * self.query_rank
             yield matrix(f"{path}.q_b_proj", shape, Sharding.ROWS, dtype, "attention", ("q_b_proj",))
-            if self.chooser is not None:
-                yield from self.chooser.tensors(path, context, self.query_rank, fused)
-        latents = matrix(f"{path}.{LATENTS}", (self.key_dim, hidden), Sharding.REPLICATED, dtype, "attention", fused)
-        yield from with_bias(latents, bias=self.bias)
-        factor = self.latent_factor
-        yield context.norm_weight(f"{path}.kv_a_layernorm", self.latent_dim, "attention", factor=factor)
+        if self.scales_heads:
+            yield from head_scale_tensors(path, heads, Sharding.ROWS)
+        if self.chooser is not None:
+            yield from self.chooser.tensors(path, context, self.query_rank, fused)
+        if not self.shares_kv:
+            shape = self.key_dim, hidden
+            latents = matrix(f"{path}.{LATENTS}", shape, Sharding.REPLICATED, dtype, "attention", fused)
+            yield from with_bias(latents, bias=self.bias)
+            factor = self.latent_factor
+            yield context.norm_weight(f"{path}.kv_a_layernorm", self.latent_dim, "attention", factor=factor)
         shape = heads * (self.plain_dim + self.value_dim), self.latent_dim
         weight = matrix(f"{path}.{FROM_LATENTS}", shape, Sharding.ROWS, dtype, "attention")
         yield replace(weight, in_linear_layer=False)

@@ -1,5 +1,5 @@
-"""The tower of Pixtral 12B (https://arxiv.org/abs/2410.07073), Mistral 3 and LightOnOCR, as config.json spells it.
-Torch-free."""
+"""The tower of Pixtral 12B (https://arxiv.org/abs/2410.07073), Mistral 3, Mistral Large 4 and LightOnOCR, as
+config.json spells it. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,6 +24,26 @@ _RENAMED = (
     *MLP_NAMES,
 )
 _MISTRAL = TowerNames(prefixes=PREFIXES, renamed=_RENAMED)
+_LARGE4 = TowerNames(
+    prefixes=(
+        ("vision_encoder.", f"{TOWER}."),
+        ("vision_language_adapter.", f"{TOWER}.merger."),
+        ("pre_mm_projector_norm.", f"{TOWER}.merger.norm."),
+        ("patch_merger.", f"{TOWER}.merger."),
+    ),
+    renamed=(
+        (".wq.", ".q_proj."),
+        (".wk.", ".k_proj."),
+        (".wv.", ".v_proj."),
+        (".wo.", ".o_proj."),
+        (".w1.", ".gate_proj."),
+        (".w2.", ".down_proj."),
+        (".w3.", ".up_proj."),
+        ("w_in.", "linear_1."),
+        ("w_out.", "linear_2."),
+        *_RENAMED,
+    ),
+)
 _LIGHTON = TowerNames(
     prefixes=(("vision_encoder.", f"{TOWER}."), ("vision_projection.", f"{TOWER}.merger.")), renamed=_RENAMED
 )
@@ -44,6 +64,11 @@ def read_mistral3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> 
     config.only(vision_feature_layer=-1, projector_hidden_act="gelu")
     has_bias = config.get("multimodal_projector_bias", bool, False)
     return _read(config, vision, text, image_token(config, 10), has_bias=has_bias)
+
+
+def read_mistral_large4_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Mistral Large 4, whose files have Mistral's own names."""
+    return replace(read_mistral3_vision(config, vision, text), names=_LARGE4, has_paired_rows=True)
 
 
 def read_pixtral_vision(config: JsonFile, vision: JsonFile, text: JsonFile, projector: MergerConfig) -> VisionConfig:

@@ -208,6 +208,8 @@ class VisionConfig:
     rope: Literal["same", "halves", "staggered"] | None = None
     """Rotary positions of rows and columns: with the same frequencies (halves: files have columns in the first half of
     a head, and rows in the second), or taking turns in one list of them."""
+    has_paired_rows: bool = False
+    """Whether files have the numbers of a head that are turned together beside each other."""
     rope_theta: float = 10_000.0
     window_tokens: int = 0
     """Tokens of the side of the windows to which attention is limited; 0: there are none."""
@@ -342,6 +344,8 @@ class VisionConfig:
         up, down = self.mlp_names
         head = hidden // self.num_heads
         order = _halves_in_turn(head) if self.rope == "halves" else None
+        if self.has_paired_rows:
+            order = *range(0, head, 2), *range(1, head, 2)
         for number in range(self.depth):
             block = f"blocks.{number}"
             for name in ("norm1", "norm2", "result_norm1", "result_norm2")[: 4 if self.has_result_norms else 2]:
