@@ -83,6 +83,35 @@ _MIMO = {
     "sliding_window": 128,
     "v_head_dim": 128,
 }
+_MINIMAX_M3 = {
+    "architectures": ["MiniMaxM3VLForCausalLM"],
+    "dense_intermediate_size": 12288,
+    "hidden_size": 6144,
+    "intermediate_size": 3072,
+    "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_local_experts": 16,
+    "rotary_dim": 64,
+    "shared_intermediate_size": 3072,
+}
+_MISTRAL_LARGE4 = {
+    **_FEW_EXPERTS,
+    "architectures": ["MistralLarge4ForConditionalGeneration"],
+    "first_k_dense_replace": 1,
+    "index_n_heads": 32,
+    "kv_source_layers": [0, 1, 2, 2],
+    "n_group": 1,
+    "no_rope_layers": [1, 1, 0, 0],
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "qk_nope_head_dim": 64,
+    "rope_scaling": None,
+}
 _OLMO_HYBRID = {
     "architectures": ["OlmoHybridForCausalLM"],
     "hidden_size": 3840,
@@ -123,6 +152,14 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "GLM-5.3-Flash with drafts": (
         "glm-5.3-flash",
         {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": {"text_config": _FEW_EXPERTS}},
+    ),
+    "Mistral Large 4 with drafts": (
+        "deepseek-v3.2",
+        {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _MISTRAL_LARGE4},
+    ),
+    "MiniMax-M3 with drafts": (
+        "mixtral-8x7b",
+        {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _MINIMAX_M3},
     ),
     "GLM-4.7-Flash with drafts": ("glm-4.7-flash", {"speculation": SpeculationConfig(method="lookup")}),
     "Gemma 2": ("gemma-2-9b", {}),

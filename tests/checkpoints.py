@@ -361,7 +361,7 @@ SINCE = {
         ("DeepseekV32", "Glm5Next", "GlmMoeDsa", "GraniteDocling", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"
     ),
     **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "NemotronH_Omni_Reasoning_V3"), "5.23"),
-    "MistralLarge4": "5.23",
+    **dict.fromkeys(("MiniMaxM3VL", "MistralLarge4"), "5.23"),
 }
 """The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
 MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
@@ -390,6 +390,7 @@ _UNKNOWN_BEFORE = {
         "MiniCPMOcr",
         "MiniCPMV4_6",
         "NemotronH_Omni_Reasoning_V3",
+        "MiniMaxM3VL",
         "MistralLarge4",
         "Step3p7",
     ),

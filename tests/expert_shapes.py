@@ -470,6 +470,27 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "indexer_types": ["full", "shared", "full"],
         },
     ),
+    "minimax m3": (
+        "MiniMaxM3VLText",
+        {
+            **_EXPERTS,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 3,
+            "layer_types": ["minimax_m3_sparse", FULL, "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "dense_intermediate_size": 40,
+            "shared_intermediate_size": 24,
+            "rotary_dim": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "swiglu_limit": 1.0,  # so that something is clamped
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_block_size": 4,
+            "index_topk_blocks": 5,
+            "index_local_blocks": 2,
+        },
+    ),
     "mistral large 4 with vision, shared keys": (
         "MistralLarge4",
         {

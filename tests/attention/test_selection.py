@@ -22,6 +22,7 @@ from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.errors import ConfigError
 from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.pool_settings import Pools
 
 CASE = AttentionCase(
     device=torch.device("cpu"),
@@ -227,15 +228,16 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
     assert what_is_slower.startswith("Triton 4.0.0: ")
 
 
-@pytest.mark.parametrize(("top_k", "pool"), [(32, 1), (47, 16)])
-def test_what_the_choice_of_keys_takes_is_planned(top_k: int, pool: int) -> None:
+@pytest.mark.parametrize(
+    ("top_k", "pools", "num_heads"),
+    [(32, Pools(), 0), (47, Pools(size=16), 0), (48, Pools(size=16, num_last=1), 2)],
+)
+def test_what_the_choice_of_keys_takes_is_planned(top_k: int, pools: Pools, num_heads: int) -> None:
     """But for scores, which a CPU does not keep, and the list of work of Hopper GPUs."""
     device = torch.device("cpu")
     case = AttentionCase(device=device, dtype=torch.float32, specs=(), block_size=16, max_num_batched_tokens=64)
-    taken = {
-        value.data_ptr(): value.nbytes
-        for value in vars(ChosenKeys(case, top_k, pool)).values()
-        if isinstance(value, torch.Tensor)
-    }
-    planned = choice_bytes(case.max_model_len, 64, top_k, pool)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=64, scale=1.0, top_k=top_k)
+    chosen = ChosenKeys(case, [replace(spec, index_pools=pools, row_heads=num_heads)])
+    taken = {value.data_ptr(): value.nbytes for value in vars(chosen).values() if isinstance(value, torch.Tensor)}
+    planned = choice_bytes(case.max_model_len, 64, top_k, pools, max(1, num_heads))
     assert planned - 4 * choice_score_rows(case.max_model_len, 64) * case.max_model_len == sum(taken.values()) + 64 * 48

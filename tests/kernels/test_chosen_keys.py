@@ -9,6 +9,7 @@ from torch import Tensor
 from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import chosen_keys as reference
 from nvcli.kernels.chosen_keys import TokenKeys
+from nvcli.kernels.pool_settings import Pools
 from nvcli.kernels.triton.attention import attend_chosen, choose_keys
 from nvcli.kernels.triton.attention import pool_keys as pools
 from nvcli.kernels.triton.elementwise import index_keys
@@ -125,9 +126,9 @@ def test_keys_chosen_by_pools(pool: int, monkeypatch: pytest.MonkeyPatch) -> Non
         found = torch.zeros(8, most, dtype=torch.int32, device=device)
         scores = torch.zeros(8, 160, device=device)
         places = queries.to(device), weights.to(device), cache[..., 2 * size :]
-        modules[1].choose_keys(*places, tokens, found, scores, pool)
+        modules[1].choose_keys(*places, tokens, found, scores, Pools(size=pool))
         chosen = torch.full((8, most * pool + pool - 1), -1, dtype=torch.int32, device=device)
-        modules[0].expand_pools(found, tokens, chosen, pool)
+        modules[0].expand_pools(found, tokens, chosen, Pools(size=pool))
         counts = [min(count // pool, most) * pool + count % pool for count in SEEN]
         results.append(([row[:count] for row, count in zip(chosen.tolist(), counts, strict=True)], cache.cpu()))
     torch.testing.assert_close(results[1][1], results[0][1])
@@ -138,13 +139,44 @@ def test_keys_chosen_by_pools(pool: int, monkeypatch: pytest.MonkeyPatch) -> Non
         assert row[len(row) - rest :] == list(range(whole * pool, count))
 
 
+@pytest.mark.parametrize("num_last", [1, 5])
+def test_keys_chosen_by_the_best_of_pools(num_last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token gets the pools that hold its best keys, and in any case its last keys from a pool's start on."""
+    monkeypatch.setattr(choose_keys, "_KEYS", 16)
+    queries, cache = random(8, 1, 20, seed=1), random(NUM_BLOCKS, BLOCK_SIZE, 20)
+    by_four, results = Pools(size=4, num_last=num_last), []
+    for modules, device in (((reference,) * 2, CPU), ((pools, choose_keys), DEVICE)):
+        tokens, found = token_keys(device), torch.zeros(8, 3, dtype=torch.int32, device=device)
+        scores = torch.zeros(8, 160, device=device)
+        modules[1].choose_keys(queries.to(device), None, cache.to(device), tokens, found, scores, by_four)
+        chosen = torch.full((8, 12 + num_last + 3), -1, dtype=torch.int32, device=device)
+        modules[0].expand_pools(found, tokens, chosen, by_four)
+        whole = [max(0, count - num_last) // 4 for count in SEEN]
+        counts = [count - 4 * max(0, number - 3) for count, number in zip(SEEN, whole, strict=True)]
+        results.append([row[:count] for row, count in zip(chosen.tolist(), counts, strict=True)])
+    assert results[1] == results[0]
+    for row, own, count, number, query in zip(
+        results[0], token_keys(CPU).slots, SEEN, whole, queries[:, 0], strict=True
+    ):
+        keys = cache[token_keys(CPU).tables[own].long()].flatten(0, 1)
+        best = (keys[: 4 * number] @ query).view(-1, 4).amax(1).topk(min(3, number)).indices.sort().values
+        assert row == [*(4 * best[:, None] + torch.arange(4)).flatten().tolist(), *range(4 * number, count)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("num_heads", "num_tokens", "has_sinks", "value_dim"),
-    [(4, 8, True, 32), (4, 1, True, 32), (4, 1, False, 32), (80, 8, False, 32), (4, 8, False, 64)],
+    ("num_heads", "num_tokens", "has_sinks", "value_dim", "values_apart"),
+    [
+        (4, 8, True, 32, False),
+        (4, 1, True, 32, False),
+        (4, 1, False, 32, False),
+        (80, 8, False, 32, False),
+        (4, 8, False, 64, False),
+        (4, 8, False, 32, True),
+    ],
 )
 def test_attention_to_chosen_keys(
-    num_heads: int, num_tokens: int, has_sinks: bool, value_dim: int, dtype: torch.dtype
+    num_heads: int, num_tokens: int, has_sinks: bool, value_dim: int, values_apart: bool, dtype: torch.dtype
 ) -> None:
     """In one part or several, and with more heads than a tile has; what lies in other places may be NaN."""
     picks = torch.stack(
@@ -157,9 +189,9 @@ def test_attention_to_chosen_keys(
         own = torch.randperm(max(1, count), generator=torch.Generator().manual_seed(row))[:TOP_K].sort().values
         picks[row, : len(own)] = own
     first = 8 - num_tokens
-    key_dim = 48 if value_dim == 32 else value_dim
+    key_dim = 48 if value_dim == 32 and not values_apart else value_dim
     cache = random(NUM_BLOCKS, BLOCK_SIZE, 80, dtype=dtype)
-    cache[..., key_dim:] = float("nan")
+    cache[..., key_dim + value_dim * values_apart :] = float("nan")
     queries = random(8, num_heads, key_dim, dtype=dtype, seed=1)
     sinks = torch.linspace(-4, 6, num_heads)
     results = []
@@ -175,6 +207,7 @@ def test_attention_to_chosen_keys(
             out,
             scale=0.3,
             sinks=sinks.to(device) if has_sinks else None,
+            values=cache.to(device)[..., key_dim : key_dim + value_dim] if values_apart else None,
         )
         results.append(out.cpu())
     torch.testing.assert_close(results[1], results[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -13,6 +13,7 @@ from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import rotary as rotary_reference
 from nvcli.kernels.activation import clamped_and_mul, gelu_tanh_and_mul, gelu_tanh_times, silu_and_mul
 from nvcli.kernels.bounds import clamp_parts, clamp_to_each, soft_cap
+from nvcli.kernels.chosen_keys import split_rows
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.expert_settings import ExpertActivation
@@ -277,19 +278,22 @@ def test_queries_alone(norms: str, rotates: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("normed", [True, False])
 def test_heads_that_do_not_rotate_in_blocks_that_lie_apart(normed: bool, dtype: torch.dtype) -> None:
-    """Layers without rotary positions, and a cache whose blocks hold other layers too."""
+    """Layers without rotary positions, and a cache whose blocks hold other layers too; where heads are normed, each
+    token's keys and values stand side by side between other numbers."""
     qkv, weight = rand(5, (4 + 2 * 2) * 32, dtype=dtype), rand(32, dtype=torch.float32, seed=3) if normed else None
     slots = torch.tensor([3 * 16 + 15, 2 * 16, 0, 16 + 7, 5])
 
     def call(function, device):  # type: ignore[no-untyped-def]
         pool = torch.zeros(4, 5 * 16 * 2 * 32, dtype=dtype, device=device)
-        k_cache, v_cache = pool[:, 1024:3072].chunk(2, dim=1)
+        k_cache, v_cache = (part.view(4, 16, 2, 32) for part in pool[:, 1024:3072].chunk(2, dim=1))
+        if normed:
+            k_cache, v_cache = split_rows(pool.view(4, 16, 320)[..., 32:160], 2)
         here = None if weight is None else weight.to(device)
         q, _, v = function(
             qkv.to(device, copy=True),
             None,
-            k_cache.view(4, 16, 2, 32),
-            v_cache.view(4, 16, 2, 32),
+            k_cache,
+            v_cache,
             slots.to(device),
             num_heads=4,
             num_kv_heads=2,

@@ -649,6 +649,25 @@ def test_kimi_linear_that_is_not_computed(changes: dict[str, Any], problem: str,
 
 
 @pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"index_block_size": 12}, "`index_block_size`: 12 is no power of 2"),
+        ({"index_local_blocks": 5}, "`index_local_blocks`: 5 blocks are not fewer than `index_topk_blocks`, 5"),
+        ({"index_n_heads": 4}, "`index_n_heads`: only 2 is supported here"),
+        ({"mlp_layer_types": None, "moe_layer_freq": [2]}, "`moe_layer_freq`: [2] is not a list of 0 and 1"),
+        (
+            {"layer_types": None, "sparse_attention_config": {"sparse_attention_freq": 1}},
+            "`sparse_attention_config.sparse_attention_freq`: 1 is not a list of 0 and 1",
+        ),
+    ],
+)
+def test_minimax_m3_that_is_not_computed(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(LoadError) as error:
+        read(tmp_path, "MiniMaxM3VLForCausalLM", **{**EXPERT_SHAPES["minimax m3"][1], **changes})
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("architecture", "changes", "problem"),
     [
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "`norm_topk_prob`: true is not supported"),

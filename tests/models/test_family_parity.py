@@ -71,6 +71,31 @@ PUBLISHED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
             "n_shared_experts": None,
         },
     ),
+    "minimax m3": (
+        {
+            r"indexer\.": "index_",
+            r"layers\.([12])\.mlp\.": r"layers.\1.block_sparse_moe.",
+            r"gate\.e_score_correction_bias": "e_score_correction_bias",
+        },
+        {
+            "layer_types": None,
+            "mlp_layer_types": None,
+            **dict.fromkeys(f"index_{key}" for key in ("n_heads", "head_dim", "block_size", "topk_blocks")),
+            "index_local_blocks": None,
+            "moe_layer_freq": [0, 1, 1],
+            "sparse_attention_config": {
+                "use_sparse_attention": True,
+                "sparse_num_index_heads": 2,
+                "sparse_index_dim": 16,
+                "sparse_block_size": 4,
+                "sparse_topk_blocks": 5,
+                "sparse_local_block": 2,
+                "sparse_attention_freq": [1, 0, 1],
+            },
+            "rope_parameters": None,
+            "rope_theta": 10000,
+        },
+    ),
     "ling 3": (
         {
             r"model\.embed_tokens": "model.word_embeddings",

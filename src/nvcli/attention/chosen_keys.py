@@ -9,6 +9,7 @@ Latents of usual sizes are attended by the kernel that Hopper GPUs have for them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,16 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_layout import choice_score_rows
 from nvcli.attention.spec import AttentionSpec, Geometry
 from nvcli.errors import ConfigError
-from nvcli.kernels.chosen_keys import TokenKeys, attend_chosen, choose_keys, expand_pools, expand_rows, pool_keys
+from nvcli.kernels.chosen_keys import (
+    TokenKeys,
+    attend_chosen,
+    choose_keys,
+    expand_pools,
+    expand_rows,
+    num_pools,
+    pool_keys,
+    split_rows,
+)
 from nvcli.kernels.whole_numbers import next_power_of_2
 
 if TYPE_CHECKING:
@@ -29,7 +39,7 @@ if TYPE_CHECKING:
 def check_sizes(case: AttentionCase) -> None:
     """Raise ConfigError if the GPU has no kernel for a layer's keys."""
     for spec in case.specs if case.device.type == "cuda" else ():
-        sizes = spec.result_dim, spec.key_dim - spec.result_dim
+        sizes = spec.result_dim, 0 if spec.row_heads else spec.key_dim - spec.result_dim
         if spec.top_k is not None and any(size < 16 or size != next_power_of_2(size) for size in filter(None, sizes)):
             raise ConfigError(
                 f"attention to chosen keys of {sizes[0]} numbers and {sizes[1]} rotated ones has no kernel: both must "
@@ -41,17 +51,19 @@ def check_sizes(case: AttentionCase) -> None:
 class ChosenKeys:
     """The choices of a step, in memory that is allocated once."""
 
-    def __init__(self, case: AttentionCase, top_k: int, pool: int) -> None:
-        """`top_k`: the most keys of a token, in any layer; `pool`: how many keys are chosen together, the same in all
-        layers."""
+    def __init__(self, case: AttentionCase, chosen: Sequence[AttentionSpec]) -> None:
+        """`chosen`: the kinds of layers with a choice. All that choose do so by the same pools."""
+        top_k = max(spec.top_k or 0 for spec in chosen)
+        num_choices = max(1, *(spec.row_heads for spec in chosen))
+        self._pools = max((spec.index_pools for spec in chosen), key=lambda pools: pools.size)
         tokens, device = case.max_num_batched_tokens, case.device
         self._seen = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._slots = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self._chosen = torch.zeros(tokens, top_k, dtype=torch.int32, device=device)
-        self._pool, self._pools = pool, self._chosen
+        self._chosen = torch.zeros(num_choices, tokens, top_k, dtype=torch.int32, device=device)
         self._counts = self._seen  # those of a choice, which kernels bound by its size
-        if pool > 1:
-            self._pools = torch.zeros(tokens, top_k // pool, dtype=torch.int32, device=device)
+        if self._pools.size > 1:
+            most = self._pools.most_chosen(top_k)
+            self._chosen_pools = torch.zeros(tokens, most, dtype=torch.int32, device=device)
             self._counts = torch.zeros_like(self._seen)
         num_rows = choice_score_rows(case.max_model_len, tokens) if device.type == "cuda" else 0
         self._scores = torch.empty(num_rows, case.max_model_len, dtype=torch.float32, device=device)
@@ -63,9 +75,9 @@ class ChosenKeys:
         seen, slots, counts = (each[:num_tokens] for each in (self._seen, self._slots, self._counts))
         seen.zero_()
         expand_rows(batch.query_start_loc, batch.seq_lens, batch.slots, seen, slots)
-        if self._pool > 1:  # whole pools, and the keys after the last one
-            pools = (seen // self._pool).clamp_(max=self._pools.shape[1])
-            torch.add(seen % self._pool, pools, alpha=self._pool, out=counts)
+        if self._pools.size > 1:  # all but those of pools that are not chosen
+            left = (num_pools(seen, self._pools) - self._chosen_pools.shape[1]).clamp_(min=0)
+            torch.sub(seen, left, alpha=self._pools.size, out=counts)
         if batch.shape.projects_latents:  # by all but the decode rows
             num_tokens = batch.num_decoded_tokens
         for attention in self._on_hopper.values():
@@ -78,23 +90,30 @@ class ChosenKeys:
         tokens, _ = self._of(spec, batch, self._seen[: batch.num_tokens])
         pool_keys(self._index_numbers(spec, layer, batch), tokens, bias)
 
-    def choose(self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor, batch: ForwardBatch) -> None:
+    def choose(
+        self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor | None, batch: ForwardBatch
+    ) -> None:
         """Choose the keys of the first tokens in a layer that has index keys, which are stored already, and those of
-        pools. queries: [first tokens, index heads, size of an index key]; weights: [first tokens, index heads]
-        float32."""
-        num_tokens, pool = len(queries), spec.index_pool
+        pools. queries: [first tokens, index heads, size of an index key]; weights: [first tokens, index heads] float32,
+        or None: each head has a choice of its own."""
+        num_tokens, pools = len(queries), spec.index_pools
         keys = self._index_numbers(spec, layer, batch)[..., -queries.shape[2] :]
-        tokens, chosen = self._of(spec, batch, self._seen[:num_tokens])
-        pools = chosen if pool == 1 else self._pools[:num_tokens]
-        choose_keys(queries, weights, keys, tokens, pools, self._scores, pool)
-        if pool > 1:
-            expand_pools(pools, tokens, chosen, pool)
+        by_choice = [queries] if weights is not None else queries.transpose(0, 1).unsqueeze(2).contiguous()
+        for number, of_choice in enumerate(by_choice):
+            tokens, chosen = self._of(spec, batch, self._seen[:num_tokens], number)
+            found = chosen if pools.size == 1 else self._chosen_pools[:num_tokens]
+            choose_keys(of_choice, weights, keys, tokens, found, self._scores, pools)
+            if pools.size > 1:
+                expand_pools(found, tokens, chosen, pools)
 
     def attend(
         self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend to the keys that this layer or the last one before it has chosen. queries: [first tokens, num_heads,
         size of a key]; sinks: as for `AttentionBackend.forward` → [first tokens, num_heads, spec.result_dim]."""
+        if spec.row_heads:
+            assert sinks is None, "no family has them"
+            return self._attend_by_heads(spec, layer, queries, batch)
         keys = batch.kv_cache.layer(layer)[0][..., : queries.shape[2]]
         out = torch.empty(*queries.shape[:2], spec.result_dim, dtype=queries.dtype, device=queries.device)
         tokens, chosen = self._of(spec, batch, self._counts[: len(queries)])
@@ -105,16 +124,30 @@ class ChosenKeys:
             attend_chosen(queries, keys[:, :, 0], tokens, chosen, out, scale=spec.scale, sinks=sinks)
         return out
 
+    def _attend_by_heads(self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch) -> Tensor:
+        """Do what `attend` does where each KV head has made a choice."""
+        keys, values = split_rows(batch.kv_cache.layer(layer)[0][:, :, 0, : spec.key_dim], spec.row_heads)
+        by_head = queries.view(len(queries), spec.row_heads, -1, spec.row_dim).transpose(0, 1).contiguous()
+        out = torch.empty_like(by_head)
+        for head, of_head in enumerate(by_head):
+            tokens, chosen = self._of(spec, batch, self._counts[: len(queries)], head)
+            attend_chosen(
+                of_head, keys[:, :, head], tokens, chosen, out[head], scale=spec.scale, values=values[:, :, head]
+            )
+        return out.transpose(0, 1).flatten(1, 2)
+
     def _index_numbers(self, spec: AttentionSpec, layer: int, batch: ForwardBatch) -> Tensor:
         """Return what tokens keep for the layer's choice, [blocks, block_size, spec.index_dim or less]."""
         return batch.kv_cache.layer(layer)[0][:, :, 0, spec.index_place]
 
-    def _of(self, spec: AttentionSpec, batch: ForwardBatch, counts: Tensor) -> tuple[TokenKeys, Tensor]:
-        """Return the keys of a batch's first tokens, each of which sees or has chosen `counts` of them, and the chosen
-        positions, [first tokens, spec.top_k]."""
+    def _of(
+        self, spec: AttentionSpec, batch: ForwardBatch, counts: Tensor, number: int = 0
+    ) -> tuple[TokenKeys, Tensor]:
+        """Return the keys of a batch's first tokens, each of which sees or has chosen `counts` of them, and their positions in the
+        choice of this number, [first tokens, spec.top_k]."""
         assert spec.top_k is not None
         tokens = TokenKeys(counts, self._slots[: len(counts)], batch.block_tables[spec.kv_group])
-        return tokens, self._chosen[: len(counts), : spec.top_k]
+        return tokens, self._chosen[number, : len(counts), : spec.top_k]
 
 
 def _on_hopper(case: AttentionCase) -> dict[tuple[Geometry, int | None], HopperLatents]:
@@ -127,7 +160,7 @@ def _on_hopper(case: AttentionCase) -> dict[tuple[Geometry, int | None], HopperL
         shape = attention_shape(
             case, (spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.result_dim, spec.has_values)
         )
-        if spec.top_k is not None and serves_latents(shape):
+        if spec.top_k is not None and not spec.row_heads and serves_latents(shape):
             found[spec.geometry, spec.top_k] = HopperLatents(
                 shape, max_rows=case.max_num_batched_tokens, top_k=spec.top_k
             )

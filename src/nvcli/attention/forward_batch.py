@@ -133,7 +133,9 @@ class ChosenAttention(Protocol):
     def store_pools(self, spec: AttentionSpec, layer: int, bias: Tensor, batch: ForwardBatch) -> None:
         """Store the index keys of the pools that a step's tokens fill; see `ChosenKeys.store_pools`."""
 
-    def choose(self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor, batch: ForwardBatch) -> None:
+    def choose(
+        self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor | None, batch: ForwardBatch
+    ) -> None:
         """Choose the keys of the first tokens in a layer; see `ChosenKeys.choose`."""
 
     def attend(

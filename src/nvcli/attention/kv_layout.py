@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from nvcli.kernels.pool_settings import Pools
 from nvcli.kernels.whole_numbers import round_up
 
 KVDtype = Literal["float32", "bfloat16", "float16", "fp8"]
@@ -60,13 +61,15 @@ def choice_score_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
     return min(max_num_batched_tokens, max(1, _CHOICE_BYTES // (4 * max_model_len)))
 
 
-def choice_bytes(max_model_len: int, max_num_batched_tokens: int, top_k: int, pool: int) -> int:
-    """The bytes that the choice of keys takes (`attention/chosen_keys.py`): scores, and for each token the keys, how
-    many there are, its slot and its part of the list of work; where `pool` keys are chosen together, also the pools,
-    and how many keys it sees."""
+def choice_bytes(
+    max_model_len: int, max_num_batched_tokens: int, top_k: int, pools: Pools, num_choices: int = 1
+) -> int:
+    """The bytes that the choice of keys takes (`attention/chosen_keys.py`): scores, and for each token the keys of each
+    choice, how many there are, its slot and its part of the list of work; where several are chosen together, also the
+    pools, and how many keys it sees."""
     scores = choice_score_rows(max_model_len, max_num_batched_tokens) * max_model_len
-    of_pools = top_k // pool + 1 if pool > 1 else 0
-    return 4 * (scores + max_num_batched_tokens * (top_k + of_pools + 15))
+    of_pools = pools.most_chosen(top_k) + 1 if pools.size > 1 else 0
+    return 4 * (scores + max_num_batched_tokens * (num_choices * top_k + of_pools + 15))
 
 
 def scratch_tokens(max_model_len: int, max_num_seqs: int) -> int:

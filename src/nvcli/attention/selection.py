@@ -44,9 +44,7 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
         check_sizes(case)
         others = tuple(spec for spec in case.specs if spec.top_k is None)
         backend, notes = select_backend(choice, replace(case, specs=others, chosen=chosen))
-        backend.chosen_keys = ChosenKeys(
-            case, max(spec.top_k or 0 for spec in chosen), max(spec.index_pool for spec in chosen)
-        )
+        backend.chosen_keys = ChosenKeys(case, chosen)
         backend.reads_segments, backend.prefix_tile_tokens = False, 0
         return backend, notes
     prefill, _, decode = choice.partition(":")

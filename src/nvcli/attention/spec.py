@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nvcli.attention.kv_layout import KV_DTYPE_BYTES, STATE_ALIGNMENT, KVDtype, part_bytes, token_bytes
+from nvcli.kernels.pool_settings import SINGLE_KEYS, Pools
 from nvcli.kernels.whole_numbers import round_up
 
 Geometry = tuple[int, int, int, int, bool]
@@ -71,9 +72,12 @@ class AttentionSpec:
     index_part: tuple[int, int] | None = None
     """The first of these that the layer's own choice reads, and the one after them: the others belong to choices of
     other layers that read the same keys. None: they are all its own."""
-    index_pool: int = 1
-    """Neighbouring keys that are chosen together; above 1, a token's index numbers are its key, its gates and the key
-    of the pool that it fills, and `top_k` counts the keys after the last whole pool, too."""
+    index_pools: Pools = SINGLE_KEYS
+    """Neighbouring keys that are chosen together; `top_k` counts those that are chosen in any case, too. In latent
+    attention a token's index numbers are then its key, its gates and the key of the pool that it fills."""
+    row_heads: int = 0
+    """The KV heads, each with a choice of its own, whose keys and then values of `row_dim` numbers stand side by side
+    in what is kept of a token as one key; 0: a key is that of one head."""
 
     @property
     def geometry(self) -> Geometry:
@@ -92,9 +96,14 @@ class AttentionSpec:
         return slice(self.key_dim + first, self.key_dim + end)
 
     @property
+    def row_dim(self) -> int:
+        """The size of each key and value where those of `row_heads` heads stand side by side."""
+        return self.key_dim // (2 * self.row_heads)
+
+    @property
     def result_dim(self) -> int:
         """The size of a value, and of each query head's result."""
-        return self.value_dim or self.head_dim
+        return self.row_dim if self.row_heads else self.value_dim or self.head_dim
 
     @property
     def num_parts(self) -> int:
@@ -177,7 +186,7 @@ def projected_kind(specs: Iterable[CacheSpec]) -> AttentionSpec | None:
     """Return the one kind of latents that layers with these specs may attend to as they are projected, without KV
     group and index keys; None: there are none, or several."""
     kinds = {
-        replace(spec, kv_group=0, head_dim=spec.key_dim, index_dim=0, index_part=None, index_pool=1)
+        replace(spec, kv_group=0, head_dim=spec.key_dim, index_dim=0, index_part=None, index_pools=SINGLE_KEYS)
         if isinstance(spec, AttentionSpec)
         else None
         for spec in specs

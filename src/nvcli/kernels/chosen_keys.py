@@ -3,7 +3,8 @@ index keys by which they are chosen, the choice, and latent attention to what is
 CUDA tensors take the Triton kernels that are held to it.
 
 Neighbouring keys may be chosen together, by pools of them, and the last ones, which fill no pool, in any case. A pool's
-index key lies where its last token's keys are, behind that token's own.
+index key lies where its last token's keys are, behind that token's own; or a pool counts by the best of its keys, and
+each head has a choice of its own (MiniMax Sparse Attention).
 
 Shapes: T tokens, K most keys of a token, I index heads of E numbers, R rotated numbers, N heads, D numbers of a key,
 V of a value, which are its key's first, P keys of a pool.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.norm import rms_norm
+from nvcli.kernels.pool_settings import SINGLE_KEYS, Pools
 from nvcli.kernels.rotary import apply_rope
 from nvcli.kernels.whole_numbers import ceil_div
 
@@ -101,15 +103,21 @@ def pool_keys(cache: Tensor, tokens: TokenKeys, bias: Tensor) -> None:
 
 
 @with_kernel("attention.pool_keys")
-def expand_pools(pools: Tensor, tokens: TokenKeys, chosen: Tensor, pool: int) -> None:
+def expand_pools(chosen_pools: Tensor, tokens: TokenKeys, chosen: Tensor, pools: Pools) -> None:
     """Write the positions of each token's chosen keys to `chosen` [T, K] int32: those of its chosen pools, and the keys
-    after the last whole pool. The rest of a row is undefined. pools: [T, K / P] int32, as `choose_keys` writes them."""
-    places = torch.arange(chosen.shape[1], device=chosen.device)
-    seen = tokens.seen.unsqueeze(1)
-    in_pools = (seen // pool).clamp(max=pools.shape[1]) * pool
-    first = pools.gather(1, (places // pool).clamp(max=pools.shape[1] - 1).expand(len(pools), -1))
-    in_order = torch.where(places < in_pools, first * pool + places % pool, seen // pool * pool + places - in_pools)
+    after the last pool that it could choose. The rest of a row is undefined. chosen_pools: [T, most pools] int32, as
+    `choose_keys` writes them."""
+    places, size, most = torch.arange(chosen.shape[1], device=chosen.device), pools.size, chosen_pools.shape[1]
+    whole = num_pools(tokens.seen, pools).unsqueeze(1)
+    in_pools = whole.clamp(max=most) * size
+    first = chosen_pools.gather(1, (places // size).clamp(max=most - 1).expand(len(chosen), -1))
+    in_order = torch.where(places < in_pools, first * size + places % size, whole * size + places - in_pools)
     chosen.copy_(in_order)
+
+
+def num_pools(seen: Tensor, pools: Pools) -> Tensor:
+    """Return how many pools tokens choose from that see so many keys."""
+    return (seen - pools.num_last).clamp(min=0) // pools.size
 
 
 def _rotate(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
@@ -122,22 +130,32 @@ def _rotate(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
 
 @with_kernel("attention.choose_keys")
 def choose_keys(
-    queries: Tensor, weights: Tensor, cache: Tensor, tokens: TokenKeys, chosen: Tensor, scores: Tensor, pool: int = 1
+    queries: Tensor,
+    weights: Tensor | None,
+    cache: Tensor,
+    tokens: TokenKeys,
+    chosen: Tensor,
+    scores: Tensor,
+    pools: Pools = SINGLE_KEYS,
 ) -> None:
     """Write the positions of each token's keys with the highest scores, ascending, to `chosen` [T, K] int32; all that
     it sees, if these are no more than K. The rest of a row is undefined. Of equal scores the first ones count. With
-    `pool`, these are pools of this many keys, numbered in order: the whole ones that a token sees, whose keys lie in
-    the places of their last tokens.
+    `pools`, these are the numbers of pools that a token may choose.
 
-    A key's score is Σ weight × max(0, query · key) over heads. queries: [T, I, E], contiguous; weights: [T, I] float32;
-    cache: [blocks, block_size, E]; scores: [some tokens, most keys] float32, scratch memory, which the reference does
-    not need.
+    A key's score is Σ weight × max(0, query · key) over heads. The score of a pool is that of the index key in the
+    place of its last key; without weights there is one head, and it is the highest query · key of the pool's keys.
+
+    queries: [T, I, E], contiguous; weights: [T, I] float32; cache: [blocks, block_size, E]; scores: [some tokens, most
+    keys] float32, scratch memory, which the reference does not need.
     """
-    for first, end, keys in _runs(cache, tokens, pool):
-        seen = tokens.seen[first:end].unsqueeze(1) // pool
-        products = torch.einsum("tie,le->til", queries[first:end].float(), keys.float()).relu_()
-        found = torch.einsum("til,ti->tl", products, weights[first:end])
-        hidden = torch.arange(len(keys), device=keys.device) >= seen
+    for first, end, keys in _runs(cache, tokens, pools, by_best=weights is None):
+        seen = num_pools(tokens.seen[first:end].unsqueeze(1), pools)
+        products = torch.einsum("tie,le->til", queries[first:end].float(), keys.float())
+        if weights is None:
+            found = products.view(end - first, -1, pools.size).amax(dim=2)
+        else:
+            found = torch.einsum("til,ti->tl", products.relu_(), weights[first:end])
+        hidden = torch.arange(found.shape[1], device=keys.device) >= seen
         best = found.masked_fill_(hidden, float("-inf")).argsort(dim=1, descending=True, stable=True)
         best = best[:, : chosen.shape[1]].sort(dim=1).values
         chosen[first:end, : best.shape[1]] = best
@@ -153,10 +171,12 @@ def attend_chosen(
     *,
     scale: float,
     sinks: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> None:
     """Attend to the first `tokens.seen` of the chosen keys, or to all. queries: [T, N, D], contiguous; cache: [blocks,
     block_size, D]; chosen: [T, K] int32; out: [T, N, V], contiguous, written; zeros for padding; sinks: [N] float32, a
-    score of each head that belongs to no key and is not scaled."""
+    score of each head that belongs to no key and is not scaled; values: [blocks, block_size, V], as far apart as the
+    keys, or None: they are the first numbers of their keys."""
     out.zero_()
     block_size = cache.shape[1]
     for first in range(0, len(queries), _TOKENS):
@@ -167,18 +187,26 @@ def attend_chosen(
         places = chosen[first:end, :num_chosen].long().masked_fill(~is_chosen, 0)
         blocks = tokens.tables[tokens.slots[first:end].unsqueeze(1), places // block_size].long()
         found = cache[blocks, places % block_size].float()  # [tokens, chosen, D]
+        found_values = found if values is None else values[blocks, places % block_size].float()
         scores = torch.einsum("tnd,tkd->tnk", queries[first:end].float(), found).mul_(scale)
         scores.masked_fill_(~is_chosen.unsqueeze(1), float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks.view(1, -1, 1).expand(len(scores), -1, 1)), dim=-1)
         shares = scores.softmax(dim=-1)[..., :num_chosen]
-        result = torch.einsum("tnk,tkv->tnv", shares, found[..., : out.shape[2]]).to(out.dtype)
+        result = torch.einsum("tnk,tkv->tnv", shares, found_values[..., : out.shape[2]]).to(out.dtype)
         out[first:end] = result.masked_fill((counts == 0).unsqueeze(2), 0)
 
 
-def _runs(cache: Tensor, tokens: TokenKeys, pool: int) -> Iterator[tuple[int, int, Tensor]]:
+def split_rows(rows: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Return views of the keys and values that stand side by side for each token: [blocks, block_size, 2 × heads × D] →
+    twice [blocks, block_size, heads, D]."""
+    keys, values = rows.view(*rows.shape[:2], 2, num_heads, -1).unbind(2)
+    return keys, values
+
+
+def _runs(cache: Tensor, tokens: TokenKeys, pools: Pools, *, by_best: bool) -> Iterator[tuple[int, int, Tensor]]:
     """Yield runs of tokens of a request, [first, end), with what lies in the last place of each pool of keys that the
-    last of them sees, [pools, …]; none where it sees no whole one."""
+    last of them sees, or in all places of pools that count by their best key; none where it sees no whole one."""
     seen, slots = tokens.seen.tolist(), tokens.slots.tolist()
     first = 0
     while first < len(seen):
@@ -187,7 +215,8 @@ def _runs(cache: Tensor, tokens: TokenKeys, pool: int) -> Iterator[tuple[int, in
             end < len(seen) and end < first + _TOKENS and (slots[end], seen[end]) == (slots[first], seen[end - 1] + 1)
         ):
             end += 1
-        if (length := seen[end - 1]) >= pool:
+        if length := seen[end - 1] // pools.size * pools.size:
             blocks = tokens.tables[slots[first], : ceil_div(length, cache.shape[1])].long()
-            yield first, end, cache[blocks].flatten(0, 1)[pool - 1 : length : pool]
+            keys = cache[blocks].flatten(0, 1)[:length]
+            yield first, end, keys if by_best else keys[pools.size - 1 :: pools.size]
         first = end

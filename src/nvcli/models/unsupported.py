@@ -56,7 +56,6 @@ _DSA = "its tokens attend to a sparse choice of keys (DSA) in a form that nvcli 
 _RECURRENT = "its recurrent layers are of a kind that nvcli does not compute"
 _RELATIVE = "its scores depend on learned distances, and its layers convolve the stream, which nvcli does not compute"
 _SEVERAL_STREAMS = "its layers mix several residual streams in a form that nvcli does not compute"
-_SPARSE_BLOCKS = "its tokens attend to a sparse choice of blocks (MSA), which nvcli does not compute"
 _NO_TOWER = "its vision tower is not computed by nvcli"
 _NO_REFERENCE = "transformers has no model of it whose numbers nvcli could be held to"
 _LACKING = {
@@ -78,8 +77,6 @@ _LACKING = {
     "InklingForConditionalGeneration": _RELATIVE,
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
     "JetMoeForCausalLM": "its attention has experts, which nvcli does not compute",
-    "MiniMaxM3SparseForConditionalGeneration": _SPARSE_BLOCKS,
-    "MiniMaxM3VLForCausalLM": _SPARSE_BLOCKS,
     "MllamaForConditionalGeneration": "some of its layers attend to images alone, which nvcli does not compute",
     "MPTForCausalLM": _ALIBI,
     "MptForCausalLM": _ALIBI,

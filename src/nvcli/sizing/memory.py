@@ -224,9 +224,12 @@ def _buffers(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
         tables += image_buffer_bytes(config, model.vision, total)
     scratch = _prefill_scratch(config, model)
     if model.most_chosen:
-        specs = [mixer.kv_spec() for of_layer in model.mixers for mixer in of_layer]
-        pool = max(spec.index_pool for spec in specs if isinstance(spec, AttentionSpec))
-        scratch += choice_bytes(config.max_model_len, config.of_home.max_padded_tokens, model.most_chosen, pool)
+        size = model.attention_ranks(config.tensor_parallel_size)
+        specs = [mixer.kv_spec(size) for of_layer in model.mixers for mixer in of_layer]
+        kinds = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+        pools = max((spec.index_pools for spec in kinds), key=lambda pools: pools.size)
+        sizes = model.most_chosen, pools, max(1, *(spec.row_heads for spec in kinds))
+        scratch += choice_bytes(config.max_model_len, config.of_home.max_padded_tokens, *sizes)
     return tokens + tables + drafts + sums + links + angles + scratch + _WORKSPACE_BYTES
 
 

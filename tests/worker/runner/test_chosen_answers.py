@@ -95,13 +95,23 @@ def test_ranks_and_stages_project_in_the_same_steps(longer_choice: Path, setting
 
 def test_short_runs_have_no_indexers(checkpoint: Path) -> None:
     runner = make_runner(checkpoint, "cpu", max_model_len=8, max_num_batched_tokens=32, block_size=4)
-    assert any("`index_topk`" in note for note in runner.ready.notes)
+    assert any("indexers are neither loaded nor used" in note for note in runner.ready.notes)
     assert not any("indexer" in name for name, _ in runner.model.named_parameters())
     answer = run_requests(runner, [make_request(0, PROMPTS[3][:5], 3, stop_ids=[])])[0]
     assert_greedy(checkpoint, PROMPTS[3][:5], answer, 3)
     model = load_model_config(checkpoint)
     sizes = [len(kv_groups(one)) * block_bytes(one, "bfloat16", block_size=4) for one in (model.for_length(8), model)]
     assert sizes[0] == 3 * 4 * (32 + 16) * 2 < sizes[1]
+
+
+def test_short_runs_choose_no_blocks(tmp_path: Path) -> None:
+    family, overrides = EXPERT_SHAPES["minimax m3"]
+    path = write_tiny_model(tmp_path / "model", family, **overrides)
+    runner = make_runner(path, "cpu", max_model_len=20, max_num_batched_tokens=32, block_size=4)
+    assert any("indexers are neither loaded nor used" in note for note in runner.ready.notes)
+    assert not any("index" in name for name, _ in runner.model.named_parameters())
+    answer = run_requests(runner, [make_request(0, PROMPTS[3], 3, stop_ids=[])])[0]
+    assert_greedy(path, PROMPTS[3], answer, 3)
 
 
 @pytest.mark.parametrize(

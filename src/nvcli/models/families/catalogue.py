@@ -38,6 +38,7 @@ from nvcli.models.families.mamba2 import MAMBA2
 from nvcli.models.families.mimo import MIMO_V2_FLASH
 from nvcli.models.families.minicpm import MINICPM3, MINICPM_OCR, MINICPM_V4_6
 from nvcli.models.families.minimax import MINIMAX_M2, MINIMAX_TEXT_01
+from nvcli.models.families.minimax_m3 import MINIMAX_M3
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
 from nvcli.models.families.mistral_large4 import MISTRAL_LARGE4
 from nvcli.models.families.muse import MUSE_GLIMMER
@@ -160,6 +161,7 @@ FAMILIES: tuple[Family, ...] = (
     COHERE2_MOE,
     MINIMAX_TEXT_01,
     MINIMAX_M2,
+    MINIMAX_M3,
     MIMO_V2_FLASH,
     STEP,
     ERNIE,

@@ -32,13 +32,13 @@ _OWN_NAMES = {
 
 def read(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers."""
-    attention = config.attention(qk_norm="row", rope=config.rope(5_000_000.0, default_partial=_rotated_part(config)))
+    attention = config.attention(qk_norm="row", rope=config.rope(5_000_000.0, default_partial=rotated_part(config)))
     routing = config.routing(scoring="sigmoid", renormalise=True)
     experts = config.experts(routing, size_key="intermediate_size", has_correction=True)
     return config.decoder(LayerConfig(mixer=attention, mlp=experts), layout=_LAYOUT)
 
 
-def _rotated_part(config: ModelFile) -> float:
+def rotated_part(config: ModelFile) -> float:
     """Read the part of each head that is rotated; the files give its size, `rotary_dim`."""
     return config.positive("rotary_dim", config.head_dim()) / config.head_dim()
 
@@ -49,7 +49,7 @@ def read_text_01(config: ModelFile) -> DecoderConfig:
     config = config.with_names(_OWN_NAMES)
     norm, count = config.rms_norm(), config.num_layers()
     window = config.bounded(config.window())
-    full = config.attention(window=window, rope=config.rope(1_000_000.0, default_partial=_rotated_part(config)))
+    full = config.attention(window=window, rope=config.rope(1_000_000.0, default_partial=rotated_part(config)))
     config.positive("head_dim", full.head_dim, most=MAX_STATE)
     experts = config.experts(config.routing(renormalise=True), size_key="intermediate_size")
     of_mlp = _factors(config, "mlp")

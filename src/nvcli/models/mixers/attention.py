@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from nvcli.attention.kv_layout import KVDtype
+from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.spec import AttentionSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.elementwise_settings import GateFunction
-from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
+from nvcli.models.mixers.block_index import BlockIndexConfig
+from nvcli.models.mixers.mixer import (
+    NO_CHOICE,
+    LayerContext,
+    Mixer,
+    MixerCosts,
+    Piece,
+    Ranks,
+    Rotation,
+    choice_dependence,
+)
 from nvcli.models.rope_config import RopeConfig
 from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, matrix, vector
 
@@ -63,7 +73,6 @@ class AttentionConfig(Mixer):
     """The attention of one layer."""
 
     name: ClassVar[str] = "self_attn"
-    module: ClassVar[str] = "nvcli.models.layers:Attention"
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -101,6 +110,26 @@ class AttentionConfig(Mixer):
     query_scaling: QueryScaling | None = None
     gate: OutputGate | None = None
     """None: nothing is multiplied by gates."""
+    top_k: int | None = None
+    """The most keys that a token attends to, where each KV head chooses blocks of them; None: all."""
+    index: BlockIndexConfig | None = None
+    """The choice of these blocks; it is there without `top_k` where a run makes none."""
+
+    @property
+    def module(self) -> str:
+        return "nvcli.models.layers:Attention" if self.top_k is None else "nvcli.models.block_attention:BlockAttention"
+
+    @property
+    def most_chosen(self) -> int | None:
+        return self.top_k
+
+    def for_length(self, max_model_len: int) -> Self:
+        """Return the layer without a choice where a token never sees more keys than it would choose."""
+        return self if self.top_k is None or max_model_len > self.top_k else replace(self, top_k=None)
+
+    @property
+    def note(self) -> str | None:
+        return None if self.index is None or self.top_k is not None else NO_CHOICE
 
     @property
     def shares_kv(self) -> bool:
@@ -128,11 +157,40 @@ class AttentionConfig(Mixer):
 
     @property
     def batch_dependence(self) -> str | None:
+        if self.top_k is not None:
+            return choice_dependence(self.top_k)
         if self.qk_norm in (None, "head") and not self.norms_values:
             return None
         return "norms of queries, keys or values that may round otherwise where there are other numbers of rows"
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
+        plain = self._plain_spec(tensor_parallel_size, kv_group)
+        if self.top_k is None or self.index is None:
+            return plain
+        row_dim = 2 * plain.num_kv_heads * self.head_dim
+        return replace(
+            plain,
+            num_kv_heads=1,
+            head_dim=row_dim + self.index.head_dim,
+            value_dim=row_dim,
+            has_values=False,
+            top_k=self.top_k,
+            index_dim=self.index.head_dim,
+            index_pools=self.index.pools,
+            row_heads=plain.num_kv_heads,
+        )
+
+    def choice_costs(self, num_layers: int, kv_dtype: KVDtype) -> MixerCosts | None:
+        if self.top_k is None or self.index is None:
+            return None
+        size = self.index.head_dim
+        return MixerCosts(
+            kv_bytes_per_token=num_layers * token_bytes(1, size, kv_dtype),
+            flops_per_pair=num_layers * 2 * self.index.num_heads * size,
+        )
+
+    def _plain_spec(self, tensor_parallel_size: int, kv_group: int = 0) -> AttentionSpec:
+        """Return the spec of attention to all keys."""
         return AttentionSpec(
             num_heads=self.num_heads // tensor_parallel_size,
             num_kv_heads=self.kv_heads_per_rank(tensor_parallel_size),
@@ -146,12 +204,16 @@ class AttentionConfig(Mixer):
         )
 
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
-        spec = self.kv_spec(tensor_parallel_size)
+        spec = self._plain_spec(tensor_parallel_size)
         return MixerCosts(
-            window=self.window,
+            window=self.window if self.top_k is None else self.top_k,
             kv_bytes_per_token=num_layers * spec.token_bytes(kv_dtype),
             flops_per_pair=num_layers * 2 * spec.num_heads * (spec.head_dim + spec.result_dim),
         )
+
+    def num_kernels(self, ranks: Ranks) -> int:
+        of_choice = 0 if self.top_k is None else 7 + 5 * self.kv_heads_per_rank(ranks.size)
+        return Mixer.num_kernels(self, ranks) + of_choice
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         size = ranks.size
@@ -167,15 +229,20 @@ class AttentionConfig(Mixer):
         yield Piece("o_proj", results, "o_proj")
         for name, size in (("k_proj", self.head_dim), ("v_proj", self.result_dim)):
             yield Piece(name, kv_heads * size, None, kv_heads * size)
+        if self.top_k is not None and self.index is not None:
+            yield Piece("index_q_proj", kv_heads * self.head_dim, None, (kv_heads + 1) * self.head_dim)
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         both = self.head_dim + self.result_dim
         queries, keys = self.num_heads * both // ranks.size, self.kv_heads_per_rank(ranks.size) * both
-        return 3 * hidden_size + (2 if self.has_wide_gate else 1) * queries + 2 * keys
+        of_choice = 0 if self.top_k is None else 2 * queries + 2 * keys  # by head, and what chooses
+        return 3 * hidden_size + (2 if self.has_wide_gate else 1) * queries + 2 * keys + of_choice
 
     def unused_tensors(self, path: str) -> Iterator[str]:
         names = ("k_proj", "v_proj", "k_norm") if self.shares_kv else ()
-        return (f"{path}.{name}.weight" for name in names)
+        yield from (f"{path}.{name}.weight" for name in names)
+        if self.index is not None and self.top_k is None:
+            yield from self.index.unused_tensors(path)
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -200,6 +267,8 @@ class AttentionConfig(Mixer):
             yield from context.input_projection(f"{path}.{GATE}", size, "attention", kept_with)
             if gate.has_bias:
                 yield vector(f"{path}.{GATE_BIAS}", self.num_heads, Sharding.ROWS, "attention")
+        if self.index is not None and self.top_k is not None:
+            yield from self.index.tensors(path, context, order)
         yield from context.output_projection(f"{path}.o_proj", result_size, "attention", bias=self.o_bias)
         if self.has_sinks:  # in float32, as kernels take them
             yield vector(f"{path}.sinks", self.num_heads, Sharding.ROWS, "attention")

@@ -10,9 +10,19 @@ from typing import ClassVar, Self
 from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.spec import AttentionSpec, HeadSizes
 from nvcli.core.config_types import KeptWeights
+from nvcli.kernels.pool_settings import Pools
 from nvcli.models.mixers.attention import GATE, OutputGate, QueryScaling, head_scale_tensors
 from nvcli.models.mixers.indexer import IndexerConfig
-from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
+from nvcli.models.mixers.mixer import (
+    NO_CHOICE,
+    LayerContext,
+    Mixer,
+    MixerCosts,
+    Piece,
+    Ranks,
+    Rotation,
+    choice_dependence,
+)
 from nvcli.models.rope_config import RopeConfig
 from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias
 
@@ -92,15 +102,11 @@ class LatentAttentionConfig(Mixer):
 
     @property
     def note(self) -> str | None:
-        if self.indexer is None or self.top_k is not None:
-            return None
-        return "no row can have more keys than `index_topk`: all are attended, and indexers are neither loaded nor used"
+        return None if self.indexer is None or self.top_k is not None else NO_CHOICE
 
     @property
     def batch_dependence(self) -> str | None:
-        if self.top_k is None:
-            return None
-        return f"a choice of keys, which runs make unless `max_model_len` is at most {self.top_k:,}"
+        return None if self.top_k is None else choice_dependence(self.top_k)
 
     @property
     def query_dim(self) -> int:
@@ -172,7 +178,7 @@ class LatentAttentionConfig(Mixer):
             top_k=self.top_k,
             index_dim=index_dim,
             index_part=part,
-            index_pool=1 if self.chooser is None else self.chooser.pool,
+            index_pools=Pools(size=1 if self.chooser is None else self.chooser.pool),
         )
 
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:

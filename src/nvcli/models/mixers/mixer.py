@@ -26,6 +26,9 @@ from nvcli.models.tensor_spec import DTYPE_BYTES, Part, Sharding, StoredDtype, T
 Rotation = tuple[RopeConfig, int]
 """The settings of a rotation and the head size, on which a table of angles depends."""
 
+NO_CHOICE = "no row can have more keys than are chosen: all are attended, and indexers are neither loaded nor used"
+"""The note about a choice of keys that a run leaves out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormConfig:
@@ -315,6 +318,11 @@ class FeedForward(Block):
     def reads_stream(self) -> bool:
         """Whether it reads the residual stream besides its normed input."""
         return False
+
+
+def choice_dependence(top_k: int) -> str:
+    """Say why a token's result depends on its batch where at most so many keys are chosen for it."""
+    return f"a choice of keys, which runs make unless `max_model_len` is at most {top_k:,}"
 
 
 def code_elements(size: int) -> int:

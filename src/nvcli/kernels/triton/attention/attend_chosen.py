@@ -36,6 +36,7 @@ def _places(chosen, table, lane, last, block_stride, BLOCK_SIZE: tl.constexpr, C
 def _attend_chosen_kernel(
     queries,  # [T, NUM_HEADS, VALUE + TAIL], contiguous
     cache,  # blocks block_stride apart, tokens CACHE_ROW
+    value_cache,  # values of VALUE numbers, as far apart, or None: they are the first of a key
     seen,  # [T] int32
     slots,  # [T] int64
     tables,  # [slots, ...] int32, rows table_stride apart
@@ -90,6 +91,10 @@ def _attend_chosen_kernel(
         next_places = _places(chosen, table, start + KEYS + lanes, last, block_stride, BLOCK_SIZE, CACHE_ROW)
         is_key = start + lanes < end
         key = tl.load(cache + rows + values[None, :], mask=is_key[:, None], other=0.0)
+        if value_cache is None:
+            value = key
+        else:
+            value = tl.load(value_cache + rows + values[None, :], mask=is_key[:, None], other=0.0)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if TAIL > 0:
             key_tail = tl.load(cache + rows + tails[None, :], mask=is_key[:, None], other=0.0)
@@ -99,7 +104,7 @@ def _attend_chosen_kernel(
         decay = tl.exp2(highest - new_highest)
         weights = tl.exp2(scores - new_highest[:, None])
         weight_sum = weight_sum * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(key.dtype), key, acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(key.dtype), value, acc * decay[:, None], input_precision="ieee")
         highest = new_highest
     acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
     row = (token * PARTS + part) * NUM_HEADS + heads
@@ -155,6 +160,7 @@ def attend_chosen(
     *,
     scale: float,
     sinks: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> None:
     """See `nvcli.kernels.chosen_keys.attend_chosen`."""
     num_tokens, num_heads, size = queries.shape
@@ -162,6 +168,7 @@ def attend_chosen(
     assert queries.is_contiguous()
     assert out.is_contiguous()
     assert cache.stride(2) == chosen.stride(1) == tokens.tables.stride(1) == 1
+    assert values is None or values.stride() == cache.stride()
     heads = min(64, max(16, next_power_of_2(num_heads)))
     tiles = ceil_div(num_heads, heads)
     num_parts = 1
@@ -175,6 +182,7 @@ def attend_chosen(
     _attend_chosen_kernel[num_tokens * tiles, num_parts](
         queries,
         cache,
+        values,
         *tokens,
         chosen,
         sinks,

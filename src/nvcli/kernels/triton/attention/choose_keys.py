@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.chosen_keys import TokenKeys
+from nvcli.kernels.pool_settings import SINGLE_KEYS, Pools
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors, shared_memory_bytes
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -33,7 +34,7 @@ _BINS = tl.constexpr(256)
 @triton.jit(do_not_specialize=["first_token", "table_stride"], do_not_specialize_on_alignment=["tables"])
 def _index_scores_kernel(
     queries,  # [T, NUM_HEADS, SIZE], contiguous
-    weights,  # [T, NUM_HEADS] float32
+    weights,  # [T, NUM_HEADS] float32, or None: a pool's score is the highest product of its keys
     cache,  # blocks cache_block_stride apart, tokens CACHE_ROW
     seen,  # [T] int32
     slots,  # [T] int64
@@ -50,37 +51,47 @@ def _index_scores_kernel(
     BLOCK_SIZE: tl.constexpr,
     CACHE_ROW: tl.constexpr,
     TOP_K: tl.constexpr,
-    POOL: tl.constexpr,  # key i lies in the place of token i × POOL + POOL - 1
-    KEYS: tl.constexpr,
+    POOL: tl.constexpr,
+    NUM_LAST: tl.constexpr,
+    KEYS: tl.constexpr,  # with pools that count by their best key, a multiple of POOL
     NUM_STAGES: tl.constexpr,
 ):
     """Program (token of the launch, part of its tiles of keys)."""
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
-    count = tl.load(seen + token) // POOL
+    count = tl.maximum(tl.load(seen + token) - NUM_LAST, 0) // POOL
     if count <= TOP_K:
         return
+    BY_BEST: tl.constexpr = weights is None
+    STEP: tl.constexpr = 1 if BY_BEST else POOL  # key i lies in the place of token i × STEP + STEP - 1
+    TILE: tl.constexpr = KEYS // POOL if BY_BEST else KEYS  # the scores of a tile
     heads, numbers, lanes = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_NUMBERS), tl.arange(0, KEYS)
     is_head, is_number = heads < NUM_HEADS, numbers < SIZE
     places = (token * NUM_HEADS + heads)[:, None] * SIZE + numbers[None, :]
     query = tl.load(queries + places, mask=is_head[:, None] & is_number[None, :], other=0.0)
     query = query.to(cache.dtype.element_ty)
-    weight = tl.load(weights + token * NUM_HEADS + heads, mask=is_head, other=0.0)
+    if not BY_BEST:
+        weight = tl.load(weights + token * NUM_HEADS + heads, mask=is_head, other=0.0)
     table = tables + tl.load(slots + token) * table_stride
     begin, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
-    last = count - 1
+    end = count * POOL // STEP
+    last = end - 1
     # The next tile's blocks are loaded ahead of their use, as in `attention_fold.fold_keys`.
-    next_block = tl.load(table + (tl.minimum(begin + lanes, last) * POOL + (POOL - 1)) // BLOCK_SIZE)
-    for start in tl.range(begin, count, step, num_stages=NUM_STAGES):
+    next_block = tl.load(table + (tl.minimum(begin + lanes, last) * STEP + (STEP - 1)) // BLOCK_SIZE)
+    for start in tl.range(begin, end, step, num_stages=NUM_STAGES):
         keys = start + lanes
-        block, offset = next_block.to(tl.int64), (keys * POOL + (POOL - 1)) % BLOCK_SIZE
-        next_block = tl.load(table + (tl.minimum(keys + step, last) * POOL + (POOL - 1)) // BLOCK_SIZE)
+        block, offset = next_block.to(tl.int64), (keys * STEP + (STEP - 1)) % BLOCK_SIZE
+        next_block = tl.load(table + (tl.minimum(keys + step, last) * STEP + (STEP - 1)) // BLOCK_SIZE)
         is_read = (keys <= last)[:, None] & is_number[None, :]
         key_places = (block * cache_block_stride + offset * CACHE_ROW)[:, None] + numbers[None, :]
         key = tl.load(cache + key_places, mask=is_read, other=0.0)
         products = tl.dot(key, query.T, input_precision="ieee")
-        found = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
-        tl.store(scores + row * score_stride + keys, found, mask=keys <= last)
+        if BY_BEST:  # of the first head, the only one
+            found = tl.max(tl.reshape(tl.sum(tl.where(is_head[None, :], products, 0.0), 1), [TILE, POOL]), 1)
+        else:
+            found = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
+        numbered = start // (KEYS // TILE) + tl.arange(0, TILE)
+        tl.store(scores + row * score_stride + numbered, found, mask=numbered < count)
 
 
 @triton.jit
@@ -101,12 +112,13 @@ def _select_keys_kernel(
     chosen_stride: tl.int64,
     TOP_K: tl.constexpr,
     POOL: tl.constexpr,
+    NUM_LAST: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """Program (token of the launch)."""
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
-    count = tl.load(seen + token) // POOL
+    count = tl.maximum(tl.load(seen + token) - NUM_LAST, 0) // POOL
     scores += row * score_stride
     chosen += token * chosen_stride
     lanes = tl.arange(0, KEYS)
@@ -146,22 +158,29 @@ def _select_keys_kernel(
 
 
 def choose_keys(
-    queries: Tensor, weights: Tensor, cache: Tensor, tokens: TokenKeys, chosen: Tensor, scores: Tensor, pool: int = 1
+    queries: Tensor,
+    weights: Tensor | None,
+    cache: Tensor,
+    tokens: TokenKeys,
+    chosen: Tensor,
+    scores: Tensor,
+    pools: Pools = SINGLE_KEYS,
 ) -> None:
     """See `nvcli.kernels.chosen_keys.choose_keys`."""
     num_tokens, num_heads, size = queries.shape
     top_k, max_rows = chosen.shape[1], len(scores)
     assert queries.is_contiguous()
-    assert weights.is_contiguous()
+    assert weights.is_contiguous() if weights is not None else num_heads == 1
     assert cache.stride(2) == chosen.stride(1) == tokens.tables.stride(1) == scores.stride(1) == 1
     processors = num_multiprocessors(queries.device)
     programs = _PROGRAMS_PER_PROCESSOR * processors
     is_alone = min(num_tokens, max_rows) <= processors
     has_room = shared_memory_bytes(queries.device) > _SHARED_MEMORY and cache.dtype.itemsize <= 2
     selected, warps = (_SELECTED_ALONE, _SELECT_WARPS_ALONE) if is_alone else (_SELECTED, _SELECT_WARPS)
+    keys = _KEYS if weights is not None else max(_KEYS, pools.size)
     for first in range(0, num_tokens, max_rows):
         num_rows = min(max_rows, num_tokens - first)
-        num_parts = max(1, min(ceil_div(scores.shape[1], _KEYS), ceil_div(programs, num_rows)))
+        num_parts = max(1, min(ceil_div(scores.shape[1], keys), ceil_div(programs, num_rows)))
         _index_scores_kernel[num_rows, num_parts](
             queries,
             weights,
@@ -179,8 +198,9 @@ def choose_keys(
             BLOCK_SIZE=cache.shape[1],
             CACHE_ROW=cache.stride(1),
             TOP_K=top_k,
-            POOL=pool,
-            KEYS=_KEYS,
+            POOL=pools.size,
+            NUM_LAST=pools.num_last,
+            KEYS=keys,
             NUM_STAGES=_STAGES if has_room else _FEWER_STAGES,
             num_warps=_WARPS,
         )
@@ -192,7 +212,8 @@ def choose_keys(
             scores.stride(0),
             chosen.stride(0),
             TOP_K=top_k,
-            POOL=pool,
+            POOL=pools.size,
+            NUM_LAST=pools.num_last,
             KEYS=selected,
             num_warps=warps,
         )

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.chosen_keys import TokenKeys
+from nvcli.kernels.pool_settings import Pools
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _PLACES = 1024
@@ -66,14 +67,15 @@ def _expand_pools_kernel(
     MOST: tl.constexpr,
     TOP_K: tl.constexpr,
     POOL: tl.constexpr,
+    NUM_LAST: tl.constexpr,
     PLACES: tl.constexpr,
 ):
     """Program (token, PLACES of its chosen keys)."""
     token = tl.program_id(0).to(tl.int64)
     count = tl.load(seen + token)
-    num_pools = count // POOL
+    num_pools = tl.maximum(count - NUM_LAST, 0) // POOL
     in_pools = tl.minimum(num_pools, MOST) * POOL
-    total = in_pools + count % POOL
+    total = in_pools + count - num_pools * POOL
     place = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     pool = tl.load(pools + token * pool_stride + place // POOL, mask=place < in_pools, other=0)
     position = tl.where(place < in_pools, pool * POOL + place % POOL, num_pools * POOL + place - in_pools)
@@ -101,19 +103,20 @@ def pool_keys(cache: Tensor, tokens: TokenKeys, bias: Tensor) -> None:
     )
 
 
-def expand_pools(pools: Tensor, tokens: TokenKeys, chosen: Tensor, pool: int) -> None:
+def expand_pools(chosen_pools: Tensor, tokens: TokenKeys, chosen: Tensor, pools: Pools) -> None:
     """See `nvcli.kernels.chosen_keys.expand_pools`."""
     num_tokens, top_k = chosen.shape
-    assert pools.stride(1) == chosen.stride(1) == 1
+    assert chosen_pools.stride(1) == chosen.stride(1) == 1
     _expand_pools_kernel[num_tokens, ceil_div(top_k, _PLACES)](
-        pools,
+        chosen_pools,
         tokens.seen,
         chosen,
-        pools.stride(0),
+        chosen_pools.stride(0),
         chosen.stride(0),
-        MOST=pools.shape[1],
+        MOST=chosen_pools.shape[1],
         TOP_K=top_k,
-        POOL=pool,
+        POOL=pools.size,
+        NUM_LAST=pools.num_last,
         PLACES=_PLACES,
         num_warps=4,
     )

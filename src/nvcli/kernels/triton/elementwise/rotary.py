@@ -255,7 +255,7 @@ def qk_norm_rope_store(
     assert not norms_values or value_dim == head_dim
     assert cos_sin is None or (cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim)
     assert k_cache.stride() == v_cache.stride()
-    assert k_cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
+    assert k_cache.stride()[2:] == (head_dim, 1)
     assert (k_cache.dtype == FP8) == (scales is not None)
     assert scales is None or not is_dense, "the scales stand between the blocks"
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)

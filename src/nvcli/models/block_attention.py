@@ -1,0 +1,73 @@
+"""BlockAttention: attention of each KV head to blocks of keys that it chooses by index keys.
+
+A token keeps the keys of all KV heads of the rank, their values and its index key side by side. Shapes: T tokens, H
+hidden, K KV heads of this rank, D numbers of a head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.chosen_keys import split_rows
+from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.key_copies import copy_keys
+from nvcli.kernels.rotary import norm_rope, qk_norm_rope_store
+from nvcli.models.layers import Angles, Attention, Norm
+from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.block_index import INDEX_KEYS, INDEX_NORMS, INDEX_QUERIES
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, values_of
+
+
+class BlockAttention(Attention):
+    """[T, H] → [T, this rank's heads × D]."""
+
+    def __init__(
+        self,
+        build: BuildContext,
+        path: str,
+        config: AttentionConfig,
+        norm: NormConfig,
+        spec: AttentionSpec,
+        cache_layer: int,
+    ) -> None:
+        super().__init__(build, path, config, norm, spec, cache_layer)
+        self.index_proj = ColumnParallelLinear(build, f"{path}.index_proj", (INDEX_QUERIES, INDEX_KEYS))
+        of_queries, of_keys = (Norm(build, f"{path}.{name}", norm, size=config.head_dim) for name in INDEX_NORMS)
+        self.index_q_norm, self.index_k_norm = of_queries, of_keys
+
+    @property
+    def reads_values(self) -> bool:
+        return True
+
+    def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
+        """Store the tokens' keys, values and index keys, choose blocks, and attend to them."""
+        spec, cos_sin, adapters = self.spec, angles.of(self.rotation), batch.token_adapters
+        slots, chosen_keys = batch.slot_mapping[spec.kv_group], batch.backend.chosen_keys
+        assert chosen_keys is not None
+        cache, values = batch.kv_cache.layer(self.cache_layer)
+        k_cache, v_cache = split_rows(cache[:, :, 0, : spec.key_dim], spec.row_heads)
+        q, _, _ = qk_norm_rope_store(
+            self.qkv_proj(x, adapters),
+            cos_sin,
+            k_cache,
+            v_cache,
+            slots,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.row_heads,
+            q_weight=None if self.q_norm is None else self.q_norm.weight,
+            k_weight=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.eps,
+            keep_keys=False,
+        )
+        index = self.index_proj(values_of(x), adapters).view(len(q), -1, spec.index_dim)
+        queries = norm_rope(index[:, :-1], cos_sin, self.index_q_norm.weight, self.eps)
+        keys = norm_rope(index[:, -1:], cos_sin, self.index_k_norm.weight, self.eps)
+        block_size = cache.shape[1]
+        cache[slots // block_size, slots % block_size, :, spec.index_place] = keys
+        if batch.key_copies is not None:
+            copy_keys(cache, values, None, batch.key_copies.of_groups[spec.kv_group])
+        chosen_keys.choose(spec, self.cache_layer, queries, None, batch)
+        return chosen_keys.attend(spec, self.cache_layer, q, batch).flatten(1)
