@@ -154,6 +154,11 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "Mistral3": ("Ministral3", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
+    "MiniMaxM3VL": (
+        "MiniMaxM3VLText",
+        "MiniMaxM3VLVision",
+        {**_VISION, "hidden_size": 32, "num_hidden_layers": 2, "patch_size": 4},
+    ),
     "MistralLarge4": ("MistralLarge4Text", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
     "Glm4v": ("Glm4vText", "Glm4vVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "Step3p7": (
@@ -272,6 +277,8 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 PINPOINTS_OF_32 = [[32, 64], [64, 32], [64, 64], [96, 32]]
 PINPOINTS_OF_34 = [[34 * rows, 34 * columns] for rows in range(1, 4) for columns in range(1, 4)]
+_OTHER_CLASSES = {"MiniMaxM3VL": "MiniMaxM3Sparse"}
+"""The beginnings of the names of models, where those of their configurations are others."""
 _LAST_LAYER = {
     "image_token_index": IMAGE_TOKEN,
     "vision_feature_layer": -1,
@@ -300,6 +307,7 @@ _WHOLE: dict[str, dict[str, Any]] = {
     **{name: {"image_token_index": IMAGE_TOKEN, "projection_dim": 32} for name in ("PaliGemma", "PaliGemma 2")},
     "Mistral3": {"image_token_index": IMAGE_TOKEN},
     "MistralLarge4": {"image_token_index": IMAGE_TOKEN},
+    "MiniMaxM3VL": {"image_token_index": IMAGE_TOKEN, "video_token_index": 95, "projector_hidden_size": 24},
     "Llava": {"image_token_index": IMAGE_TOKEN},
     "Llava Pixtral": {**_LAST_LAYER, "multimodal_projector_bias": False},
     "Llava Siglip": _LAST_LAYER,
@@ -505,8 +513,8 @@ def write_tiny_config(path: Path, family: str = "Qwen3", **overrides: Any) -> Pa
 def architecture_of(family: str) -> str:
     """Return the name of transformers' class of a model. `family` is a name of `WITH_VISION` or of a text model."""
     if family in WITH_VISION:
-        family = family.partition(" ")[0]
-        return family if _is_whole_name(family) else f"{family}{_WITH_IMAGES}"
+        name = family.partition(" ")[0]
+        return name if _is_whole_name(name) else f"{_OTHER_CLASSES.get(name, name)}{_WITH_IMAGES}"
     return f"{family}LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
 
 

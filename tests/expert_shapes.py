@@ -470,8 +470,8 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "indexer_types": ["full", "shared", "full"],
         },
     ),
-    "minimax m3": (
-        "MiniMaxM3VLText",
+    "minimax m3 with vision": (
+        "MiniMaxM3VL",
         {
             **_EXPERTS,
             "num_local_experts": 6,
@@ -489,6 +489,7 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "index_block_size": 4,
             "index_topk_blocks": 5,
             "index_local_blocks": 2,
+            "seed": 2,  # no answer has the token of images
         },
     ),
     "mistral large 4 with vision, shared keys": (

@@ -87,6 +87,11 @@ MARKS = {
         ),
     ),
     "mistral 3 with vision": Marks(("[IMG_BREAK]", "[IMG]", "[IMG_END]"), "[IMG]", _PIXTRAL),
+    "minimax m3 with vision": Marks(
+        ("]<]start of image[>[", "]<]image[>[", "]<]end of image[>["),
+        "]<]image[>[",
+        {"image_processor_type": "MiniMaxM3VLImageProcessor", **AREA},
+    ),
     "internvl": _INTERNVL,
     "qianfan-ocr": _INTERNVL._replace(written="<image>"),
     **dict.fromkeys(("glm 4.6v-flash", "glm 4.6v", "glm-ocr"), _GLM),
@@ -186,7 +191,7 @@ MARKS = {
 """By the names of `SHAPES`; all others are Qwen's."""
 
 
-_WITH_IMAGE_TOKEN_INDEX = ("Gemma3", "PaliGemma", "Mistral3", "AyaVision", "Llava", "LlavaNext", "LlavaOnevision")
+_WITH_IMAGE_TOKEN_INDEX = ("Gemma3", "MiniMaxM3VL", "PaliGemma", "Mistral3", "AyaVision", "Llava", "LlavaNext", "LlavaOnevision")
 
 
 def write_vision_model(folder: Path, name: str = "qwen 2.5-vl", **settings: Any) -> Path:

@@ -105,6 +105,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "glm46v": area,
         "hunyuan_vl": area,
         "paddleocr_vl": area,
+        "minimax_m3": area,
         "gemma4": {
             "patch_size": vision.patch_size,
             "pooling_kernel_size": vision.merge_size,
@@ -117,6 +118,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
     }.get(vision.processor, {})
     kinds = {
         "qwen2_vl": Qwen2VLImageProcessorPil,
+        "minimax_m3": Qwen2VLImageProcessorPil,
         "gemma3": Gemma3ImageProcessorPil,
         "gemma4": Gemma4ImageProcessorPil,
         "pixtral": PixtralImageProcessorPil,

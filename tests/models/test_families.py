@@ -663,7 +663,7 @@ def test_kimi_linear_that_is_not_computed(changes: dict[str, Any], problem: str,
 )
 def test_minimax_m3_that_is_not_computed(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(LoadError) as error:
-        read(tmp_path, "MiniMaxM3VLForCausalLM", **{**EXPERT_SHAPES["minimax m3"][1], **changes})
+        read(tmp_path, "MiniMaxM3VLForCausalLM", **{**EXPERT_SHAPES["minimax m3 with vision"][1], **changes})
     assert problem in str(error.value)
 
 

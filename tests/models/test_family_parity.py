@@ -71,12 +71,8 @@ PUBLISHED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
             "n_shared_experts": None,
         },
     ),
-    "minimax m3": (
-        {
-            r"indexer\.": "index_",
-            r"layers\.([12])\.mlp\.": r"layers.\1.block_sparse_moe.",
-            r"gate\.e_score_correction_bias": "e_score_correction_bias",
-        },
+    "minimax m3 with vision": (
+        {},
         {
             "layer_types": None,
             "mlp_layer_types": None,

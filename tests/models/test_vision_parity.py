@@ -56,6 +56,7 @@ FAMILIES = [
     "gemma 4 12b",
     "mistral 3 with vision",
     "mistral large 4 with vision, shared keys",
+    "minimax m3 with vision",
     "lighton-ocr",
     "glm 4.6v-flash",
     "glm 4.6v",

@@ -105,7 +105,7 @@ def test_short_runs_have_no_indexers(checkpoint: Path) -> None:
 
 
 def test_short_runs_choose_no_blocks(tmp_path: Path) -> None:
-    family, overrides = EXPERT_SHAPES["minimax m3"]
+    family, overrides = EXPERT_SHAPES["minimax m3 with vision"]
     path = write_tiny_model(tmp_path / "model", family, **overrides)
     runner = make_runner(path, "cpu", max_model_len=20, max_num_batched_tokens=32, block_size=4)
     assert any("indexers are neither loaded nor used" in note for note in runner.ready.notes)

@@ -69,7 +69,11 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "longcat-flash": shape_of("longcat-flash", seed=3),
     "hunyuan-v4": shape_of("hunyuan v4", num_hidden_layers=3, indexer_types=["full"] * 3, seed=12),
     "minimax-m3": shape_of(
-        "minimax m3", num_hidden_layers=2, layer_types=["minimax_m3_sparse"] * 2, mlp_layer_types=["dense"] * 2, seed=15
+        "minimax m3 with vision",
+        num_hidden_layers=2,
+        layer_types=["minimax_m3_sparse"] * 2,
+        mlp_layer_types=["dense"] * 2,
+        seed=15,
     ),
     "mistral-large-4": shape_of(
         "mistral large 4 with vision, shared keys",

@@ -29,6 +29,7 @@ FAMILIES = [
     "gemma 4 with vision, layer inputs and shared keys",
     "gemma 4 12b",
     "mistral 3 with vision",
+    "minimax m3 with vision",
     "lighton-ocr",
     "glm 4.6v-flash",
     "glm 4.6v",

@@ -18,6 +18,7 @@ from nvcli.models.families.model_file import DENSE, FULL, SPARSE, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.block_index import BlockIndexConfig
+from nvcli.models.vision.minimax import read_minimax_m3_vision
 
 _CHOSEN = "minimax_m3_sparse"
 _SECTION = "sparse_attention_config"
@@ -104,8 +105,9 @@ MINIMAX_M3 = Family(
     name="MiniMax-M3",
     architectures=("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"),
     features="each KV head attends to blocks of keys that it chooses (MSA); clamped experts, and one that all tokens "
-    "share; of text alone",
+    "share; with a vision tower",
     examples=("MiniMaxAI/MiniMax-M3",),
     read=read,
+    read_vision=read_minimax_m3_vision,
     defaults={"torch_dtype": "bfloat16"},
 )

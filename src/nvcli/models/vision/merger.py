@@ -24,10 +24,15 @@ class SquareMerger(nn.Module):
         self.count, self.norms_squares, self.config = config.late_merge**2, norms_squares, config.merger
         self.norm = Norm(build, f"{path}.norm", config.merger.eps) if config.merger.has_norm else nn.Identity()
         self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")
+        numbers = () if config.merger.patch_result_size is None else (1, 2)
+        self.of_patch = nn.ModuleList(Linear(build, f"{path}.patch_linear_fc{number}") for number in numbers)
         is_last = config.merger.result_size is None
         self.projector = nn.Identity() if is_last else Linear(build, f"{path}.projector")
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.of_patch:
+            first, second = self.of_patch
+            x = second(F.gelu(first(x)))
         x = self.norm(side_by_side(x, self.count)) if self.norms_squares else side_by_side(self.norm(x), self.count)
         x = self.first(x)
         if self.config.is_gated:

@@ -25,7 +25,7 @@ from nvcli.models.vision.patch_convolution import PatchConvolution
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
 from nvcli.models.vision.tower_attention import TowerAttention
 from nvcli.models.vision.tower_parts import Linear, Norm, Scale, Weights, activate_and_multiply
-from nvcli.models.vision.vision_config import TOWER, VisionConfig
+from nvcli.models.vision.vision_config import TOWER, VisionConfig, turned_by_axis
 
 
 class VisionTower(nn.Module):
@@ -193,11 +193,17 @@ class VisionTower(nn.Module):
         """Return cosines and then sines of the patches' rows and columns: [P, head size] float32."""
         config = self.config
         half = config.hidden_size // config.num_heads // 2
+        places = _on_device(grid.places, device)
+        assert places is not None
+        if config.rope == "thirds":  # frames do not turn the first one: an image has one, number 0
+            count = turned_by_axis(2 * half)
+            frequencies = config.rope_theta ** -(torch.arange(count, dtype=torch.float32, device=device) / count)
+            turned = (places.float()[:, :, None] * frequencies).flatten(1)
+            angles = F.pad(turned, (count, half - 3 * count))
+            return torch.cat([angles.cos(), angles.sin()], dim=1)
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
         later = exponents + 1 / half if config.rope == "staggered" else exponents
         frequencies = 1.0 / config.rope_theta ** torch.stack([exponents, later])
-        places = _on_device(grid.places, device)
-        assert places is not None
         angles = (places.float()[:, :, None] * frequencies).flatten(1)
         return torch.cat([angles.cos(), angles.sin()], dim=1)
 

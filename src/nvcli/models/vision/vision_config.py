@@ -22,6 +22,7 @@ BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 ProcessorKind = Literal[
     "qwen2_vl",
+    "minimax_m3",
     "gemma3",
     "gemma4",
     "pixtral",
@@ -122,6 +123,9 @@ class MergerConfig:
     """The activation of the MLP of `squares` without a gate; relu2: the square of what is above 0."""
     result_size: int | None = None
     """The size of what the MLP of `squares` gives, which is projected once more; None: it is the decoder's."""
+    patch_result_size: int | None = None
+    """The size to which an MLP brings each patch before `squares` puts them side by side; None: they stay as they
+    are."""
     has_norm: bool = True
     """Whether `squares` has a norm."""
     norms_squares: bool = False
@@ -205,9 +209,10 @@ class VisionConfig:
     """Whether files hold it as a vector, and not as a row of a matrix."""
     num_registers: int = 0
     """Tokens without positions that are attended to likewise."""
-    rope: Literal["same", "halves", "staggered"] | None = None
+    rope: Literal["same", "halves", "staggered", "thirds"] | None = None
     """Rotary positions of rows and columns: with the same frequencies (halves: files have columns in the first half of
-    a head, and rows in the second), or taking turns in one list of them."""
+    a head, and rows in the second; thirds: they turn the second and the last third of what could be turned, and frames
+    the first), or taking turns in one list of them."""
     has_paired_rows: bool = False
     """Whether files have the numbers of a head that are turned together beside each other."""
     rope_theta: float = 10_000.0
@@ -344,7 +349,9 @@ class VisionConfig:
         up, down = self.mlp_names
         head = hidden // self.num_heads
         order = _halves_in_turn(head) if self.rope == "halves" else None
-        if self.has_paired_rows:
+        if self.rope == "thirds":
+            order = _thirds_in_turn(head)
+        elif self.has_paired_rows:
             order = *range(0, head, 2), *range(1, head, 2)
         for number in range(self.depth):
             block = f"blocks.{number}"
@@ -438,6 +445,10 @@ class VisionConfig:
                 yield _tensor(dtype, f"{path}.{name}.weight", size)
             yield from _norm(dtype, f"{path}.last_norm", out, merger.norm)
             return
+        if merger.patch_result_size is not None:
+            yield from _linear(dtype, f"{path}.patch_linear_fc1", merger.size, hidden, has_bias=bias)
+            yield from _linear(dtype, f"{path}.patch_linear_fc2", merger.patch_result_size, merger.size, has_bias=bias)
+            merged = merger.patch_result_size * side**2
         yield from _linear(dtype, f"{path}.linear_fc1", merger.size, merged, has_bias=bias)
         result = merger.result_size or out
         yield from _linear(dtype, f"{path}.linear_fc2", result, merger.size // (1 + merger.is_gated), has_bias=bias)
@@ -450,6 +461,19 @@ def _halves_in_turn(size: int) -> tuple[int, ...]:
     columns, where files have columns in the first half and rows in the second."""
     quarter = size // 4
     return tuple(first * quarter + number for first in (2, 0, 3, 1) for number in range(quarter))
+
+
+def _thirds_in_turn(size: int) -> tuple[int, ...]:
+    """Return the order of a head's numbers in which number i is turned with number i + size / 2, where files have the
+    numbers that are turned before the others, which are fewer than 6."""
+    turned, half = 3 * turned_by_axis(size), size // 2
+    middle = half + turned
+    return *range(turned), *range(2 * turned, middle), *range(turned, 2 * turned), *range(middle, size)
+
+
+def turned_by_axis(size: int) -> int:
+    """Return how many pairs of a head's numbers each of three axes turns (`thirds`)."""
+    return size // 6
 
 
 def _tensor(dtype: StoredDtype, name: str, *shape: int, offset: float = 0.0) -> TensorSpec:
