@@ -191,7 +191,16 @@ MARKS = {
 """By the names of `SHAPES`; all others are Qwen's."""
 
 
-_WITH_IMAGE_TOKEN_INDEX = ("Gemma3", "MiniMaxM3VL", "PaliGemma", "Mistral3", "AyaVision", "Llava", "LlavaNext", "LlavaOnevision")
+_WITH_IMAGE_TOKEN_INDEX = (
+    "Gemma3",
+    "MiniMaxM3VL",
+    "PaliGemma",
+    "Mistral3",
+    "AyaVision",
+    "Llava",
+    "LlavaNext",
+    "LlavaOnevision",
+)
 
 
 def write_vision_model(folder: Path, name: str = "qwen 2.5-vl", **settings: Any) -> Path:

@@ -143,8 +143,8 @@ class ChosenKeys:
     def _of(
         self, spec: AttentionSpec, batch: ForwardBatch, counts: Tensor, number: int = 0
     ) -> tuple[TokenKeys, Tensor]:
-        """Return the keys of a batch's first tokens, each of which sees or has chosen `counts` of them, and their positions in the
-        choice of this number, [first tokens, spec.top_k]."""
+        """Return the keys of a batch's first tokens, each of which sees or has chosen `counts` of them, and their
+        positions in the choice of this number, [first tokens, spec.top_k]."""
         assert spec.top_k is not None
         tokens = TokenKeys(counts, self._slots[: len(counts)], batch.block_tables[spec.kv_group])
         return tokens, self._chosen[number, : len(counts), : spec.top_k]

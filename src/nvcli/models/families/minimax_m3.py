@@ -49,13 +49,13 @@ def read(config: ModelFile) -> DecoderConfig:
         limit=config.positive_number("swiglu_limit", 7.0),
         offset=1.0,
     )
-    dense = replace(config.mlp(size_key="dense_intermediate_size"), clamped=clamped)
+    dense = replace(config.mlp(size_key="dense_intermediate_size"), activation=clamped)
     experts = config.experts(
         config.routing(scoring="sigmoid", renormalise=True, scale=config.positive_number("routed_scaling_factor", 2.0)),
         size_key="intermediate_size",
         activation=clamped,
         has_correction=True,
-        shared=replace(config.mlp(size_key="shared_intermediate_size"), clamped=clamped),
+        shared=replace(config.mlp(size_key="shared_intermediate_size"), activation=clamped),
     )
     rope = config.rope(5_000_000.0, default_partial=rotated_part(config))
     attention = config.attention(qk_norm="head", rope=rope)

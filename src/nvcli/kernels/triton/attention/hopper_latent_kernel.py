@@ -453,14 +453,11 @@ def hopper_latent_kernel(
     IS_PAIR: gl.constexpr = ROWS == _PAIR_ROWS
     dtype: gl.constexpr = q.dtype.element_ty if scales is None else gl.float16
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, KIND.head_dim], layout)
-    q_smem = gl.allocate_shared_memory(dtype, [1, ROWS, KIND.head_dim], layout)
+    k_parts = (gl.allocate_shared_memory(dtype, [STAGES, KEYS, KIND.head_dim], layout),)
+    q_parts = (gl.allocate_shared_memory(dtype, [1, ROWS, KIND.head_dim], layout),)
     if KIND.tail_dim > 0:
-        k_parts = k_smem, gl.allocate_shared_memory(dtype, [STAGES, KEYS, KIND.tail_dim], layout)
-        q_parts = q_smem, gl.allocate_shared_memory(dtype, [1, ROWS, KIND.tail_dim], layout)
-    else:
-        k_parts = (k_smem,)
-        q_parts = (q_smem,)
+        k_parts += (gl.allocate_shared_memory(dtype, [STAGES, KEYS, KIND.tail_dim], layout),)  # type: ignore[assignment]
+        q_parts += (gl.allocate_shared_memory(dtype, [1, ROWS, KIND.tail_dim], layout),)  # type: ignore[assignment]
     weight_smem = gl.allocate_shared_memory(dtype, [1, ROWS, KEYS], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -37,12 +37,10 @@ def _load_words(cache, block, start, end, KIND: gl.constexpr):
     cache += block.to(gl.int64) * (KIND.block_stride // 4) + start % KIND.block_size * ROW
     places = (rows * ROW)[:, None]
     inside = (start + rows < end)[:, None]
-    words = gl.load(cache + (places + body[None, :]), mask=inside, other=0)
+    parts = (gl.load(cache + (places + body[None, :]), mask=inside, other=0),)
     if TAIL > 0:
         tail = BODY + gl.arange(0, TAIL, gl.SliceLayout(0, layout))
-        parts = words, gl.load(cache + (places + tail[None, :]), mask=inside, other=0)
-    else:
-        parts = (words,)
+        parts += (gl.load(cache + (places + tail[None, :]), mask=inside, other=0),)  # type: ignore[assignment]
     return parts
 
 
