@@ -29,6 +29,7 @@ ROUTINGS = {
         num_experts=12, experts_per_token=3, scale=1.5, num_groups=4, groups_per_token=2, sums_two_best=False
     ),
     "phi-3.5-moe": Routing(num_experts=16, experts_per_token=2, scoring="sparsemixer", tolerance=0.6),
+    "deepseek-v4": Routing(num_experts=24, experts_per_token=6, scoring="sqrtsoftplus", renormalise=True, scale=1.5),
     "every expert": Routing(num_experts=5, experts_per_token=5),
 }
 
@@ -39,8 +40,8 @@ def logits_of(routing: Routing, num_tokens: int, num_parts: int = 1) -> torch.Te
 
 
 def correction_of(routing: Routing) -> torch.Tensor | None:
-    """The families with sigmoid scores have one."""
-    if routing.scoring != "sigmoid":
+    """The families with scores of single experts have one."""
+    if routing.scoring not in ("sigmoid", "sqrtsoftplus"):
         return None
     return torch.randn(routing.num_experts, generator=torch.Generator().manual_seed(1)) * 0.3
 
@@ -91,6 +92,21 @@ def test_factors_weigh_and_do_not_choose() -> None:
     actual = routing.route(logits.to(DEVICE), spec, factors=factors.to(DEVICE))
     assert torch.equal(actual.experts.cpu(), expected.experts)
     torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-5, rtol=1e-4)
+
+
+def test_experts_that_are_given_are_weighed() -> None:
+    """Also those of low scores, down to where a softplus is a small exponential."""
+    spec = ROUTINGS["deepseek-v4"]
+    logits = logits_of(spec, 9, 2) - 4
+    chosen = torch.stack([torch.randperm(spec.num_experts)[: spec.experts_per_token] for _ in range(9)]).int()
+    scores = torch.log1p(logits.sum(0).double().exp()).sqrt().gather(1, chosen.long())
+    expected = scores / scores.sum(1, keepdim=True) * spec.scale
+    given = reference.route(logits, spec, chosen=chosen)
+    row_by_row = reference.route_row_by_row(logits, spec, chosen=chosen)
+    by_kernel = routing.route(logits.to(DEVICE), spec, chosen=chosen.to(DEVICE))
+    for routes in (given, row_by_row, by_kernel):
+        assert torch.equal(routes.experts.cpu(), chosen)
+        torch.testing.assert_close(routes.weights.cpu().double(), expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_parts", [1, 4])

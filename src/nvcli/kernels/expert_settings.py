@@ -23,9 +23,10 @@ class Routing:
 
     num_experts: int
     experts_per_token: int
-    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
-    """`sparsemixer` (https://arxiv.org/abs/2409.12136): an expert's weight is its softmax among the experts that were
-    not chosen before it and whose logits are near its own."""
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"] = "softmax"
+    """`sqrtsoftplus` (DeepSeek-V4, 2026): the square root of log(1 + exp(logit)). `sparsemixer`
+    (https://arxiv.org/abs/2409.12136): an expert's weight is its softmax among the experts that were not chosen before
+    it and whose logits are near its own."""
     tolerance: float = 0.0
     """With `sparsemixer`, logits are near if they differ by at most this part of the larger one's magnitude."""
     corrects_logits: bool = False

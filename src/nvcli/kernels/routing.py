@@ -46,27 +46,34 @@ def route(
     bias: Tensor | None = None,
     correction: Tensor | None = None,
     factors: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Routes:
     """Choose each token's experts. logits: [P, T, E] float32, parts that add up; bias, correction, factors: [E]
-    float32.
+    float32; chosen: [T, k] int32.
 
     `bias` belongs to the logits. `correction` is added to the scores for the choice, and does not change the weights
     of the experts that are chosen (DeepSeek-V3, 2024). `factors` multiply these weights and do not change the choice.
-    Of experts with equal scores the first is chosen, and a NaN is chosen last; its weight is NaN.
+    Of experts with equal scores the first is chosen, and a NaN is chosen last; its weight is NaN. `chosen` are a
+    token's experts, whatever their scores, no expert twice: these weigh them.
     """
     total = logits.sum(dim=0)
     if bias is not None:
         total = total + bias
-    is_sigmoid = routing.scoring == "sigmoid"
-    scores = total.sigmoid() if is_sigmoid else total.softmax(dim=-1)
-    # The softmax keeps the order, but may make small logits equal.
-    choice = scores if is_sigmoid else total
+    if routing.scoring == "sigmoid":
+        choice = scores = total.sigmoid()
+    elif routing.scoring == "sqrtsoftplus":
+        choice = scores = F.softplus(total).sqrt()
+    else:
+        choice, scores = total, total.softmax(dim=-1)  # which keeps the order, but may make small logits equal
     if correction is not None:
         choice = scores + correction
     choice = choice.masked_fill(choice.isnan(), -torch.inf)
     if routing.groups_per_token < routing.num_groups:
         choice = choice.masked_fill(~_in_best_groups(choice, routing), -torch.inf)
-    experts = choice.argsort(dim=-1, descending=True, stable=True)[:, : routing.experts_per_token]
+    if chosen is None:
+        experts = choice.argsort(dim=-1, descending=True, stable=True)[:, : routing.experts_per_token]
+    else:
+        experts = chosen.long()
     is_mixed = routing.scoring == "sparsemixer"
     weights = _mix_sparsely(total, experts, routing.tolerance) if is_mixed else scores.gather(1, experts)
     if routing.renormalise:
@@ -93,14 +100,16 @@ def choose_experts(
     bias: Tensor | None = None,
     correction: Tensor | None = None,
     factors: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Routes:
     """Do what `route` does with the same arguments, also where the correction belongs to the logits
     (`Routing.corrects_logits`): then the experts of the largest corrected logits are chosen, and weighed by the sigmoid
     of their plain ones. Few families need that, so it has no kernel of its own."""
     if not routing.corrects_logits:
-        return route(logits, routing, bias=bias, correction=correction, factors=factors)
+        return route(logits, routing, bias=bias, correction=correction, factors=factors, chosen=chosen)
     assert bias is None, "no family has one"
     assert factors is None, "no family has them"
+    assert chosen is None, "no family has them"
     by_logits = replace(routing, scoring="softmax", renormalise=True)
     experts = route(logits, by_logits, bias=correction).experts
     weights = logits.sum(dim=0).gather(1, experts.long()).sigmoid()
@@ -109,11 +118,15 @@ def choose_experts(
     return Routes(experts, weights * routing.scale)
 
 
-def route_row_by_row(logits: Tensor, routing: Routing, **terms: Tensor | None) -> Routes:
+def route_row_by_row(
+    logits: Tensor, routing: Routing, *, chosen: Tensor | None = None, **terms: Tensor | None
+) -> Routes:
     """Do what `choose_experts` does with the same arguments, on a CPU for each token alone (see `row_by_row`)."""
     if logits.is_cuda or logits.shape[1] < 2:
-        return choose_experts(logits, routing, **terms)
-    routes = [choose_experts(row, routing, **terms) for row in torch.split(logits, 1, dim=1)]
+        return choose_experts(logits, routing, chosen=chosen, **terms)
+    rows = torch.split(logits, 1, dim=1)
+    experts = [None] * len(rows) if chosen is None else torch.split(chosen, 1)
+    routes = [choose_experts(row, routing, chosen=own, **terms) for row, own in zip(rows, experts, strict=True)]
     return Routes(*(torch.cat(columns) for columns in zip(*routes, strict=True)))
 
 

@@ -34,7 +34,7 @@ _MOST_SHOWN = 40
 """Names of unused tensors in a line."""
 _OF_QUANTISED = {"weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "qweight", "absmax", "SCB"}
 """Last parts of the names of tensors that only quantised checkpoints have."""
-_FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
+_FLOAT_DTYPES, _INTEGER_DTYPES = {"F64", "F32", "F16", "BF16"}, {"I64", "I32"}
 
 
 def read_model_tensors(config: ModelConfig, path: Path) -> LocatedTensors:
@@ -96,16 +96,17 @@ def _check_needed(
     needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo], path: Path, extra: Sequence[TensorInfo]
 ) -> None:
     """`extra`: tensors that are none of the model's."""
-    shapes = {name: tensor.stored_shape for tensor in needed for name in tensor.stored_names}
-    if missing := [name for name in shapes if name not in tensors]:
+    wanted = {name: tensor for tensor in needed for name in tensor.stored_names}
+    if missing := [name for name in wanted if name not in tensors]:
         raise LoadError(f"{path}: {_some('missing from the checkpoint', missing)}{_hint(missing, extra)}")
-    for name, shape in shapes.items():
-        found = tensors[name]
+    for name, tensor in wanted.items():
+        found, shape = tensors[name], tensor.stored_shape
         if found.shape != shape:
             raise found.error(f"has shape {list(found.shape)}, config.json asks for {list(shape)}")
         is_plain = found.codes is None and (found.form is None or found.form.blocks is None)
-        if is_plain and found.dtype not in _FLOAT_DTYPES:
-            raise found.error(f"is stored as {found.dtype}; supported: {', '.join(sorted(_FLOAT_DTYPES))}")
+        dtypes = _INTEGER_DTYPES if tensor.dtype == "int32" else _FLOAT_DTYPES
+        if is_plain and found.dtype not in dtypes:
+            raise found.error(f"is stored as {found.dtype}; supported: {', '.join(sorted(dtypes))}")
 
 
 def _is_zero_bias(info: TensorInfo) -> bool:

@@ -136,7 +136,8 @@ class DecoderLayer(nn.Module):
             if self.before_mlp is not None:
                 assert self.before_mlp.is_centered, "all ranks have all of the stream after such norms"
                 x = self.before_mlp(None, residual)
-            return _add_part(self.mlp(x, None, adapters), self.mixer.o_proj.part(mixed, None, adapters)), residual, None
+            delta = self.mlp(x, None, adapters, self.ids_of(self.mlp, batch, rows))
+            return _add_part(delta, self.mixer.o_proj.part(mixed, None, adapters)), residual, None
         stream = residual if self.after_attention is None else None
         delta = self.mixer.o_proj(mixed, stream, adapters)
         if self.beside is not None and other is not None:
@@ -151,8 +152,10 @@ class DecoderLayer(nn.Module):
         if self.mlp is not None:
             x = _input(self.before_mlp, delta, residual)
             self._go_on(residual, x, 1)
-            late = None if self.shortcut is None else self._late(self.shortcut(x, None, adapters))
-            delta = self.mlp(x, residual if self.gives_stream else None, adapters)
+            if self.shortcut is not None:
+                late = self._late(self.shortcut(x, None, adapters, self.ids_of(self.shortcut, batch, rows)))
+            stream = residual if self.gives_stream else None
+            delta = self.mlp(x, stream, adapters, self.ids_of(self.mlp, batch, rows))
         if passed is not None:
             passed = passed if rows is None else passed[rows]
             delta = passed if delta is None else _add_part(delta, passed)
@@ -172,6 +175,13 @@ class DecoderLayer(nn.Module):
         if self.stream_factors is not None:
             assert isinstance(normed, Tensor), "norms quantise nothing"
             torch.mul(normed, self.stream_factors[block], out=residual)
+
+    @staticmethod
+    def ids_of(block: FeedForward, batch: ForwardBatch, rows: Tensor | None) -> Tensor | None:
+        """Return the ids of a batch's tokens, or of those in `rows`, for a block that reads them."""
+        if not block.reads_ids:
+            return None
+        return batch.input_ids if rows is None else batch.input_ids[rows]
 
     def _late(self, result: Tensor | None) -> Tensor:
         """Return a result that holds over other blocks: [T, H], or on a single rank its parts [P, T, H] → [T, H]."""
@@ -197,10 +207,14 @@ class RowsOfRanks(FeedForward):
         super().__init__()
         assert not block.is_summed, "ModelConfig refuses it"
         self.group, self.block = group, block
+        self.reads_ids = block.reads_ids
 
-    def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
+    def forward(
+        self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None, ids: Tensor | None = None
+    ) -> Tensor:
         assert isinstance(x, Tensor), "nothing is quantised before it is gathered"
-        part = self.block(self.group.gather_rows(x), None, adapters)
+        ids = None if ids is None else self.group.gather_rows(ids)
+        part = self.block(self.group.gather_rows(x), None, adapters, ids)
         return self.group.scatter_sum(part)
 
 

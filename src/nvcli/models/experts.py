@@ -24,7 +24,7 @@ from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import sum_in_order
 from nvcli.kernels.routing import choose_experts, route_row_by_row, router_logits
 from nvcli.models.layers import FeedForward, GatedMLP
-from nvcli.models.mixers.experts import FROM_LATENTS, TO_LATENTS, ExpertsConfig
+from nvcli.models.mixers.experts import FROM_LATENTS, TABLE, TO_LATENTS, ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShard, TensorShards
 from nvcli.models.plain_mlp import PlainMLP
@@ -52,6 +52,7 @@ class MixtureOfExperts(FeedForward):
         if config.latent_size is not None:
             self.to_latents = ColumnParallelLinear(build, f"{path}.{TO_LATENTS}", (TO_LATENTS,))
             self.from_latents = ColumnParallelLinear(build, f"{path}.{FROM_LATENTS}", (FROM_LATENTS,))
+        self.reads_ids = config.table_size is not None
         self.experts_per_token = config.routing.experts_per_token
         self.weighs_inputs = config.weighs_inputs
         self.first_identity = config.num_stored
@@ -59,11 +60,13 @@ class MixtureOfExperts(FeedForward):
         self.adds_input = config.num_identities > 0 and build.group.rank == 0
         self.num_parts = config.num_parts - (config.num_identities > 0 and not self.adds_input)
 
-    def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
+    def forward(
+        self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None, ids: Tensor | None = None
+    ) -> Tensor:
         """Compute the experts' outputs. `residual` is unused: only blocks that add to the stream themselves need it."""
         assert isinstance(x, Tensor), "experts quantise what they read by themselves"
         parts = torch.empty(self.num_parts, *x.shape, dtype=x.dtype, device=x.device)
-        routes = self.gate(x)
+        routes = self.gate(x, ids)
         if self.weighs_inputs:
             read = (x * routes.weights).to(x.dtype)
             self.experts(read, Routes(routes.experts, torch.ones_like(routes.weights)), parts[:1])
@@ -92,19 +95,43 @@ def _weigh_input(x: Tensor, routes: Routes, first: int, out: Tensor, *, batch_in
 
 
 class Router(TensorShards):
-    """Chooses each token's experts. [T, H] → Routes."""
+    """Chooses each token's experts, or looks them up by its id. [T, H], maybe [T] ids → Routes."""
 
     bias: nn.Parameter | None
     e_score_correction_bias: nn.Parameter | None
     per_expert_scale: nn.Parameter | None
+    tid2eid: nn.Parameter | None
+    """[ids, k] int32."""
 
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
-        names = ("weight", "bias", "e_score_correction_bias", "per_expert_scale")
+        names = ("weight", "bias", "e_score_correction_bias", "per_expert_scale", TABLE)
         super().__init__(build, {name: f"{path}.{name}" for name in names})
         self.routing = config.routing
         self.batch_invariant = build.batch_invariant
 
-    def forward(self, x: Tensor) -> Routes:
+    def fill_tables(self) -> None:
+        if self.tid2eid is not None:
+            places = torch.arange(self.tid2eid.numel(), device=self.tid2eid.device).view(self.tid2eid.shape)
+            self.tid2eid.copy_(places % self.routing.num_experts)
+
+    def weight_problem(self) -> str | None:
+        if self.tid2eid is None:
+            return None
+        ordered = self.tid2eid.sort(dim=1).values
+        first, last = int(ordered.min()), int(ordered.max())
+        if first < 0 or last >= self.routing.num_experts:
+            found = f"experts from {first} to {last}, and the layer has {self.routing.num_experts}"
+        elif bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+            found = "a token that goes to one expert twice"
+        else:
+            return None
+        return f"{self.tensors[TABLE].name} has {found}; download it again"
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Routes:
+        chosen = None
+        if self.tid2eid is not None:
+            assert ids is not None, "the layer gives them to blocks that read them"
+            chosen = self.tid2eid[ids]
         logits = router_logits(x, self.weight, batch_invariant=self.batch_invariant)
         choose = route_row_by_row if self.batch_invariant else choose_experts
         return choose(
@@ -113,6 +140,7 @@ class Router(TensorShards):
             bias=self.bias,
             correction=self.e_score_correction_bias,
             factors=self.per_expert_scale,
+            chosen=chosen,
         )
 
 

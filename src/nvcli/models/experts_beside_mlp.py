@@ -32,6 +32,7 @@ class ExpertsBesideMLP(FeedForward):
         assert isinstance(config.shared, MLPConfig)
         assert not config.gates_shared
         self.group = build.group
+        self.reads_ids = config.table_size is not None
         self.experts_per_token = config.routing.experts_per_token
         self.shared_expert = GatedMLP(build, f"{path}.shared_expert", config.shared, norm)
         self.shared_expert_norm = ResultNorm(build, f"{path}.shared_expert_norm", norm)
@@ -45,14 +46,16 @@ class ExpertsBesideMLP(FeedForward):
     def input_proj(self) -> ColumnParallelLinear:
         return self.shared_expert.gate_up_proj
 
-    def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
+    def forward(
+        self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None, ids: Tensor | None = None
+    ) -> Tensor:
         """Compute the block's output. The stream is complete in all rows, as the last result added to it was identical
         on all ranks."""
         assert residual is not None
         result: Tensor = self.shared_expert_norm(self.shared_expert(x, None, adapters), residual)
         if self.group.size > 1:
             result = result.clone()  # its buffer is overwritten by the next sum
-        routes = self.gate(self.gate_norm(None, residual))
+        routes = self.gate(self.gate_norm(None, residual), ids)
         x = self.experts_input_norm(None, residual)
         assert isinstance(x, Tensor), "experts quantise what they read by themselves"
         parts = torch.empty(self.experts_per_token, *x.shape, dtype=x.dtype, device=x.device)

@@ -204,7 +204,8 @@ class FeedForward(nn.Module, ABC):
     is_summed: bool = False
     """Whether it reads the residual stream itself and returns its complete output, identical on all ranks; otherwise it
     returns this rank's part of a sum, and `residual` is None if nothing may be added to the stream yet. `adapters`: the
-    LoRA adapters of the tokens."""
+    LoRA adapters of the tokens; `ids`: their ids [T], for blocks that read them."""
+    reads_ids: bool = False
 
     @property
     def input_proj(self) -> ColumnParallelLinear | None:
@@ -213,7 +214,7 @@ class FeedForward(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None
+        self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None, ids: Tensor | None = None
     ) -> Tensor | None: ...
 
 
@@ -232,7 +233,9 @@ class GatedMLP(FeedForward):
     def input_proj(self) -> ColumnParallelLinear:
         return self.gate_up_proj
 
-    def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor | None:
+    def forward(
+        self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None, ids: Tensor | None = None
+    ) -> Tensor | None:
         hidden = self.hidden(x, adapters, self.down_proj.input_scaling(adapters))
         delta: Tensor | None = self.down_proj(hidden, residual, adapters)
         return delta

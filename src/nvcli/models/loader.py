@@ -210,6 +210,7 @@ def init_random_weights(model: CausalLM, device: torch.device) -> int:
                 parameter.normal_(0.0, _STD, generator=generator)
         for module in model.modules():
             if isinstance(module, WeightModule):
+                module.fill_tables()
                 for source in module.weight_sources():
                     if source.scales is not None:
                         _fill_scales(module, source.scales)
@@ -261,6 +262,8 @@ def materialize(model: nn.Module, device: torch.device, make: Callable[[int], Te
                     values = part.view(parameter.dtype).view(parameter.shape)
                     made[id(parameter)] = nn.Parameter(values, requires_grad=False)
                 setattr(module, name, made[id(parameter)])
+        if isinstance(module, WeightModule):
+            module.fill_tables()
         if isinstance(module, DerivedModule):
             module.derive(device)
 

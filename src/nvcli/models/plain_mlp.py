@@ -33,7 +33,9 @@ class PlainMLP(FeedForward):
     def input_proj(self) -> ColumnParallelLinear:
         return self.up_proj
 
-    def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor | None:
+    def forward(
+        self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None, ids: Tensor | None = None
+    ) -> Tensor | None:
         delta: Tensor | None = self.down_proj(self.hidden(x, adapters), residual, adapters)
         return delta
 

@@ -94,7 +94,7 @@ class StreamLayer(DecoderLayer):
         delta = self.mixer.o_proj(mixed, None, adapters)
         del mixed  # the MLP can reuse its memory
         x, kept = self.ffn_hc(delta, residual, kept, self.before_mlp)
-        return self.mlp(x, None, adapters), residual, kept
+        return self.mlp(x, None, adapters, self.ids_of(self.mlp, batch, rows)), residual, kept
 
 
 class StreamEnd(nn.Module):

@@ -12,8 +12,8 @@ from nvcli.kernels.weight_formats import FP8Scaling, StoredGroups, W4Format, sca
 from nvcli.kernels.whole_numbers import ceil_div
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
-KeptDtype = StoredDtype | Literal["float8_e4m3fn"]
-DTYPE_BYTES: dict[KeptDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+KeptDtype = StoredDtype | Literal["float8_e4m3fn", "int32"]
+DTYPE_BYTES: dict[KeptDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4}
 """Bytes of one element."""
 
 FUSED = {

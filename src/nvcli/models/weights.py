@@ -74,6 +74,9 @@ class WeightModule(nn.Module, ABC):
     def weight_sources(self) -> Iterator[WeightSource]:
         """The sources of this module's own parameters. A module that uses another one's parameter declares none."""
 
+    def fill_tables(self) -> None:
+        """Fill parameters that zeros or random numbers would make invalid, until they are loaded."""
+
     def weight_problem(self) -> str | None:
         """Say why the loaded weights cannot be used together, and what to do; None if they can."""
         return None

@@ -14,6 +14,8 @@ from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.mixers.plain_mlp import PlainMLPConfig
 from nvcli.models.tensor_spec import EXPERTS, Sharding, TensorSpec, matrix, vector, with_bias
 
+TABLE = "tid2eid"
+"""The name of the table that says which experts each token id has."""
 CORRECTION = "e_score_correction_bias"
 """The name of the numbers that are added to a router's scores when experts are chosen."""
 TO_LATENTS, FROM_LATENTS = "fc1_latent_proj", "fc2_latent_proj"
@@ -44,6 +46,9 @@ class ExpertsConfig(FeedForward):
     """Whether a token's weight multiplies what its expert reads, in place of the result; it has one expert then."""
     has_wide_router: bool = False
     """Whether the router's weight is kept in float32 where a checkpoint stores it so (`stored_routers.py`)."""
+    table_size: int | None = None
+    """The number of token ids, if a table from the checkpoint says which experts each has (hash routing); None: the
+    router chooses them by its scores."""
     num_identities: int = 0
     """The last of the router's experts, which return their input; they have no weights (zero-computation experts,
     https://arxiv.org/abs/2509.01322)."""
@@ -145,6 +150,14 @@ class ExpertsConfig(FeedForward):
         }
         for name in (name for name, is_there in vectors.items() if is_there):
             yield vector(f"{path}.gate.{name}", num_experts, Sharding.REPLICATED, "MLP")
+        if self.table_size is not None:
+            yield TensorSpec(
+                name=f"{path}.gate.{TABLE}",
+                shape=(self.table_size, self.routing.experts_per_token),
+                sharding=Sharding.REPLICATED,
+                dtype="int32",
+                part="MLP",
+            )
         for name in self.projections:
             is_down = name == "down_proj"
             shape = (num_stored, read, size) if is_down else (num_stored, size, read)

@@ -48,7 +48,9 @@ def activate_gated(gate, up, ACTIVATION: tl.constexpr):
 @triton.jit
 def softplus(x):
     """log(1 + exp(x)), which is x where that is large."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    e = tl.exp(tl.minimum(x, 20.0))
+    # Three terms of the series of log(1 + e), where the sum would lose most of a small e.
+    return tl.where(x > 20.0, x, tl.where(e < 0.01, e * (1.0 - e * (0.5 - e / 3.0)), tl.log(1.0 + e)))
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import TINY, Routing
 from nvcli.kernels.expert_types import Routes
+from nvcli.kernels.triton.elementwise.activation import softplus
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import next_power_of_2
 
@@ -42,6 +43,7 @@ def _route_kernel(
     bias_ptr,  # None, or [NUM_EXPERTS] float32; and so the next two
     correction_ptr,
     factors_ptr,
+    chosen_ptr,  # None, or [T, EXPERTS_PER_TOKEN] int32, the experts of each token
     routes,  # `Routes`, written
     part_stride,
     NUM_EXPERTS: tl.constexpr,
@@ -52,7 +54,7 @@ def _route_kernel(
     SUMS_TWO_BEST: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     MEMBER_TILE: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     TOLERANCE: tl.constexpr,
     RENORMALISE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -73,8 +75,11 @@ def _route_kernel(
         logits += tl.load(source, mask=exists, other=0.0)
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + expert, mask=exists, other=0.0)
-    if SIGMOID:
+    if SCORING == "sigmoid":
         scores = tl.sigmoid(logits)
+        choice = scores
+    elif SCORING == "sqrtsoftplus":
+        scores = tl.sqrt(softplus(logits))
         choice = scores
     elif TOLERANCE is not None:
         scores = logits
@@ -104,7 +109,7 @@ def _route_kernel(
         may_be_chosen = exists & is_best[:, None]
     ranked = _ranked(_ordered(choice, may_be_chosen), expert)
     place = tl.full([GROUP_TILE, MEMBER_TILE], -1, tl.int32)
-    for number in tl.static_range(EXPERTS_PER_TOKEN):
+    for number in tl.static_range(EXPERTS_PER_TOKEN if chosen_ptr is None else 0):
         best = tl.max(tl.max(ranked, 1), 0)
         if TOLERANCE is not None:
             own = tl.sum(tl.sum(tl.where(ranked == best, logits, 0.0), 1), 0)
@@ -113,6 +118,10 @@ def _route_kernel(
             scores = tl.where(ranked == best, 1.0 / tl.sum(tl.sum(near, 1), 0), scores)
         place = tl.where(ranked == best, number, place)
         ranked = tl.where(ranked == best, -9223372036854775808, ranked)
+    if chosen_ptr is not None:
+        for number in tl.static_range(EXPERTS_PER_TOKEN):
+            own_expert = tl.load(chosen_ptr + token.to(tl.int64) * EXPERTS_PER_TOKEN + number)
+            place = tl.where(exists & (expert == own_expert), number, place)
     is_chosen = place >= 0
     if RENORMALISE:
         scores = scores / (tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0) + _TINY)
@@ -130,18 +139,22 @@ def route(
     bias: Tensor | None = None,
     correction: Tensor | None = None,
     factors: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Routes:
-    """See `nvcli.kernels.routing.route`. logits: its last two dimensions are dense."""
+    """See `nvcli.kernels.routing.route`. logits: its last two dimensions are dense; chosen: contiguous."""
     num_parts, num_tokens, num_experts = logits.shape
     assert num_experts == routing.num_experts
     assert logits.stride()[1:] == (num_experts, 1)
     size = (num_tokens, routing.experts_per_token)
+    assert chosen is None or (chosen.shape == size and chosen.is_contiguous())
+    assert chosen is None or routing.scoring != "sparsemixer", "it weighs experts as it chooses them"
     routes = Routes(*(torch.empty(size, dtype=dtype, device=logits.device) for dtype in (torch.int32, torch.float32)))
     _route_kernel[(num_tokens,)](
         logits,
         bias,
         correction,
         factors,
+        chosen,
         routes,
         logits.stride(0),
         NUM_EXPERTS=num_experts,
@@ -152,7 +165,7 @@ def route(
         SUMS_TWO_BEST=routing.sums_two_best,
         GROUP_TILE=next_power_of_2(routing.num_groups),
         MEMBER_TILE=next_power_of_2(num_experts // routing.num_groups),
-        SIGMOID=routing.scoring == "sigmoid",
+        SCORING=routing.scoring,
         TOLERANCE=routing.tolerance if routing.scoring == "sparsemixer" else None,
         RENORMALISE=routing.renormalise,
         SCALE=routing.scale,

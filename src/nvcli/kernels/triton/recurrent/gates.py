@@ -5,15 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nvcli.kernels.triton.elementwise.activation import softplus
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _softplus(x):
-    e = tl.exp(tl.minimum(x, 20.0))
-    # Three terms of the series of log(1 + e), where the sum would lose most of a small e.
-    softplus = tl.where(e < 0.01, e * (1.0 - e * (0.5 - e / 3.0)), tl.log(1.0 + e))
-    return tl.where(x > 20.0, x, softplus)
 
 
 @triton.jit
@@ -43,14 +37,14 @@ def read_decays(gates, token, head, channel, mask, step_stride, HEADS: tl.conste
     rate = tl.exp(tl.load(gates.log_rate + head).to(tl.float32))
     if HEADS.lowest_decay is not None:
         return tl.where(mask, HEADS.lowest_decay * tl.sigmoid(rate * (step + bias)), 0.0)
-    return tl.where(mask, -rate * _softplus(step + bias), 0.0)
+    return tl.where(mask, -rate * softplus(step + bias), 0.0)
 
 
 @triton.jit
 def read_step_sizes(step_ptr, j, mask, bias):
     """Return the step sizes of channels `j` of a token whose numbers begin at `step_ptr`; 0 outside `mask`."""
     step = tl.load(step_ptr + j, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(mask, _softplus(step + bias), 0.0)
+    return tl.where(mask, softplus(step + bias), 0.0)
 
 
 @triton.jit
@@ -63,6 +57,6 @@ def read_gates(
     step = tl.load(gates.step + token * step_stride + head, mask=is_token, other=0.0).to(tl.float32)
     log_rate = tl.load(gates.log_rate + head).to(tl.float32)
     x = step + tl.load(gates.step_bias + head).to(tl.float32)
-    softplus = _softplus(x)
-    factor = read_beta(gates, token, head, is_token, beta_stride, BETA_SCALE) if RULE == "delta" else softplus
-    return factor, -tl.exp(log_rate) * softplus
+    size = softplus(x)
+    factor = read_beta(gates, token, head, is_token, beta_stride, BETA_SCALE) if RULE == "delta" else size
+    return factor, -tl.exp(log_rate) * size
