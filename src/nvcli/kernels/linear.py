@@ -63,6 +63,11 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> 
     return ACTIVATE_AND_MUL[activation](F.linear(x, weight))
 
 
+def by_head(x: Tensor, weights: Tensor, out: Tensor) -> None:
+    """Multiply each head by its own matrix: [T, N, in], [N, in, out] → `out` [T, N, out]."""
+    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+
+
 def _is_small(x: Tensor, weight: Tensor) -> bool:
     return (
         x.is_cuda

@@ -17,6 +17,7 @@ from nvcli.kernels.invariant_linear import invariant_by_head
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.latent_types import LatentHeads
 from nvcli.kernels.latents import rotate_and_store, rotate_queries, stored_keys
+from nvcli.kernels.linear import by_head
 from nvcli.kernels.norm import rms_norm
 from nvcli.models.indexer import Indexer
 from nvcli.models.layers import Angles, Norm, TokenMixer
@@ -67,7 +68,7 @@ class LatentAttention(TokenMixer):
         self.from_latents = TensorShard(build, f"{path}.{FROM_LATENTS}.weight")
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
         self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
-        self.by_head = invariant_by_head if build.batch_invariant else _by_head
+        self.by_head = invariant_by_head if build.batch_invariant else by_head
         self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
         self.head_scales = HeadScales(build, path) if config.scales_heads else None
 
@@ -179,8 +180,3 @@ class LatentAttention(TokenMixer):
             return batch.backend.chosen_keys.attend(self.spec, self.cache_layer, absorbed, batch, sinks)
         values = absorbed if keys is None else keys[..., : self.config.latent_dim]
         return batch.backend.forward(self.spec, self.cache_layer, absorbed, keys, values, batch, sinks)
-
-
-def _by_head(x: Tensor, weights: Tensor, out: Tensor) -> None:
-    """Multiply each head by its own matrix: [T, N, in], [N, in, out] → `out` [T, N, out]."""
-    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))

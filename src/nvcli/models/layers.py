@@ -34,6 +34,7 @@ from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import add_normed, add_rms_norm, rms_norm
 from nvcli.kernels.rotary import norm_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
+from nvcli.models.grouped_output import GroupedOutput
 from nvcli.models.layer_config import FROM_GATES, TO_GATES
 from nvcli.models.mixers.attention import GATE, GATE_BIAS, AttentionConfig
 from nvcli.models.mixers.mixer import NormConfig, Rotation
@@ -174,7 +175,7 @@ class TokenMixer(nn.Module, ABC):
     spec: CacheSpec
     cache_layer: int
     """The layer's index in this rank's KV cache."""
-    o_proj: RowParallelLinear
+    o_proj: RowParallelLinear | GroupedOutput
     static_kv_scales: Tensor | None = None
     """[2] float32, the checkpoint's scales of all keys and all values in an FP8 cache, set when they are loaded; None:
     each token and head gets its own."""

@@ -14,7 +14,7 @@ from nvcli.models.mixers.mixer import Block, Mixer, MixerCosts
 from nvcli.models.tensor_spec import DTYPE_BYTES, StoredDtype, TensorSpec
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
-_FOR_SUMS = ("o_proj", "out_proj", "down_proj")
+_FOR_SUMS = ("o_proj", "o_b_proj", "out_proj", "down_proj")
 """Projections whose results are summed over the ranks."""
 
 
