@@ -1,0 +1,104 @@
+"""SharedKeyConfig: attention whose heads share one key for each token, which is its value, too (DeepSeek-V4, 2026).
+`models/shared_key.py` computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from nvcli.attention.kv_layout import KVDtype
+from nvcli.attention.spec import AttentionSpec
+from nvcli.core.config_types import KeptWeights
+from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
+from nvcli.models.rope_config import RopeConfig
+from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec, matrix, vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedKeyConfig(Mixer):
+    """Attention to one key of each token, whose last numbers are rotated, by all heads. As keys are values, results are
+    rotated back by the angle of their token, so that they depend on distances alone. Each head has a sink."""
+
+    name: ClassVar[str] = "self_attn"
+    module: ClassVar[str] = "nvcli.models.shared_key:SharedKeyAttention"
+    num_heads: int
+    head_dim: int
+    query_rank: int
+    """The size of the latent vector that queries are projected from."""
+    num_groups: int
+    """The groups of heads whose results are projected apart, to `group_rank` numbers each, before all of these are."""
+    group_rank: int
+    window: int | None
+    """The number of tokens that a token attends to, itself and those right before it; None: all earlier ones."""
+    rope: RopeConfig
+    """The rotation of the last `rope_dim` numbers of a head."""
+    rope_dim: int
+    norm_eps: float
+    """The epsilon of the norms of latent vectors, heads and keys."""
+
+    @property
+    def input_projections(self) -> tuple[str, ...]:
+        """The projections of the block's input, which one product computes."""
+        return "q_a_proj", "kv_proj"
+
+    @property
+    def rotation(self) -> Rotation:
+        return self.rope, self.rope_dim
+
+    def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
+        return AttentionSpec(
+            num_heads=self.num_heads // tensor_parallel_size,
+            num_kv_heads=1,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            window=self.window,
+            has_sinks=True,
+            kv_group=kv_group,
+            value_dim=self.head_dim,
+        )
+
+    def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
+        spec = self.kv_spec(tensor_parallel_size)
+        return MixerCosts(
+            window=self.window,
+            kv_bytes_per_token=num_layers * spec.token_bytes(kv_dtype),
+            flops_per_pair=num_layers * 2 * spec.num_heads * 2 * self.head_dim,
+        )
+
+    def num_kernels(self, ranks: Ranks) -> int:
+        return 9
+
+    def check(self, ranks: Ranks) -> Iterator[str]:
+        if self.num_groups % ranks.size:
+            yield f"{self.num_groups} groups of heads do not divide by {ranks.size}"
+
+    def pieces(self, ranks: Ranks) -> Iterator[Piece]:
+        yield Piece("q_a_proj", self.query_rank, None, self.query_rank + self.head_dim)
+        yield Piece("kv_proj", self.head_dim, None, self.query_rank + self.head_dim)
+        yield Piece("q_b_proj", self.num_heads // ranks.size * self.head_dim, None)
+        yield Piece("o_b_proj", self.num_groups // ranks.size * self.group_rank, "o_b_proj")
+
+    def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
+        """Count the elements: queries, results, and what groups make of these."""
+        of_rank = 2 * self.num_heads * self.head_dim + self.num_groups * self.group_rank
+        return 3 * hidden_size + 2 * (self.query_rank + self.head_dim) + of_rank // ranks.size
+
+    def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
+        """Yield the tensors. Each rank has all keys, and some of the groups of heads, whose first output projection is
+        never quantised: as published, it is multiplied by activations that are not."""
+        hidden, dtype, fused = context.hidden_size, context.dtype, self.input_projections
+        size = self.num_heads * self.head_dim
+        yield matrix(f"{path}.q_a_proj", (self.query_rank, hidden), Sharding.REPLICATED, dtype, "attention", fused)
+        yield context.norm_weight(f"{path}.q_a_norm", self.query_rank, "attention")
+        yield matrix(f"{path}.q_b_proj", (size, self.query_rank), Sharding.ROWS, dtype, "attention", ("q_b_proj",))
+        yield matrix(f"{path}.kv_proj", (self.head_dim, hidden), Sharding.REPLICATED, dtype, "attention", fused)
+        yield context.norm_weight(f"{path}.kv_norm", self.head_dim, "attention")
+        between = self.num_groups * self.group_rank
+        shape = between, size // self.num_groups
+        yield replace(
+            matrix(f"{path}.o_a_proj", shape, Sharding.ROWS, dtype, "attention"),
+            in_linear_layer=False,
+        )
+        yield from context.output_projection(f"{path}.o_b_proj", between, "attention")
+        yield vector(f"{path}.sinks", self.num_heads, Sharding.ROWS, "attention")  # in float32, as kernels take them

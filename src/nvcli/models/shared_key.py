@@ -1,0 +1,81 @@
+"""SharedKeyAttention: attention whose heads share one key for each token, which is its value, too, sharded over the
+ranks by groups of heads. Each rank keeps the keys of all tokens.
+
+Shapes: T tokens, H hidden, N heads of this rank, D numbers of a head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.key_copies import copy_keys
+from nvcli.kernels.norm import rms_norm
+from nvcli.kernels.shared_keys import norm_rotate_store, turn_back
+from nvcli.models.grouped_output import GroupedOutput
+from nvcli.models.layers import Angles, Norm, TokenMixer
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.mixers.shared_key import SharedKeyConfig
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShard
+
+
+class SharedKeyAttention(TokenMixer):
+    """[T, H] → [T, N × D], the input of `o_proj`."""
+
+    spec: AttentionSpec
+
+    def __init__(
+        self,
+        build: BuildContext,
+        path: str,
+        config: SharedKeyConfig,
+        norm: NormConfig,
+        spec: AttentionSpec,
+        cache_layer: int,
+    ) -> None:
+        super().__init__(spec, cache_layer)
+        self.config = config
+        self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", config.input_projections)
+        self.q_norm = Norm(build, f"{path}.q_a_norm", norm)
+        self.q_b_proj = ColumnParallelLinear(build, f"{path}.q_b_proj", ("q_b_proj",))
+        self.kv_norm = Norm(build, f"{path}.kv_norm", norm)
+        self.sinks = TensorShard(build, f"{path}.sinks")
+        self.o_proj = GroupedOutput(build, path, config.num_groups // build.group.size)
+
+    @property
+    def input_proj(self) -> ColumnParallelLinear:
+        return self.in_proj
+
+    def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
+        """Store the tokens' keys, and attend to those of all tokens in the window."""
+        config, adapters, cos_sin = self.config, batch.token_adapters, angles.of(self.config.rotation)
+        assert cos_sin is not None
+        latents, keys = self.in_proj(x, adapters).split([config.query_rank, config.head_dim], dim=1)
+        query_latents = rms_norm(latents, self.q_norm.weight, config.norm_eps)
+        queries = self.q_b_proj(query_latents, adapters).unflatten(1, (self.spec.num_heads, config.head_dim))
+        cache, values = batch.kv_cache.layer(self.cache_layer)
+        scales = batch.kv_cache.scales(self.cache_layer)
+        stored = norm_rotate_store(
+            queries,
+            keys,
+            cos_sin,
+            cache,
+            None if scales is None else scales.k,
+            batch.slot_mapping[self.spec.kv_group],
+            weight=self.kv_norm.weight,
+            eps=config.norm_eps,
+            keep_keys=batch.backend.reads_new_keys,
+        )
+        if batch.key_copies is not None:
+            copy_keys(cache, values, scales, batch.key_copies.of_groups[self.spec.kv_group])
+        results = self._attend(queries, stored, batch)
+        turn_back(results, cos_sin)
+        return results.flatten(1)
+
+    def _attend(self, queries: Tensor, keys: Tensor | None, batch: ForwardBatch) -> Tensor:
+        """Attend to the keys of the window: [T, N, D] → the same shape. `keys`: the tokens' own [T, 1, D], if the
+        backend reads them."""
+        values = queries if keys is None else keys
+        return batch.backend.forward(self.spec, self.cache_layer, queries, keys, values, batch, self.sinks.weight)
