@@ -453,6 +453,9 @@ def write_tiny_model(
                 buffer.copy_(0.7 + 0.1 * torch.randn(1, generator=generator))
             elif name.endswith(("e_score_correction_bias", "expert_bias", "rotary_emb.alpha")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("tid2eid"):
+                experts = torch.rand(len(buffer), model.config.n_routed_experts, generator=generator)
+                buffer.copy_(experts.argsort(dim=1)[:, : buffer.shape[1]])
             elif name.endswith(("_min", "_max")) and "vision" in name:
                 buffer.copy_((1 if name.endswith("_max") else -1) * (1 + torch.rand((), generator=generator)))
             elif name.endswith(("std_bias", "std_scale")):

@@ -527,6 +527,27 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "hc_sinkhorn_iters": 3,
         },
     ),
+    "deepseek v4, no compressed keys": (
+        "DeepseekV4",
+        {
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 1,
+            "partial_rotary_factor": 0.5,
+            "q_lora_rank": 24,
+            "o_groups": 2,
+            "o_lora_rank": 12,
+            "sliding_window": 20,
+            "layer_types": [SLIDING] * 3,
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+            "rope_parameters": None,
+            "swiglu_limit": 1.0,  # so that something is clamped
+            "hc_eps": 0.01,
+            "hc_sinkhorn_iters": 3,
+        },
+    ),
     "hunyuan v4": (
         "HYV4",
         {

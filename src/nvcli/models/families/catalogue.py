@@ -8,6 +8,7 @@ from nvcli.models.families.beam import BEAM
 from nvcli.models.families.cohere2 import AYA_VISION, COHERE, COHERE2, COHERE2_MOE, COMMAND_A_VISION
 from nvcli.models.families.dbrx import DBRX
 from nvcli.models.families.deepseek import AXK1, AXK2, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
+from nvcli.models.families.deepseek_v4 import DEEPSEEK_V4
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
 from nvcli.models.families.exaone import EXAONE4, EXAONE4_5, EXAONE_MOE
@@ -148,6 +149,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
+    DEEPSEEK_V4,
     AXK1,
     AXK2,
     YOUTU,

@@ -1,0 +1,177 @@
+"""DeepSeek-V4 (2026): attention to one key of each token in a window, several residual streams that are mixed with each
+other, and clamped experts, which in the first layers follow from the ids of tokens. Of layers that attend to compressed
+keys besides, none are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from nvcli.core.validation import show
+from nvcli.kernels.stream_settings import StreamSettings
+from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.deepseek_experts import SHARED_EXPERT, read_limit, shared_experts, with_limits
+from nvcli.models.families.family import Family
+from nvcli.models.families.model_file import MAX_HEAD_DIM, SLIDING, ModelFile
+from nvcli.models.layer_config import MOST_STREAMS, DecoderConfig, LayerConfig
+from nvcli.models.mixers.shared_key import SharedKeyConfig
+from nvcli.models.rope_config import RopeConfig, read_rope
+
+_HASHED, _CHOSEN = "hash_moe", "moe"
+_NAMES = (
+    (".attn.", ".self_attn."),
+    (".ffn.", ".mlp."),
+    (".attn_norm.", ".input_layernorm."),
+    (".ffn_norm.", ".post_attention_layernorm."),
+    (".hc_attn_", ".attn_hc."),
+    (".hc_ffn_", ".ffn_hc."),
+    (".hc_head.hc_", ".hc_head."),
+    (".attn_sink", ".sinks"),
+    (".wq_a.", ".q_a_proj."),
+    (".wq_b.", ".q_b_proj."),
+    (".wkv.", ".kv_proj."),
+    (".wo_a.", ".o_a_proj."),
+    (".wo_b.", ".o_b_proj."),
+    (".q_norm.", ".q_a_norm."),
+    (".self_attn.norm.", ".self_attn.kv_norm."),  # as transformers writes it
+    (".gate.bias", ".gate.e_score_correction_bias"),
+    (".w1.", ".gate_proj."),
+    (".w2.", ".down_proj."),
+    (".w3.", ".up_proj."),
+    SHARED_EXPERT,
+)
+_STARTS = (
+    ("layers.", "model.layers."),
+    ("embed.", "model.embed_tokens."),
+    ("hc_head_", "model.hc_head."),
+    ("norm.", "model.norm."),
+    ("head.", "lm_head."),
+)
+
+
+def read(config: ModelFile) -> DecoderConfig:
+    """Read the model. A layer for multi-token prediction stays on disk."""
+    config.only(attention_bias=False, mlp_bias=False, num_key_value_heads=1, topk_method="noaux_tc")
+    config.only(scoring_func="sqrtsoftplus", norm_topk_prob=True, n_shared_experts=1)
+    _check_layer_types(config)
+    norm, attention, limit = config.rms_norm(), _read_attention(config), read_limit(config)
+    routing = config.routing(
+        keys=("n_routed_experts", "num_local_experts"),
+        scoring="sqrtsoftplus",
+        renormalise=True,
+        scale=config.positive_number("routed_scaling_factor"),
+    )
+    shared = shared_experts(config, "n_shared_experts")
+    chosen = config.experts(routing, has_correction=True, has_wide_router=True, shared=shared)
+    hashed = replace(chosen, has_correction=False, table_size=config.positive("vocab_size"))
+    experts = {
+        kind: with_limits(one, limit, limit, kind="clamped_swiglu")
+        for kind, one in ((_HASHED, hashed), (_CHOSEN, chosen))
+    }
+    streams = StreamSettings(
+        count=config.positive("hc_mult", least=2, most=MOST_STREAMS),
+        norm_eps=norm.eps,
+        eps=config.positive_number("hc_eps", 1e-6),
+        factor=2.0,
+        iterations=config.positive("hc_sinkhorn_iters", most=1000),
+    )
+    return config.decoder(
+        (LayerConfig(mixer=attention, mlp=experts[kind]) for kind in _mlp_types(config)),
+        norm=norm,
+        layout=CheckpointLayout(starts=_STARTS, renamed=_NAMES, left=("mtp.",)),
+        streams=streams,
+    )
+
+
+def _read_attention(config: ModelFile) -> SharedKeyConfig:
+    """Read the attention of layers without compressed keys."""
+    num_heads, head_dim = config.positive("num_attention_heads"), config.head_dim()
+    num_groups = config.positive("o_groups")
+    if num_heads % num_groups:
+        raise config.error("o_groups", f"{num_groups} groups do not divide {num_heads} attention heads")
+    rope_dim = _rope_dim(config, head_dim)
+    return SharedKeyConfig(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        query_rank=config.positive("q_lora_rank"),
+        num_groups=num_groups,
+        group_rank=config.positive("o_lora_rank"),
+        window=config.positive("sliding_window"),
+        rope=_read_rope(config, head_dim),
+        rope_dim=rope_dim,
+        norm_eps=config.rms_norm().eps,
+    )
+
+
+def _rope_dim(config: ModelFile, head_dim: int) -> int:
+    """Read how many of a head's numbers are rotated: `qk_rope_head_dim`, or a part of the head."""
+    key = "qk_rope_head_dim"
+    partial = config.positive_number("partial_rotary_factor", 64 / 512)
+    rope_dim = config.positive(key, int(head_dim * min(partial, 1.0)), most=MAX_HEAD_DIM)
+    if rope_dim % 2 or rope_dim > head_dim:
+        raise config.error(key, f"{rope_dim} of {head_dim} numbers of a head cannot be rotated in pairs")
+    return rope_dim
+
+
+def _read_rope(config: ModelFile, head_dim: int) -> RopeConfig:
+    """Read the rotation of layers without compressed keys, which nothing stretches. `rope_parameters` have those of
+    both kinds of layers; where files have one, in `rope_scaling`, it is the other kind's."""
+    parameters = config.values.get("rope_parameters")
+    if not (isinstance(parameters, dict) and isinstance(parameters.get("main"), dict)):
+        config = config.replacing(rope_parameters=None, rope_scaling=None)
+    rope = read_rope(config, head_dim=head_dim, default_theta=10_000.0, layer_type="main", is_interleaved=True)
+    return replace(rope, partial_rotary_factor=1.0)  # of the numbers that are rotated
+
+
+def _check_layer_types(config: ModelFile) -> None:
+    """Raise LoadError if layers attend to compressed keys."""
+    key, plain = ("layer_types", SLIDING) if config.has("layer_types") else ("compress_ratios", 0)
+    others = [one for one in _entries(config, key) or ["none"] if one != plain]
+    if others:
+        raise config.error(
+            key, f"layers of the kind {show(others[0])}, which attend to compressed keys, are not computed yet"
+        )
+
+
+def _mlp_types(config: ModelFile) -> Sequence[str]:
+    """Read which layers look their experts up: those that `mlp_layer_types` names, or the first ones."""
+    key, count = "mlp_layer_types", config.num_layers()
+    if not config.has(key):
+        first = config.get("num_hash_layers", int, 3)
+        return [_HASHED if number < first else _CHOSEN for number in range(count)]
+    types = _entries(config, key)
+    if others := [one for one in types if one not in (_HASHED, _CHOSEN)]:
+        raise config.error(key, f"{show(others[0])} is not supported, only {_HASHED} and {_CHOSEN}")
+    return types
+
+
+def _entries(config: ModelFile, key: str) -> list[Any]:
+    """Read a list with an entry for each layer; there may be others behind them. Empty: it is absent."""
+    found, count = config.values.get(key), config.num_layers()
+    if found is None:
+        return []
+    if not isinstance(found, list) or len(found) < count:
+        raise config.error(key, f"{show(found)} is not a list for {count} layers")
+    return found[:count]
+
+
+DEEPSEEK_V4 = Family(
+    name="DeepSeek-V4",
+    architectures=("DeepseekV4ForCausalLM",),
+    features="one key for all heads, which is the value, too; experts, looked up by token in the first layers; several "
+    "residual streams (mHC)",
+    examples=("deepseek-ai/DeepSeek-V4-Flash",),
+    read=read,
+    defaults={
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "head_dim": 512,
+        "n_shared_experts": 1,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "q_lora_rank": 1024,
+        "routed_scaling_factor": 1.5,
+        "sliding_window": 128,
+    },
+)
