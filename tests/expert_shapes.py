@@ -530,7 +530,6 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v4, no compressed keys": (
         "DeepseekV4",
         {
-            "moe_intermediate_size": 24,
             "n_routed_experts": 8,
             "num_experts_per_tok": 3,
             "num_hidden_layers": 3,

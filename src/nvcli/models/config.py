@@ -119,9 +119,15 @@ class ModelConfig:
 
     @property
     def fp8_scaling(self) -> FP8Scaling:
-        """Scaling of weights that ranks keep in FP8: per block if the checkpoint has blocks, otherwise per row."""
+        """Scaling of weights that ranks keep in FP8: per block if the checkpoint has blocks, otherwise per row, as
+        those of experts in MXFP4 have it in any case."""
         blocks = self.quantisation is not None and self.quantisation.weight_block == (FP8_BLOCK, FP8_BLOCK)
         return "block" if blocks else "channel"
+
+    @property
+    def has_fp8_beside(self) -> bool:
+        """Whether the checkpoint has experts in MXFP4 beside other layers in FP8, which ranks then keep, too."""
+        return self.quantisation is not None and self.quantisation.has_fp8_beside
 
     @property
     def stored_groups(self) -> StoredGroups:
@@ -257,16 +263,18 @@ class ModelConfig:
                 problems += self._problems_of_fp8(pieces)
             elif self.quantization in FOUR_BITS and not problems:
                 problems += problems_of_cut_groups(self.stored_groups, self.hidden_size, pieces, size)
+                if self.has_fp8_beside:
+                    problems += self._problems_of_fp8([piece for piece in pieces if not piece.is_of_experts])
         for block in self.draft_head.blocks if self.draft_head is not None and not problems else ():
             problems += (f"{problem} in the head that drafts" for problem in block.check(self.ranks(size, block)))
         return list(dict.fromkeys(problems))
 
     def _problems_of_fp8(self, pieces: list[Piece]) -> Iterator[str]:
         """Yield the FP8 weights whose pieces would not be whole blocks, or would be too narrow for FP8 units."""
-        unit, what = FP8_ALIGNMENT, f"multiples of {FP8_ALIGNMENT}"
-        if self.fp8_scaling == "block":
-            unit, what = FP8_BLOCK, f"blocks of {FP8_BLOCK} × {FP8_BLOCK}"
         for piece in pieces:
+            unit, what = FP8_ALIGNMENT, f"multiples of {FP8_ALIGNMENT}"
+            if self.fp8_scaling == "block" and not (piece.is_of_experts and self.has_fp8_beside):
+                unit, what = FP8_BLOCK, f"blocks of {FP8_BLOCK} × {FP8_BLOCK}"
             if piece.length % unit:
                 yield f"each rank's {piece.length:,} of {piece.projections} are not {what} in FP8"
         if self.hidden_size % FP8_ALIGNMENT:  # its last block may be incomplete

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from nvcli.core.config_types import FOUR_BITS
 from nvcli.kernels.stream_settings import StreamSettings
+from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import STREAMS_AT_END, STREAMS_OF_MIXER, STREAMS_OF_MLP, LayerConfig
 from nvcli.models.mixers.mixer import LayerContext
@@ -62,23 +63,25 @@ def _with_factors(tensors: Iterable[TensorSpec], factors: Mapping[str, float]) -
 def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator[TensorSpec]:
     """Mark the weights of linear layers to be kept in FP8 or 4 bits, except those that the checkpoint did not quantise.
     Projections that a layer fuses are kept in the same way, and so are those of a mixture of experts, whose weights are
-    the only quantised ones in MXFP4 checkpoints. Weights with factors stay plain."""
+    the only ones in MXFP4; other layers are in FP8 beside them, or not quantised. Weights with factors stay plain."""
     names = {tensor.name for tensor in tensors}
     scaled = {tensor.name for tensor in tensors if tensor.factor != 1.0}
-    has_experts_alone = config.quantisation is not None and config.quantisation.numbers == "mxfp4"
+    is_mxfp4 = config.quantisation is not None and config.quantisation.numbers == "mxfp4"
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
         parent = module.rpartition(".")[0]
         parts = [f"{parent}.{one}" for one in tensor.kept_with if f"{parent}.{one}.{kind}" in names]
         if tensor.is_of_experts:  # files name each expert
             parts = [part.replace(f".{EXPERTS}.", f".{EXPERTS}.0.") for part in parts]
-        is_plain = has_experts_alone and not tensor.is_of_experts
+        is_beside = is_mxfp4 and not tensor.is_of_experts
+        is_plain = is_beside and not config.has_fp8_beside
         is_plain |= config.quantization in FOUR_BITS and tensor.part == "draft head"  # few files have that in 4 bits
         is_plain |= any(f"{parent}.{one}.{kind}" in scaled for one in tensor.kept_with)
         if kind != "weight" or is_plain or not parts or any(map(config.leaves_alone, parts)):
             yield tensor
-        elif config.quantization == "fp8":
-            yield replace(tensor, dtype="float8_e4m3fn", scaling=config.fp8_scaling)
+        elif config.quantization == "fp8" or is_beside:
+            scaling: FP8Scaling = "channel" if is_mxfp4 and tensor.is_of_experts else config.fp8_scaling
+            yield replace(tensor, dtype="float8_e4m3fn", scaling=scaling)
         else:
             yield replace(tensor, w4=config.stored_groups)
 

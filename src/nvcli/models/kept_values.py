@@ -14,6 +14,7 @@ from nvcli.errors import LoadError
 from nvcli.kernels.fp4_rows import count_exact_blocks, fp4_to_fp8, powers_of_rows
 from nvcli.kernels.fp8 import quantise_weight
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
+from nvcli.kernels.mxfp4 import powers_of_scales
 from nvcli.kernels.w4 import LARGEST_FP4_SCALE, join_block_scales, join_scales, pack, pack_mxfp4
 from nvcli.kernels.weight_formats import FP8_BLOCK, MXFP4_KINDS, FP8Scaling, W4Format
 from nvcli.models.adapters.merge import read_values
@@ -116,9 +117,11 @@ def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
     """Whether the rank keeps the checkpoint's codes and scales as they are."""
     if info.codes is None or info.dtype != _FP8_CODES or source.scales is None or info.changes:
         return False
-    if info.codes.zeros is not None or info.codes.columns is not None or info.codes.has_small_scales:
+    if info.codes.zeros is not None or info.codes.columns is not None:
         return False
     rows, columns = source.read
+    if source.scales.scaling == "channel" and info.codes.has_small_scales:
+        return False
     if source.scales.scaling == "channel":
         high, wide = info.codes.block
         return bool(wide >= columns.stop and (high == 1 or has_one_scale(info.codes)))
@@ -142,7 +145,8 @@ def _read_fp8(
     stored = files.read_codes(info, source.read, device)
     codes = in_order(stored.codes.view(torch.uint8), order).view(FP8)
     if scaling == "block":
-        return KeptPart(codes, stored.scales)
+        is_power = stored.scales.dtype == torch.uint8
+        return KeptPart(codes, powers_of_scales(stored.scales) if is_power else stored.scales)
     return KeptPart(codes, in_order(stored.scales.expand(len(codes), 1).squeeze(1), order))
 
 

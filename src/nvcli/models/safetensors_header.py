@@ -22,6 +22,8 @@ SUFFIX = ".safetensors"
 _MOST_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
 _METADATA = "__metadata__"
+_POWERS, _EXPONENTS = "F8_E8M0", "U8"
+"""The type of powers of 2, and that of their exponents, as which they are read."""
 
 
 class _Entry(msgspec.Struct, frozen=True, gc=False):
@@ -60,13 +62,14 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 f"{file}: corrupt or truncated: its header places tensor {show(name)} at bytes {begin:,} to {end:,} of "
                 f"the data, and the file has {size - 8 - length:,}; download it again"
             )
+        dtype = _EXPONENTS if entry.dtype == _POWERS else entry.dtype
         tensors[name] = TensorInfo(
             file=file,
             name=name,
             shape=entry.shape,
-            dtype=entry.dtype,
+            dtype=dtype,
             num_bytes=end - begin,
-            stored=StoredTensor(8 + length + begin, entry.shape, entry.dtype),
+            stored=StoredTensor(8 + length + begin, entry.shape, dtype),
         )
         expected = max(expected, 8 + length + end)
     if size < expected:

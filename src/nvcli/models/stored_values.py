@@ -246,6 +246,12 @@ class OpenFiles:
             if part and info.stored.shape:
                 return self._read_rows(self._upload, info, info.stored, part)
             return self.read_together([info], ()).view([1] * len(part))
+        values = self._slice_of_file(info, part)
+        dtype = None if info.stored is None else TORCH_TYPES.get(info.stored.dtype)
+        return values if dtype is None or values.dtype == dtype else values.view(dtype)
+
+    def _slice_of_file(self, info: TensorInfo, part: Sequence[slice | int]) -> Tensor:
+        """Do what `_slice` does, on the CPU and in the type that the file says."""
         expert = [] if info.expert is None else [info.expert]
         if info.stored is not None and info.file.suffix != SUFFIX:
             mapped = self._map(info.file, info.stored)
@@ -255,7 +261,7 @@ class OpenFiles:
             return scalar
         stored = self._handle(info).get_slice(info.name)
         if not stored.get_shape():
-            return self._slice(info, ()).view(1)
+            return self._slice_of_file(info, ()).view(1)
         if info.stored is not None and tuple(stored.get_shape()) != info.stored.shape:
             vector: Tensor = self._handle(info).get_tensor(info.name)
             return vector.view(info.stored.shape)[*part]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from nvcli.errors import LoadError
 
@@ -251,6 +252,11 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether a dimension of 1 follows each of the dimensions in the file."""
     changes: tuple[WeightChange, ...] = ()
     """Changes by an adapter, in this order (`adapters/merge.py`)."""
+
+    def seen_as(self, dtype: str) -> TensorInfo:
+        """Return the same bytes as numbers of another type of the same size."""
+        stored = None if self.stored is None else replace(self.stored, dtype=dtype)
+        return replace(self, dtype=dtype, stored=stored)
 
     def error(self, problem: str) -> LoadError:
         """Return the error that names the file, the tensor and what is wrong with it."""

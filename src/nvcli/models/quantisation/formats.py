@@ -18,6 +18,8 @@ from nvcli.models.quantisation.mxfp4 import read_mxfp4
 from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFile
 
 _KEYS, _MODELOPT = ("quantization_config", "compression_config"), "quantization"
+_OF_EXPERTS = "expert_dtype"
+"""The type of experts, which files may have beside the section."""
 _SUPPORTED = "fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq and bitsandbytes"
 _OTHERS = {
     "aqlm": "codebooks of AQLM",
@@ -68,6 +70,8 @@ def read_quantisation(
         if isinstance(found, dict) and method is None:
             raise file.error(f"{key}.quant_method", f"missing{_instead(None, methods)}")
         raise file.error(key, f"quantised weights ({show(method)}) are not supported{_instead(method, methods)}")
+    if file.has(_OF_EXPERTS):
+        found = {_OF_EXPERTS: file.values[_OF_EXPERTS], **found}
     return reader(QuantisationFile(file.path, found, f"{file.section}{key}.", file.changed))
 
 

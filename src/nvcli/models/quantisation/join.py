@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from nvcli.errors import LoadError
 from nvcli.kernels.whole_numbers import ceil_div
-from nvcli.models.quantisation.quantisation import FLOATS, FlatParts, Quantisation, WeightParts
+from nvcli.models.quantisation.quantisation import FLOATS, FP4_PAIRS, FlatParts, Quantisation, WeightParts
 from nvcli.models.tensor_info import Codes, FlatCodes, Numbers, Packing, TensorInfo
 
 _WEIGHT = "weight"
@@ -66,7 +66,7 @@ def twice(info: TensorInfo, other: TensorInfo) -> LoadError:
 
 def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantisation: Quantisation) -> TensorInfo:
     codes = found.pop(f"{parent}.{parts.codes}")
-    numbers: Numbers = _NUMBERS.get(codes.dtype, "integer")
+    numbers: Numbers = "fp4" if parts.packing is FP4_PAIRS else _NUMBERS.get(codes.dtype, "integer")
     if numbers == "integer":
         for part in quantisation.needed:
             if f"{parent}.{part}" not in found:
@@ -77,6 +77,8 @@ def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantis
     if parts.flat is not None:
         return _join_flat(found, parent, codes, found.pop(f"{parent}.{name}"), parts.flat)
     shape = _shape(_of_type(codes, parts.stored_as), parts)
+    if parts.packing is FP4_PAIRS:
+        codes = codes.seen_as("U8")
     scales = _of_type(found.pop(f"{parent}.{name}"), parts.scales_stored_as)
     zeros, groups, columns = (
         None if part is None else found.pop(f"{parent}.{part}", None)
@@ -185,12 +187,14 @@ def _join_scales(
         scales = replace(scales, shape=scales.shape[::2], has_ones=True)
     if parts.is_transposed:
         scales = replace(scales, shape=scales.shape[::-1], is_transposed=True)
-    block = quantisation.weight_block or (1, quantisation.group_size or columns)
+    block = (1, quantisation.group_size or columns)
+    if quantisation.weight_block is not None and parts.packing is None:
+        block = quantisation.weight_block
     expected = (*outer, ceil_div(rows, block[0]), ceil_div(columns, block[1]))
     if has_groups and len(scales.shape) == 2 and scales.shape[0] == rows and scales.shape[1]:
         return scales, (1, 0)
     if parts.packing is None and all(length == 1 for length in scales.shape):
-        return scales, (rows, columns)
+        return scales, block if quantisation.weight_block is not None and scales.shape == expected else (rows, columns)
     if (parts.packing is None or expected[-1] == 1) and scales.shape in ((rows,), (rows, 1)):
         return scales, (1, columns)
     if scales.shape == expected:

@@ -105,7 +105,7 @@ class WeightParts:
 ONE_BY_ONE = WeightParts(
     codes="weight",
     stored_as=("F8_E4M3", "I8"),
-    scales=("weight_scale", "weight_scale_inv"),
+    scales=("weight_scale", "weight_scale_inv", "scale"),
     scales_stored_as=(*FLOATS, "U8"),
     zeros="weight_zero_point",
 )
@@ -140,6 +140,8 @@ class Quantisation:
     """Parts that integers must have according to config.json: without them, the codes would mean other numbers."""
     has_nvfp4_alone: bool = False
     """Whether all quantised weights are in NVFP4, with no factors besides its own, so that ranks can keep them."""
+    has_fp8_beside: bool = False
+    """Whether the layers besides experts in MXFP4 are in FP8; otherwise they are not quantised."""
     left_alone: tuple[str, ...] = ()
     """Patterns of the layers that are not quantised (`module_names.py`)."""
 

@@ -72,14 +72,14 @@ def has_fp8_units(device: torch.device, accumulation: FP8Accumulation = "exact")
 
 def kept_weights_note(model: ModelConfig, dtype: str, *, has_units: bool) -> str | None:
     """Describe how the weights of linear layers are kept, if the checkpoint or the run has them in FP8; else None."""
-    is_stored = model.quantisation is not None and model.quantisation.numbers == "fp8"
+    is_stored = model.quantisation is not None and (model.quantisation.numbers == "fp8" or model.has_fp8_beside)
     if model.quantization == "fp8":
         whose = "the checkpoint's weights of linear layers stay" if is_stored else "weights of linear layers are kept"
         units = "" if has_units else f", converted to {dtype} for each product: this GPU has no FP8 tensor cores"
         return f"{whose} in FP8{units} (quantization: none keeps them in {dtype})"
-    return (
-        f"the checkpoint's FP8 weights are converted to {dtype} (quantization: fp8 keeps them)" if is_stored else None
-    )
+    if not is_stored or model.quantization != "none":
+        return None
+    return f"the checkpoint's FP8 weights are converted to {dtype} (quantization: fp8 keeps them)"
 
 
 def import_on_thread() -> threading.Thread | None:
