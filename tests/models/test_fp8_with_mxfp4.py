@@ -15,8 +15,10 @@ from rank_weights import load_model, load_parameters
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import edit_json, edit_weights, write_tiny_model
+from batches import RequestState
+from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
+from model_driver import ModelDriver
 from nvcli.core.config_types import KeptWeights
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8 import dequantise_weight
@@ -144,6 +146,16 @@ def test_kept_weights_are_the_same_numbers(quantization: KeptWeights, checkpoint
         {FP8: of_experts + of_layers, torch.int16: 0}
         if quantization == "fp8"
         else {FP8: of_layers, torch.int16: of_experts}
+    )
+
+
+def test_logits_with_kept_weights(checkpoints: tuple[Path, Path]) -> None:
+    """On a GPU without units for FP8, which multiplies by the values of all weights."""
+    published, plain = checkpoints
+    ids = list(range(2, 40))
+    driver = ModelDriver(published, quantization="w4a16", has_fp8_units=False)
+    torch.testing.assert_close(
+        driver.step((RequestState(), ids))[0], reference_logits(plain, ids), atol=1e-4, rtol=1e-4
     )
 
 
