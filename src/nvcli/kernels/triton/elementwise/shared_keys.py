@@ -82,21 +82,21 @@ def _norm_rotate_store_kernel(
     await_kernel_before(DEPENDENT)
     if part == 0:
         key = tl.arange(0, 1)[:, None]
-        plain, first, second = _norm_and_turn(
+        key_plain, key_first, key_second = _norm_and_turn(
             keys_ptr + token * key_stride + key, key == 0, weight_ptr, angles, eps, PLAIN, ROPE, BLOCK_PLAIN, BLOCK_HALF
         )
         slot = tl.load(slot_mapping_ptr + token)
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         if cache_ptr.dtype.element_ty == tl.float8e4nv:
-            amax = tl.maximum(tl.max(tl.abs(plain), axis=1), tl.max(tl.abs(first), axis=1))
-            amax = tl.maximum(amax, tl.max(tl.abs(second), axis=1))[:, None]
-            plain, scale = divide_by_scale(plain, amax)
-            first, scale = divide_by_scale(first, amax)
-            second, scale = divide_by_scale(second, amax)
+            amax = tl.maximum(tl.max(tl.abs(key_plain), axis=1), tl.max(tl.abs(key_first), axis=1))
+            amax = tl.maximum(amax, tl.max(tl.abs(key_second), axis=1))[:, None]
+            key_plain, scale = divide_by_scale(key_plain, amax)
+            key_first, scale = divide_by_scale(key_first, amax)
+            key_second, scale = divide_by_scale(key_second, amax)
             place = scale_pointers(cache_ptr, block, offset, key, 1, SIZE, BLOCK_SIZE, cache_block_stride)
             tl.store(place, scale)
         target = cache_ptr + block * cache_block_stride + offset * CACHE_ROW + key
-        _store(target, key == 0, plain, first, second, PLAIN, ROPE, BLOCK_PLAIN, BLOCK_HALF)
+        _store(target, key == 0, key_plain, key_first, key_second, PLAIN, ROPE, BLOCK_PLAIN, BLOCK_HALF)
     else:
         head = ((part - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         heads, exists = queries_ptr + (token * NUM_HEADS + head) * SIZE, head < NUM_HEADS
