@@ -33,8 +33,8 @@ EXPERTS = "experts"
 
 Part = Literal["embeddings", "attention", "MLP", "experts", "norms", "LM head", "draft head", "vision"]
 """The items of a memory report under which weights are counted. Experts are those that a router chooses; the router
-itself and a shared expert belong to the MLP. A head that drafts tokens is one item, and so is a tower that
-reads images."""
+itself and a shared expert belong to the MLP, and a table that says which experts a token has to the embeddings. A head
+that drafts tokens is one item, and so is a tower that reads images."""
 
 
 class Sharding(Enum):

@@ -138,7 +138,7 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
     most = max(
         ceil_div(count, config.num_homes) if isinstance(block, Mixer) else count for block, count in elements.items()
     )
-    if model.quantization in FP8_PRODUCTS:
+    if model.quantization in FP8_PRODUCTS or (model.has_fp8_beside and model.quantization != "none"):
         most += code_elements(hidden)
     most += model.decoder.has_shortcuts * hidden  # the result that waits for the next layer
     most += (model.decoder.num_streams - 1) * hidden

@@ -156,7 +156,7 @@ class ExpertsConfig(FeedForward):
                 shape=(self.table_size, self.routing.experts_per_token),
                 sharding=Sharding.REPLICATED,
                 dtype="int32",
-                part="MLP",
+                part="embeddings",
             )
         for name in self.projections:
             is_down = name == "down_proj"
