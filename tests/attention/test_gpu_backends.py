@@ -177,6 +177,10 @@ SMALLER = {"value_dim": 128, "windows": (None, 129), "has_sinks": True}
         (("triton", 576, 1, 16, 64, BF16), {"value_dim": 512, "has_values": False}),
         (("triton", 576, 1, 20, 64, BF16), {"value_dim": 512, "has_values": False}),
         (("triton", 576, 1, 40, 16, F16), {"value_dim": 512, "has_values": False}),
+        (
+            ("triton", 512, 1, 64, 64, BF16),
+            {"value_dim": 512, "has_values": False, "windows": (128, None), "has_sinks": True},
+        ),
         (("triton", 192, 4, 16, 64, BF16), SMALLER),
         (("triton", 192, 1, 8, 16, F16), SMALLER),
     ],

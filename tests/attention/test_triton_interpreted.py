@@ -46,7 +46,7 @@ GEOMETRIES: list[Any] = [
     {"num_kv_heads": 2, "ratio": 2, "windows": (40, None), "head_dims": (32, 64), "soft_cap": 0.7},
     # Values that are the first numbers of their keys.
     {"head_dim": 80, "value_dim": 64, "has_values": False, "ratio": 5, "block_size": 16},
-    {"head_dim": 64, "value_dim": 64, "has_values": False, "ratio": 5, "block_size": 16},
+    {"head_dim": 64, "value_dim": 64, "has_values": False, "ratio": 5, "windows": (40, None), "has_sinks": True},
     # Values that are smaller than their keys.
     {"head_dim": 48, "value_dim": 32, "num_kv_heads": 2, "ratio": 2, "windows": (40, None), "has_sinks": True},
     full({"head_dim": 64, "num_kv_heads": 2, "ratio": 1, "block_size": 64}),
