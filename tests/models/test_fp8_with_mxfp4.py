@@ -169,6 +169,13 @@ def test_a_table_that_sends_a_token_to_one_expert_twice_is_refused(
             load_model(path)
 
 
+def test_a_scale_that_4_bits_cannot_have_is_refused(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    path, name = Path(shutil.copytree(checkpoints[0], tmp_path / "model")), "layers.1.ffn.experts.3.w2.scale"
+    edit_weights(path, lambda tensors: tensors[name].view(torch.uint8)[5].fill_(129))
+    with pytest.raises(LoadError, match=f"{name} has scales above 128"):
+        load_model(path, quantization="w4a8")
+
+
 @pytest.mark.parametrize(
     ("values", "problem"),
     [

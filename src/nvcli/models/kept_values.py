@@ -74,6 +74,9 @@ def read_kept_together(
         return KeptPart(_parted(decode_stack(stack, info, count, pairs), count))
     scaling = source.scales.scaling
     if isinstance(scaling, W4Format):
+        if scaling.kind in MXFP4_KINDS:
+            assert stack.scales is not None
+            _check_exponents(files, infos, stack.scales)
         return _stack_in_w4(stack, scaling, count)
     if has_kept_codes(info, source):
         codes, scales = stack.codes, _parted(scales_of(stack, count), count)
@@ -105,7 +108,7 @@ def together_key(info: TensorInfo, source: WeightSource) -> Hashable | None:
         return None
     scaling, codes = None if source.scales is None else source.scales.scaling, info.codes
     if isinstance(scaling, W4Format):
-        can_stack = scaling.kind == "nvfp4" and codes is not None and codes.numbers == "fp4"
+        can_stack = scaling.kind != "integer" and codes is not None and codes.numbers == "fp4"
     else:
         can_stack = scaling is None or has_kept_codes(info, source)
         can_stack = can_stack or (scaling == "channel" and (codes is None or codes.has_small_scales))
@@ -186,12 +189,8 @@ def _read_w4(
             f"{info.file}: tensor {info.name} does not group its columns as config.json says, so it cannot be kept in "
             "4 bits: use quantization: none"
         )
-    if is_mxfp4 and info.codes is not None and int(scales.max()) > LARGEST_FP4_SCALE:
-        files.scales.check()
-        raise LoadError(
-            f"{info.file}: tensor {info.codes.scales.name} has scales above {LARGEST_FP4_SCALE}, which are too large "
-            "to keep its weight in 4 bits: use quantization: none"
-        )
+    if is_mxfp4:
+        _check_exponents(files, [info], scales)
     shape, rows = (len(codes), len(groups)), source.tensor.row_order
     codes, scales = (in_order(one, rows) for one in (codes, _of_groups(scales, groups, shape)))
     if is_mxfp4:
@@ -202,20 +201,36 @@ def _read_w4(
     return KeptPart(pack(codes, kept), join_scales(scales, in_order(_of_groups(zeros, groups, shape), rows)), order)
 
 
+def _check_exponents(files: OpenFiles, infos: Sequence[TensorInfo], scales: Tensor) -> None:
+    """Raise LoadError if a weight in MXFP4 cannot be kept so. scales: those of all weights, one after the other."""
+    largest = scales.reshape(len(infos), -1).amax(1)
+    if int(largest.max()) <= LARGEST_FP4_SCALE:
+        return
+    files.scales.check()
+    info = infos[int(largest.argmax())]
+    assert info.codes is not None
+    raise LoadError(
+        f"{info.file}: tensor {info.codes.scales.name} has scales above {LARGEST_FP4_SCALE}, which are too large to "
+        "keep its weight in 4 bits: use quantization: none"
+    )
+
+
 def _parted(stack: Tensor, count: int) -> Tensor:
     """Give the matrices of a stack a dimension: [count × rows, columns] → [count, rows, columns]."""
     return stack.view(count, -1, stack.shape[1])
 
 
 def _stack_in_w4(stack: StoredStack, kept: W4Format, num_weights: int) -> KeptPart:
-    """Return weights in NVFP4 as ranks keep them."""
+    """Return weights in FP4 as ranks keep them."""
     assert stack.scales is not None
-    assert stack.factors is not None
     codes = torch.stack((stack.codes & 15, stack.codes >> 4), dim=-1).flatten(1)
-    factors = stack.factors.repeat_interleave(len(codes) // num_weights)
-    joined = join_block_scales(stack.scales.to(FP8), factors, kept)
-    words = _parted(pack(codes, kept), num_weights)
-    return KeptPart(words, joined.view(len(joined), num_weights, -1).transpose(0, 1))
+    if kept.kind in MXFP4_KINDS:
+        words, joined = pack_mxfp4(codes, stack.scales, kept)
+    else:
+        assert stack.factors is not None
+        factors = stack.factors.repeat_interleave(len(codes) // num_weights)
+        words, joined = pack(codes, kept), join_block_scales(stack.scales.to(FP8), factors, kept)
+    return KeptPart(_parted(words, num_weights), joined.view(len(joined), num_weights, -1).transpose(0, 1))
 
 
 def _of_groups(grid: Tensor, groups: Tensor, shape: tuple[int, int]) -> Tensor:
