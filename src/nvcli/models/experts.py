@@ -131,7 +131,7 @@ class Router(TensorShards):
         chosen = None
         if self.tid2eid is not None:
             assert ids is not None, "the layer gives them to blocks that read them"
-            chosen = self.tid2eid[ids]
+            chosen = self.tid2eid.index_select(0, ids)
         logits = router_logits(x, self.weight, batch_invariant=self.batch_invariant)
         choose = route_row_by_row if self.batch_invariant else choose_experts
         return choose(
