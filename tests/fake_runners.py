@@ -140,10 +140,9 @@ class HashingRunner(CountingRunner):
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         super().__init__(config, context)
         self.block_size = config.block_size
-        self.windows = [group.window for group in self.ready.kv_groups]
-        """The window of each KV group: at least 2 tokens, or None."""
-        self.state_groups = [number for number, group in enumerate(self.ready.kv_groups) if group.is_state]
-        """The KV groups in which a block holds one state, and rows of a step run side by side."""
+        self.groups = tuple(self.ready.kv_groups)
+        """The KV groups. A window has at least 2 tokens. A block of a group with states holds one, and its rows of a
+        step run side by side."""
         self.states_read: dict[int, set[int]] = {}
         """By block with a state, the slots whose rows have read it in this step."""
         self.states_written: dict[int, int] = {}
@@ -268,7 +267,7 @@ class HashingRunner(CountingRunner):
             self.slots.add(new.slot)
             self.tokens[new.slot] = {}
             self.forced_until[new.slot] = 0
-            for group in range(len(self.windows)):
+            for group in range(len(self.groups)):
                 self.tables[group, new.slot] = {}
             self.adapter_places[new.slot] = new.adapter_place
         super().apply(step)
@@ -278,7 +277,7 @@ class HashingRunner(CountingRunner):
         columns = (step.block_groups, step.block_slots, step.block_columns, step.block_ids)
         for group, slot, column, block in zip(*map(unpack, columns), strict=True):
             assert slot in self.slots
-            assert block > 0 or group in self.state_groups
+            assert block > 0 or self.groups[group].is_state
             self.tables[group, slot][column] = block
             if not block:
                 del self.tables[group, slot][column]
@@ -295,7 +294,7 @@ class HashingRunner(CountingRunner):
     def check_segments(self, slots: list[int]) -> None:
         """Whatever decode rows see of a segment stands in the same blocks for all of them, and a row's segments follow
         each other."""
-        for group, window in enumerate(self.windows):
+        for group, window in enumerate(group.window for group in self.groups):
             blocks: dict[tuple[int, int], int] = {}
             readers: dict[int, int] = {}
             for slot in slots:
@@ -324,7 +323,9 @@ class HashingRunner(CountingRunner):
             assert num_keys % self.block_size == 0 < num_keys
             end = first + count
             assert all(num_keys <= self.lens[slot] for slot in slots[first:end])
-            for group in (group for group, window in enumerate(self.windows) if window is None):
+            for group, of_group in enumerate(self.groups):
+                if of_group.window is not None or of_group.span > 1:
+                    continue
                 for column in range(num_keys // self.block_size):
                     assert len({self.tables[group, slot][column] for slot in slots[first:end]}) == 1
             self.num_prefixes += 1
@@ -341,7 +342,7 @@ class HashingRunner(CountingRunner):
         assert [copy[0] for copy in copies] == sorted(copy[0] for copy in copies)
         entering = {new.slot for new in step.new_slots}.intersection(slots)
         for group, source, target, first, end in copies:
-            assert group not in self.state_groups
+            assert not self.groups[group].is_state
             assert 0 <= first < end <= self.block_size
             if any(target in self.tables[group, slot].values() for slot in entering):
                 for offset in range(first, end):
@@ -365,8 +366,8 @@ class HashingRunner(CountingRunner):
             is_right = position < start + num_certain or len(given) < count
             token = known[position] if is_right else self.BAD_TOKEN
             key = self.key(slot, position, last, token)
-            for group in range(len(self.windows)):
-                if group not in self.state_groups:
+            for group, of_group in enumerate(self.groups):
+                if not of_group.is_state:
                     self.kv[self.place(group, slot, position)] = key
                 elif num_logits > 1:  # where there are drafts, a state moves on when the tokens that count are known
                     self.states_read.setdefault(self.place(group, slot, max(0, start - 1))[0], set()).add(slot)
@@ -394,13 +395,13 @@ class HashingRunner(CountingRunner):
 
     def check_past(self, slot: int, start: int) -> int:
         """Read what the token at `start` attends to; the hash of all tokens before it."""
-        hashes = {0 if start == 0 else self.check_group(group, slot, start) for group in range(len(self.windows))}
+        hashes = {0 if start == 0 else self.check_group(group, slot, start) for group in range(len(self.groups))}
         assert len(hashes) == 1, "KV groups hold different tokens"
         return hashes.pop()
 
     def check_group(self, group: int, slot: int, start: int) -> int:
-        window = self.windows[group]
-        if group in self.state_groups:
+        window = self.groups[group].window
+        if self.groups[group].is_state:
             block, _ = self.place(group, slot, start - 1)
             assert self.states_written.get(block, slot) == slot, "a state of the same step"
             self.states_read.setdefault(block, set()).add(slot)
@@ -408,8 +409,7 @@ class HashingRunner(CountingRunner):
             assert state.position == start - 1, "a state behind another token"
             return state.hash
         first = 0 if window is None else max(0, start - window + 1)
-        table, size = self.tables[group, slot], self.block_size
-        keys = [self.kv[table[position // size], position % size] for position in range(first, start)]
+        keys = [self.kv[self.place(group, slot, position)] for position in range(first, start)]
         before = keys[0].before
         assert first > 0 or before == 0
         for position, key in enumerate(keys, first):
@@ -428,7 +428,8 @@ class HashingRunner(CountingRunner):
         return token
 
     def place(self, group: int, slot: int, position: int) -> tuple[int, int]:
-        return self.tables[group, slot][position // self.block_size], position % self.block_size
+        size = self.groups[group].span * self.block_size
+        return self.tables[group, slot][position // size], position % size
 
 
 class WindowedRunner(HashingRunner):
@@ -436,8 +437,8 @@ class WindowedRunner(HashingRunner):
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         super().__init__(config, context)
-        self.ready = msgspec.structs.replace(self.ready, num_blocks=40, kv_groups=[KVGroup(), KVGroup(6)])
-        self.windows = [None, 6]
+        self.groups = KVGroup(), KVGroup(6)
+        self.ready = msgspec.structs.replace(self.ready, num_blocks=40, kv_groups=list(self.groups))
 
 
 class OutOfMemoryRunner(HashingRunner):

@@ -71,8 +71,7 @@ class RankInProcess:
     def make_runner(self) -> HashingRunner:
         context = RankContext(rank=0, report_phase=lambda phase: None)
         runner = HashingRunner(engine_config(block_size=self.limits.block_size), context)
-        runner.windows = [group.window for group in self.limits.kv_groups]
-        runner.state_groups = [number for number, group in enumerate(self.limits.kv_groups) if group.is_state]
+        runner.groups = self.limits.kv_groups
         runner.accept = self.accept
         runner.force = self.force
         return runner

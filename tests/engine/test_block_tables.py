@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from nvcli.core.messages import KVGroup
 from nvcli.engine.block_manager import BlockManager
@@ -16,6 +17,7 @@ from requests_factory import make_request
 
 BLOCK_SIZE = 4
 FULL, WINDOW, STATE = KVGroup(), KVGroup(window=6), KVGroup(window=2, is_state=True)
+SPANNING = KVGroup(span=4)
 
 
 def limits_of(groups: tuple[KVGroup, ...]) -> SchedulerLimits:
@@ -218,6 +220,21 @@ def test_the_hit_is_the_longest_that_all_groups_allow() -> None:
     assert again.blocks[1][:4] == [0, 0, *windowed[2:4]]
 
 
+def test_a_prefix_ends_behind_a_whole_number_of_the_widest_spans() -> None:
+    """A block of the second group holds 16 tokens, so that the first 2 of its 3 may be reused, with the window that
+    ends there."""
+    requests = Requests((WINDOW, SPANNING), 40)
+    first = requests.compute_all(list(range(43)), 4)
+    assert requests.num_held(first) == [3, 3]
+    again = requests.enter(list(range(43)))
+    assert again is not None
+    assert again.num_computed == 32
+    assert again.blocks[1][:2] == first.blocks[1][:2]
+    assert again.blocks[1][2] != first.blocks[1][2]
+    assert again.first_columns == [6, 0]
+    requests.tables.check_integrity(requests.running)
+
+
 def test_groups_do_not_share_blocks() -> None:
     requests = Requests((FULL, KVGroup(window=100)), 100)
     prompt = list(range(16))
@@ -343,15 +360,16 @@ def test_what_can_fit_fits_with_one_token_at_a_time(window: int, num_tokens: int
 def test_random_operations_keep_integrity(data: st.DataObject) -> None:
     """Requests of few different tokens enter, compute, lose tokens that did not count, and leave, in any order. What a
     request finds in the cache was written for the same tokens in the same group."""
-    windows = data.draw(st.lists(st.sampled_from([None, 1, 3, 6, 9]), min_size=1, max_size=3))
-    groups = tuple(map(KVGroup, windows))
+    kinds = [*map(KVGroup, (None, 1, 3, 6, 9)), SPANNING, replace(SPANNING, span=2)]
+    groups = tuple(data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3)))
     requests = Requests(groups, data.draw(st.integers(1, 40)))
     contents: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def write(state: RequestState, start: int, known: int) -> None:
         for group, blocks in enumerate(state.blocks):
-            for column in range(start // BLOCK_SIZE, -(-state.num_computed // BLOCK_SIZE)):
-                end = (column + 1) * BLOCK_SIZE
+            size = groups[group].span * BLOCK_SIZE
+            for column in range(start // size, -(-state.num_computed // size)):
+                end = (column + 1) * size
                 contents[blocks[column]] = (group, tuple(state.tokens(0, end))) if end <= known else (group, ())
 
     for _ in range(data.draw(st.integers(1, 40))):
@@ -363,8 +381,9 @@ def test_random_operations_keep_integrity(data: st.DataObject) -> None:
             entered = requests.enter(prompt, reserve=data.draw(st.integers(0, 3)))
             if entered is not None:
                 for group, blocks in enumerate(entered.blocks):
-                    for column in range(entered.first_columns[group], entered.num_computed // BLOCK_SIZE):
-                        expected = (group, tuple(prompt[: (column + 1) * BLOCK_SIZE]))
+                    size = groups[group].span * BLOCK_SIZE
+                    for column in range(entered.first_columns[group], entered.num_computed // size):
+                        expected = (group, tuple(prompt[: (column + 1) * size]))
                         assert contents[blocks[column]] == expected
         elif state is None:
             continue

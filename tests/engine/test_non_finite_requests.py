@@ -28,7 +28,7 @@ class PoisonedRunner(HashingRunner):
     def __init__(self, limits: SchedulerLimits) -> None:
         context = RankContext(rank=0, report_phase=lambda phase: None)
         super().__init__(engine_config(block_size=limits.block_size), context)
-        self.windows = [group.window for group in limits.kv_groups]
+        self.groups = limits.kv_groups
 
     def compute(self, slot: int, num_tokens: int, num_logits: int, limit: int | None) -> list[int]:
         given = super().compute(slot, num_tokens, num_logits, limit)

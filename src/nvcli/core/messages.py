@@ -329,6 +329,9 @@ class KVGroup(msgspec.Struct, frozen=True, array_like=True):
     layers: tuple[int, ...] = ()
     """The layers' numbers in a stage, from 0, in ascending order. A stage may have no layers of a group. Layers that
     read the keys and values of others are in no group."""
+    span: int = 1
+    """The columns that one block fills, each of `block_size` tokens; more than one where several tokens share a key.
+    Such a group has no window."""
 
     def first_column(self, position: int, block_size: int) -> int:
         """The first column of a block table that a token at `position`, or a later one, attends to."""
@@ -339,7 +342,7 @@ class KVGroup(msgspec.Struct, frozen=True, array_like=True):
         a window has passed are freed between steps."""
         if self.is_state:  # it moves along from column to column
             return 1
-        blocks = -(-num_tokens // block_size)
+        blocks = -(-num_tokens // (self.span * block_size))
         if self.window is None:
             return blocks
         seen = min(num_tokens, self.window - 1 + chunk)

@@ -49,7 +49,10 @@ class Admission:
     def __init__(self, limits: SchedulerLimits, forecast: LengthForecast | None = None) -> None:
         """`forecast`: that of all homes; None: there is no other home."""
         # A window as long as any request never gives a block back.
-        num_growing = sum(group.window is None or group.window >= limits.max_model_len for group in limits.kv_groups)
+        growing = (
+            group for group in limits.kv_groups if (group.window or limits.max_model_len) >= limits.max_model_len
+        )
+        num_growing = sum(1 / group.span for group in growing)
         self._blocks_per_token = num_growing / limits.block_size
         self._is_on = limits.plans_admission and num_growing > 0
         self.num_running = 0

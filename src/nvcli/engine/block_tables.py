@@ -7,7 +7,8 @@ the request has computed, since more is not certain until counts arrive. Freed b
 steps in flight still read them: steps run in order.
 
 A prefix is reused as far as every group allows. A group without a window needs all of its blocks; one with a window
-needs those that the first token after the prefix attends to.
+needs those that the first token after the prefix attends to. Tables are counted in columns of `block_size` tokens. In
+some groups a block spans several columns, so that prefixes end behind a whole number of the widest spans.
 
 Rows of one step may share blocks of keys that one of them fills, because keys are stored before they are read. Groups
 with recurrent states have rules of their own (`state_blocks.py`).
@@ -15,6 +16,7 @@ with recurrent states have rules of their own (`state_blocks.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -42,26 +44,29 @@ class BlockTables:
         self._groups = groups = limits.kv_groups
         self._of_keys = [number for number, group in enumerate(groups) if not group.is_state]
         self._windowed = [number for number in self._of_keys if groups[number].window is not None]
-        self._needs_all = all(group.window is None for group in groups)
+        self._needs_all = all(group.window is None and group.span == 1 for group in groups)
         """Whether a prefix is reused in all groups alike, from its first block to its last."""
+        self._unit = math.lcm(*(group.span for group in groups))
+        """The columns of a prefix are a multiple of it."""
+        by_token = [number for number in self._of_keys if groups[number].span == 1]
         self._states = StateBlocks(
             block_manager, [number for number, group in enumerate(groups) if group.is_state], block_size
         )
         self._segments = SharedSegments(
-            {group: groups[group].window for group in self._of_keys},
+            {group: groups[group].window for group in by_token},
             token_bytes=[group.token_bytes for group in groups],
             block_size=block_size,
             max_num_seqs=limits.max_num_seqs,
             costs=limits.segment_costs,
         )
-        without_window = [number for number in self._of_keys if groups[number].window is None]
+        without_window = [number for number in by_token if groups[number].window is None]
         self._chunk_groups = ChunkGroups(
             without_window,
             block_size,
             limits.prefix_costs,
             token_bytes=sum(groups[number].token_bytes for number in without_window),
         )
-        may_copy = limits.num_homes == 1 and block_manager.enable_prefix_caching and not self._states.groups
+        may_copy = limits.num_homes == 1 and block_manager.enable_prefix_caching and len(by_token) == len(groups)
         self._key_copies = KeyCopies(block_size, is_on=may_copy)
         self._leaving: dict[RequestState, None] = {}
         """Requests that took blocks for a chunk and no longer need all of them in the next step."""
@@ -127,11 +132,13 @@ class BlockTables:
         block_size, manager = self.block_size, self.block_manager
         num_tokens = state.num_tokens
         most_reusable = self._most_reusable(state)
-        self._match(state, state.hash_blocks(0, most_reusable // block_size, self._prompt_hashes))
-        num_cached = len(state.blocks[0])
+        num_cached = self._match(state, state.hash_blocks(0, most_reusable // block_size, self._prompt_hashes))
         state.num_computed = num_cached * block_size
-        num_fresh = ceil_div(num_tokens, block_size) - num_cached
-        counts = [num_fresh if self._groups[group].window is None else 1 for group in self._of_keys]
+        num_columns = ceil_div(num_tokens, block_size)
+        counts = [
+            1 if self._groups[group].window else self._num_blocks(group, num_columns) - len(state.blocks[group])
+            for group in self._of_keys
+        ]
         fresh = None
         if not self._states.are_new(self._states.last(state)):
             num_states = self._states.num_missing(state, num_cached + 1)
@@ -144,7 +151,7 @@ class BlockTables:
             del fresh[:count]
         state.set_hashed_blocks(num_cached, block_size)
         state.num_computed += self._key_copies.plan(state, num_cached, most_reusable, self._prompt_hashes)
-        state.capacity = len(min(state.blocks, key=len)) * block_size
+        state.capacity = self._num_columns(state) * block_size
         return self._first_chunk(state, budget, reserve)
 
     def _first_chunk(self, state: RequestState, budget: int, reserve: int) -> int:
@@ -217,7 +224,7 @@ class BlockTables:
         taken = []
         for group in self._of_keys:
             blocks = state.blocks[group]
-            count = num_columns - len(blocks)
+            count = self._num_blocks(group, num_columns) - len(blocks)
             if count > 0:
                 taken.append((group, len(blocks), fresh[:count]))
                 blocks += fresh[:count]
@@ -233,8 +240,16 @@ class BlockTables:
         """Count the blocks that a request lacks for `num_columns` columns in each group."""
         num_missing = self._states.num_missing(state, num_columns) if self._states.groups else 0
         for group in self._of_keys:
-            num_missing += max(0, num_columns - len(state.blocks[group]))
+            num_missing += max(0, self._num_blocks(group, num_columns) - len(state.blocks[group]))
         return num_missing
+
+    def _num_blocks(self, group: int, num_columns: int) -> int:
+        """Count a KV group's blocks for `num_columns` columns."""
+        return ceil_div(num_columns, self._groups[group].span)
+
+    def _num_columns(self, state: RequestState) -> int:
+        """Count the columns for which a request has blocks in every group."""
+        return min(len(blocks) * group.span for blocks, group in zip(state.blocks, self._groups, strict=True))
 
     def trim(self, state: RequestState) -> None:
         """Give back the blocks that a request no longer needs after its upper bound was lowered."""
@@ -242,9 +257,9 @@ class BlockTables:
         if state.capacity <= num_columns * self.block_size:
             return
         for group in self._of_keys:
-            blocks = state.blocks[group]
-            self.block_manager.release(blocks[num_columns:])
-            del blocks[num_columns:]
+            blocks, num_kept = state.blocks[group], self._num_blocks(group, num_columns)
+            self.block_manager.release(blocks[num_kept:])
+            del blocks[num_kept:]
         self._states.trim(state, num_columns)
         state.capacity = num_columns * self.block_size
         state.set_hashed_blocks(min(state.num_hashed_blocks, num_columns), self.block_size)
@@ -262,9 +277,10 @@ class BlockTables:
         hashes = state.hash_blocks(first, num_full, self._prompt_hashes)
         registered: list[int] = []
         for group in self._of_keys:
-            begin = max(first, state.first_columns[group])
-            blocks = state.blocks[group][begin:num_full]
-            manager.register(blocks, hashes[begin - first :], group)
+            span = self._groups[group].span
+            begin = max(first // span, state.first_columns[group])
+            blocks = state.blocks[group][begin : num_full // span]
+            manager.register(blocks, hashes[(begin + 1) * span - 1 - first :: span], group)
             registered += blocks
         if self._states.groups:
             registered += self._states.register(state, first, hashes)
@@ -304,23 +320,24 @@ class BlockTables:
         firsts = [block for blocks, first in tables for block in blocks[first : first + 1]]
         return not all(map(self.block_manager.has_single_owner, firsts))
 
-    def _match(self, state: RequestState, hashes: Sequence[BlockHash]) -> None:
-        """Find the longest cached prefix, and take a reference to its blocks.
+    def _match(self, state: RequestState, hashes: Sequence[BlockHash]) -> int:
+        """Find the longest cached prefix, and take a reference to its blocks. Returns its columns.
 
-        Sets each group's blocks, all equally long; blocks outside its window are 0. Also sets `num_found_blocks`.
+        Sets each group's blocks; blocks outside its window are 0. Also sets `num_found_blocks`.
         """
         state.blocks = [self._find(hashes, group) for group in range(len(self._groups))]
-        num_cached = len(min(state.blocks, key=len))
+        num_cached = self._num_columns(state)
         if self._needs_all:
             state.num_found_blocks = num_cached
             state.first_columns = [0] * len(state.blocks)
         else:
             num_cached = self._num_whole(state, num_cached)
             state.first_columns = [self._first_column(group, num_cached) for group in range(len(self._groups))]
-        for blocks, first in zip(state.blocks, state.first_columns, strict=True):
-            del blocks[num_cached:]
+        for group, (blocks, first) in enumerate(zip(state.blocks, state.first_columns, strict=True)):
+            del blocks[self._num_blocks(group, num_cached) :]
             blocks[:first] = [0] * first
             self.block_manager.hold(blocks[first:])
+        return num_cached
 
     def _num_whole(self, state: RequestState, num_cached: int) -> int:
         """Return the length of the longest prefix, up to `num_cached` blocks, for which every group found the blocks
@@ -331,18 +348,20 @@ class BlockTables:
         def is_whole(group: int, num_blocks: int) -> bool:
             return runs[group][num_blocks] >= num_blocks - self._first_column(group, num_blocks)
 
+        num_cached -= num_cached % self._unit
         while not all(is_whole(group, num_cached) for group in self._windowed):
-            num_cached -= 1
+            num_cached -= self._unit
         state.num_found_blocks = num_cached
         while not all(is_whole(group, num_cached) for group in runs):
-            num_cached -= 1
+            num_cached -= self._unit
         return num_cached
 
     def _find(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
         """Find the blocks that a group has registered under these hashes. The result ends before the first missing
         block; in a group with a window it has a 0 for each missing one."""
         if self._groups[group].window is None:
-            return self.block_manager.find_leading(hashes, group)
+            span = self._groups[group].span
+            return self.block_manager.find_leading(hashes[span - 1 :: span], group)
         return [self.block_manager.find(block_hash, group) or 0 for block_hash in hashes]
 
     def _first_column(self, group: int, num_blocks: int) -> int:
@@ -366,9 +385,11 @@ class BlockTables:
         for state in holders:
             assert len(state.blocks) == len(state.first_columns) == len(self._groups)
             num_columns = ceil_div(state.num_computed, self.block_size)
-            assert state.capacity == min(map(len, state.blocks)) * self.block_size >= state.num_computed
+            assert state.capacity <= self._num_columns(state) * self.block_size
+            assert state.capacity >= state.num_computed
             if state.num_pending or not state.num_uncomputed:
-                assert all(len(blocks) == num_columns for blocks in state.blocks), "not the blocks of its upper bound"
+                needed = [self._num_blocks(group, num_columns) for group in range(len(self._groups))]
+                assert list(map(len, state.blocks)) == needed, "not the blocks of its upper bound"
             self._states.check_integrity(state)
             for number in self._of_keys:
                 blocks, first = state.blocks[number], state.first_columns[number]

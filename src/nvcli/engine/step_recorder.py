@@ -37,7 +37,8 @@ class StepRecorder:
     def __init__(self, limits: SchedulerLimits) -> None:
         self._block_size = limits.block_size
         groups = limits.kv_groups if limits.num_homes == 1 else ()  # else equal ids are different blocks
-        self._group = next((number for number, group in enumerate(groups) if group.window is None), -1)
+        full = (number for number, group in enumerate(groups) if group.window is None and group.span == 1)
+        self._group = next(full, -1)
         self._tables = np.zeros((0, 0), dtype=np.int32)
         """[slots, columns], the block of each column, or 0. It grows with the slots and columns that appear."""
         self._in_flight: deque[StepRecord] = deque()
