@@ -229,15 +229,27 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("top_k", "pools", "num_heads"),
-    [(32, Pools(), 0), (47, Pools(size=16), 0), (48, Pools(size=16, num_last=1), 2)],
+    ("top_k", "pools", "num_heads", "rate"),
+    [
+        (32, Pools(), 0, 1),
+        (47, Pools(size=16), 0, 1),
+        (48, Pools(size=16, num_last=1), 2, 1),
+        (32, Pools(), 0, 4),
+        (0, Pools(), 0, 8),
+    ],
 )
-def test_what_the_choice_of_keys_takes_is_planned(top_k: int, pools: Pools, num_heads: int) -> None:
+def test_what_the_choice_of_keys_takes_is_planned(top_k: int, pools: Pools, num_heads: int, rate: int) -> None:
     """But for scores, which a CPU does not keep, and the list of work of Hopper GPUs."""
     device = torch.device("cpu")
     case = AttentionCase(device=device, dtype=torch.float32, specs=(), block_size=16, max_num_batched_tokens=64)
-    spec = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=64, scale=1.0, top_k=top_k)
-    chosen = ChosenKeys(case, [replace(spec, index_pools=pools, row_heads=num_heads)])
-    taken = {value.data_ptr(): value.nbytes for value in vars(chosen).values() if isinstance(value, torch.Tensor)}
-    planned = choice_bytes(case.max_model_len, 64, top_k, pools, max(1, num_heads))
-    assert planned - 4 * choice_score_rows(case.max_model_len, 64) * case.max_model_len == sum(taken.values()) + 64 * 48
+    spec = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=64, scale=1.0, rate=rate, row_heads=num_heads)
+    keys = ChosenKeys(case, [replace(spec, top_k=top_k or None, index_pools=pools)])
+    taken = {
+        value.data_ptr(): value.nbytes
+        for value in (*vars(keys).values(), *keys._of_rates.values())
+        if isinstance(value, torch.Tensor)
+    }
+    most_keys = case.max_model_len // rate if top_k else 0
+    choices = {"num_choices": max(1, num_heads), "num_rates": int(rate > 1)}
+    planned = choice_bytes(most_keys, 64, top_k, pools, **choices)
+    assert planned - 4 * choice_score_rows(most_keys, 64) * most_keys == sum(taken.values()) + 64 * 48

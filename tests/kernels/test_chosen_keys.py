@@ -8,9 +8,11 @@ from torch import Tensor
 
 from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import chosen_keys as reference
-from nvcli.kernels.chosen_keys import TokenKeys
+from nvcli.kernels import compressed_keys as compressed
+from nvcli.kernels.chosen_keys import KeyWeights, TokenKeys, WindowKeys
 from nvcli.kernels.pool_settings import Pools
 from nvcli.kernels.triton.attention import attend_chosen, choose_keys
+from nvcli.kernels.triton.attention import compressed_keys as compressed_kernels
 from nvcli.kernels.triton.attention import pool_keys as pools
 from nvcli.kernels.triton.elementwise import index_keys
 
@@ -165,20 +167,31 @@ def test_keys_chosen_by_the_best_of_pools(num_last: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("num_heads", "num_tokens", "has_sinks", "value_dim", "values_apart"),
+    ("num_heads", "num_tokens", "has_sinks", "value_dim", "rate", "values_apart"),
     [
-        (4, 8, True, 32, False),
-        (4, 1, True, 32, False),
-        (4, 1, False, 32, False),
-        (80, 8, False, 32, False),
-        (4, 8, False, 64, False),
-        (4, 8, False, 32, True),
+        (4, 8, True, 32, 1, False),
+        (4, 1, True, 32, 1, False),
+        (4, 1, False, 32, 1, False),
+        (80, 8, False, 32, 1, False),
+        (4, 8, False, 64, 1, False),
+        (4, 8, True, 64, 2, False),
+        (4, 1, True, 64, 5, False),
+        (4, 8, False, 32, 1, True),
     ],
 )
+@pytest.mark.parametrize("chooses", [True, False])
 def test_attention_to_chosen_keys(
-    num_heads: int, num_tokens: int, has_sinks: bool, value_dim: int, values_apart: bool, dtype: torch.dtype
+    num_heads: int,
+    num_tokens: int,
+    has_sinks: bool,
+    value_dim: int,
+    rate: int,
+    values_apart: bool,
+    chooses: bool,
+    dtype: torch.dtype,
 ) -> None:
-    """In one part or several, and with more heads than a tile has; what lies in other places may be NaN."""
+    """In one part or several, and with more heads than a tile has; what lies in other places may be NaN. With a rate
+    fewer keys are attended, and those of a window."""
     picks = torch.stack(
         [
             torch.randperm(max(1, count), generator=torch.Generator().manual_seed(count))[:1].repeat(TOP_K)
@@ -197,19 +210,52 @@ def test_attention_to_chosen_keys(
     results = []
     for module, device in ((reference, CPU), (attend_chosen, DEVICE)):
         tokens = token_keys(device)
-        tokens = TokenKeys(tokens.seen[first:], tokens.slots[first:], tokens.tables)
+        near = TokenKeys(tokens.seen[first:], tokens.slots[first:], tokens.tables.roll(7, dims=1))
+        tokens = TokenKeys(near.seen // rate, near.slots, tokens.tables)
+        window = WindowKeys(random(60, 8, value_dim, dtype=dtype, seed=2).to(device), near, 13)
         out = torch.full((num_tokens, num_heads, value_dim), float("nan"), dtype=dtype, device=device)
         module.attend_chosen(
             queries[first:].to(device),
             cache.to(device)[..., :key_dim],
             tokens,
-            picks[first:].int().to(device),
+            picks[first:].int().to(device) if chooses else None,
             out,
             scale=0.3,
             sinks=sinks.to(device) if has_sinks else None,
             values=cache.to(device)[..., key_dim : key_dim + value_dim] if values_apart else None,
+            window=window if rate > 1 else None,
         )
         results.append(out.cpu())
     torch.testing.assert_close(results[1], results[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     if num_tokens == 8:
         assert (results[0][2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rate", "num_series", "size", "rotated"), [(12, 1, 40, 8), (24, 2, 24, 24)])
+def test_keys_of_several_tokens(rate: int, num_series: int, size: int, rotated: int, dtype: torch.dtype) -> None:
+    """Of each token that fills a window, where its keys are; the first window has none before it."""
+    width = num_series * size
+    rows = random(8, 2 * width + 3, dtype=dtype)[:, :-3]
+    places = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=torch.Generator().manual_seed(4))[:8]
+    angles = random(160, rotated // 2, seed=1)
+    results = []
+    for module, device in ((compressed, CPU), (compressed_kernels, DEVICE)):
+        inputs = random(NUM_BLOCKS, BLOCK_SIZE, 2 * width + 5, dtype=dtype, seed=2).to(device)
+        module.store_inputs(rows.to(device), inputs[..., : 2 * width], places.to(device))
+        keys = torch.zeros(NUM_BLOCKS, 3, size + 7, dtype=dtype, device=device)
+        tokens = token_keys(device)
+        module.compress_keys(
+            inputs[..., : 2 * width],
+            tokens,
+            keys[..., :size],
+            tokens.tables.flip(0),
+            torch.cat((angles.cos(), angles.sin()), dim=1).to(device),
+            KeyWeights(random(rate, width, seed=3).to(device), random(size, seed=5).to(device), 1e-6),
+        )
+        results.append((inputs.cpu(), keys.cpu()))
+    assert torch.equal(results[1][0], results[0][0])
+    torch.testing.assert_close(results[1][1], results[0][1], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    stored = results[0][1]
+    assert (stored[..., :size].abs().amax(dim=2) > 0).sum() == sum(seen % rate == 0 < seen for seen in SEEN)
+    assert (stored[..., size:] == 0).all()

@@ -1,4 +1,5 @@
-"""ChosenKeys: attention of each token to a choice of its keys, beside any backend.
+"""ChosenKeys: attention of each token to a choice of its keys, or to keys that stand for several tokens each and to
+those of its window, beside any backend.
 
 An indexer chooses the keys of a step's tokens in one layer; that layer attends to them, and so may those after it.
 Positions are chosen, not places in the cache, so that layers of other KV groups can read them. Everything is planned
@@ -21,7 +22,9 @@ from nvcli.attention.kv_layout import choice_score_rows
 from nvcli.attention.spec import AttentionSpec, Geometry
 from nvcli.errors import ConfigError
 from nvcli.kernels.chosen_keys import (
+    KeyWeights,
     TokenKeys,
+    WindowKeys,
     attend_chosen,
     choose_keys,
     expand_pools,
@@ -30,6 +33,7 @@ from nvcli.kernels.chosen_keys import (
     pool_keys,
     split_rows,
 )
+from nvcli.kernels.compressed_keys import compress_keys, store_inputs
 from nvcli.kernels.whole_numbers import next_power_of_2
 
 if TYPE_CHECKING:
@@ -40,23 +44,26 @@ def check_sizes(case: AttentionCase) -> None:
     """Raise ConfigError if the GPU has no kernel for a layer's keys."""
     for spec in case.specs if case.device.type == "cuda" else ():
         sizes = spec.result_dim, 0 if spec.row_heads else spec.key_dim - spec.result_dim
-        if spec.top_k is not None and any(size < 16 or size != next_power_of_2(size) for size in filter(None, sizes)):
+        if spec.is_beside_backends and any(size < 16 or size != next_power_of_2(size) for size in filter(None, sizes)):
+            way_out = "" if spec.top_k is None else f"; with `max_model_len` up to {spec.top_k:,} all keys are attended"
             raise ConfigError(
                 f"attention to chosen keys of {sizes[0]} numbers and {sizes[1]} rotated ones has no kernel: both must "
-                "be powers of 2 from 16 on, of which the latter may be 0; with `max_model_len` up to "
-                f"{spec.top_k:,} all keys are attended"
+                f"be powers of 2 from 16 on, of which the latter may be 0{way_out}"
             )
 
 
 class ChosenKeys:
     """The choices of a step, in memory that is allocated once."""
 
-    def __init__(self, case: AttentionCase, chosen: Sequence[AttentionSpec]) -> None:
-        """`chosen`: the kinds of layers with a choice. All that choose do so by the same pools."""
-        top_k = max(spec.top_k or 0 for spec in chosen)
-        num_choices = max(1, *(spec.row_heads for spec in chosen))
-        self._pools = max((spec.index_pools for spec in chosen), key=lambda pools: pools.size)
+    def __init__(self, case: AttentionCase, specs: Sequence[AttentionSpec]) -> None:
+        """`specs`: those of `case` that are not attended by a backend. All that choose do so by the same pools."""
         tokens, device = case.max_num_batched_tokens, case.device
+        attended = [spec.attended for spec in specs]
+        choosing = [spec for spec in attended if spec.top_k is not None]
+        top_k = max((spec.top_k or 0 for spec in choosing), default=0)
+        num_choices = max(1, *(spec.row_heads for spec in attended))
+        self._pools = max((spec.index_pools for spec in attended), key=lambda pools: pools.size)
+        most_keys = max((case.max_model_len // spec.rate for spec in choosing), default=0)
         self._seen = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._slots = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._chosen = torch.zeros(num_choices, tokens, top_k, dtype=torch.int32, device=device)
@@ -65,8 +72,10 @@ class ChosenKeys:
             most = self._pools.most_chosen(top_k)
             self._chosen_pools = torch.zeros(tokens, most, dtype=torch.int32, device=device)
             self._counts = torch.zeros_like(self._seen)
-        num_rows = choice_score_rows(case.max_model_len, tokens) if device.type == "cuda" else 0
-        self._scores = torch.empty(num_rows, case.max_model_len, dtype=torch.float32, device=device)
+        self._of_rates = {spec.rate: torch.zeros_like(self._seen) for spec in attended if spec.rate > 1}
+        """How many keys of so many tokens each token sees."""
+        num_rows = choice_score_rows(most_keys, tokens) if device.type == "cuda" else 0
+        self._scores = torch.empty(num_rows, most_keys, dtype=torch.float32, device=device)
         self._on_hopper = _on_hopper(case) if device.type == "cuda" else {}
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -78,6 +87,8 @@ class ChosenKeys:
         if self._pools.size > 1:  # all but those of pools that are not chosen
             left = (num_pools(seen, self._pools) - self._chosen_pools.shape[1]).clamp_(min=0)
             torch.sub(seen, left, alpha=self._pools.size, out=counts)
+        for rate, of_rate in self._of_rates.items():
+            torch.floor_divide(seen, rate, out=of_rate[:num_tokens])
         if batch.shape.projects_latents:  # by all but the decode rows
             num_tokens = batch.num_decoded_tokens
         for attention in self._on_hopper.values():
@@ -87,8 +98,34 @@ class ChosenKeys:
     def store_pools(self, spec: AttentionSpec, layer: int, bias: Tensor, batch: ForwardBatch) -> None:
         """Store the index keys of the pools that a step's tokens fill, in a layer whose index keys and gates are stored
         already. bias: as for `pool_keys`."""
-        tokens, _ = self._of(spec, batch, self._seen[: batch.num_tokens])
+        tokens = self._tokens(spec, batch, self._seen[: batch.num_tokens])
         pool_keys(self._index_numbers(spec, layer, batch), tokens, bias)
+
+    def store_compressed(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        rows: Tensor,
+        kinds: Sequence[KeyWeights],
+        angles: Tensor,
+        batch: ForwardBatch,
+    ) -> None:
+        """Store what the keys of a layer with compressed keys are made of, and those that a step's tokens complete.
+
+        rows: [T, numbers], for each of the `kinds` of keys, which lie one after the other, values and gates; angles: as
+        for `compress_keys`.
+        """
+        assert spec.compressed is not None
+        of_inputs, of_keys = spec.compressed
+        inputs, keys = (batch.kv_cache.layer(layer, kept.kv_group)[0][:, :, 0] for kept in spec.compressed)
+        store_inputs(rows, inputs, batch.slot_mapping[of_inputs.kv_group])
+        tokens = self._tokens(of_inputs, batch, self._seen[: batch.num_tokens])
+        first = first_key = 0
+        for weights in kinds:
+            end, end_key = first + 2 * weights.bias.shape[1], first_key + len(weights.norm)
+            made, tables = keys[..., first_key:end_key], batch.block_tables[of_keys.kv_group]
+            compress_keys(inputs[..., first:end], tokens, made, tables, angles, weights)
+            first, first_key = end, end_key
 
     def choose(
         self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor | None, batch: ForwardBatch
@@ -98,9 +135,10 @@ class ChosenKeys:
         or None: each head has a choice of its own."""
         num_tokens, pools = len(queries), spec.index_pools
         keys = self._index_numbers(spec, layer, batch)[..., -queries.shape[2] :]
+        tokens = self._tokens(spec, batch, self._of_rates.get(spec.rate, self._seen)[:num_tokens])
         by_choice = [queries] if weights is not None else queries.transpose(0, 1).unsqueeze(2).contiguous()
         for number, of_choice in enumerate(by_choice):
-            tokens, chosen = self._of(spec, batch, self._seen[:num_tokens], number)
+            chosen = self._chosen[number, :num_tokens, : spec.top_k]
             found = chosen if pools.size == 1 else self._chosen_pools[:num_tokens]
             choose_keys(of_choice, weights, keys, tokens, found, self._scores, pools)
             if pools.size > 1:
@@ -109,19 +147,28 @@ class ChosenKeys:
     def attend(
         self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend to the keys that this layer or the last one before it has chosen. queries: [first tokens, num_heads,
-        size of a key]; sinks: as for `AttentionBackend.forward` → [first tokens, num_heads, spec.result_dim]."""
+        """Attend to the keys that this layer or the last one before it has chosen, or to compressed ones. queries:
+        [first tokens, num_heads, size of a key]; sinks: as for `AttentionBackend.forward` → [first tokens, num_heads,
+        spec.result_dim]."""
         if spec.row_heads:
             assert sinks is None, "no family has them"
             return self._attend_by_heads(spec, layer, queries, batch)
-        keys = batch.kv_cache.layer(layer)[0][..., : queries.shape[2]]
+        num_tokens, size = len(queries), queries.shape[2]
         out = torch.empty(*queries.shape[:2], spec.result_dim, dtype=queries.dtype, device=queries.device)
-        tokens, chosen = self._of(spec, batch, self._counts[: len(queries)])
+        attended, window = spec.attended, None
+        if spec.compressed is not None:
+            assert spec.window is not None
+            own = batch.kv_cache.layer(layer)[0][:, :, 0]
+            window = WindowKeys(own, self._tokens(spec, batch, self._seen[:num_tokens]), spec.window)
+        keys = batch.kv_cache.layer(layer, attended.kv_group)[0][..., :size]
+        tokens = self._tokens(attended, batch, self._of_rates.get(attended.rate, self._counts)[:num_tokens])
+        chosen = None if attended.top_k is None else self._chosen[0, :num_tokens, : attended.top_k]
         attention = self._on_hopper.get((spec.geometry, spec.top_k))
-        if attention is not None and attention.takes(len(queries)):
+        if attention is not None and attention.takes(num_tokens):
+            assert chosen is not None
             attention.run_chosen(queries, keys, tokens.tables, chosen, out, scale=spec.scale, sinks=sinks)
         else:
-            attend_chosen(queries, keys[:, :, 0], tokens, chosen, out, scale=spec.scale, sinks=sinks)
+            attend_chosen(queries, keys[:, :, 0], tokens, chosen, out, scale=spec.scale, sinks=sinks, window=window)
         return out
 
     def _attend_by_heads(self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch) -> Tensor:
@@ -129,8 +176,9 @@ class ChosenKeys:
         keys, values = split_rows(batch.kv_cache.layer(layer)[0][:, :, 0, : spec.key_dim], spec.row_heads)
         by_head = queries.view(len(queries), spec.row_heads, -1, spec.row_dim).transpose(0, 1).contiguous()
         out = torch.empty_like(by_head)
+        tokens = self._tokens(spec, batch, self._counts[: len(queries)])
         for head, of_head in enumerate(by_head):
-            tokens, chosen = self._of(spec, batch, self._counts[: len(queries)], head)
+            chosen = self._chosen[head, : len(queries), : spec.top_k]
             attend_chosen(
                 of_head, keys[:, :, head], tokens, chosen, out[head], scale=spec.scale, values=values[:, :, head]
             )
@@ -138,16 +186,11 @@ class ChosenKeys:
 
     def _index_numbers(self, spec: AttentionSpec, layer: int, batch: ForwardBatch) -> Tensor:
         """Return what tokens keep for the layer's choice, [blocks, block_size, spec.index_dim or less]."""
-        return batch.kv_cache.layer(layer)[0][:, :, 0, spec.index_place]
+        return batch.kv_cache.layer(layer, spec.kv_group)[0][:, :, 0, spec.index_place]
 
-    def _of(
-        self, spec: AttentionSpec, batch: ForwardBatch, counts: Tensor, number: int = 0
-    ) -> tuple[TokenKeys, Tensor]:
-        """Return the keys of a batch's first tokens, each of which sees or has chosen `counts` of them, and their
-        positions in the choice of this number, [first tokens, spec.top_k]."""
-        assert spec.top_k is not None
-        tokens = TokenKeys(counts, self._slots[: len(counts)], batch.block_tables[spec.kv_group])
-        return tokens, self._chosen[number, : len(counts), : spec.top_k]
+    def _tokens(self, spec: AttentionSpec, batch: ForwardBatch, counts: Tensor) -> TokenKeys:
+        """Return the keys of a batch's first tokens, which see or have chosen so many."""
+        return TokenKeys(counts, self._slots[: len(counts)], batch.block_tables[spec.kv_group])
 
 
 def _on_hopper(case: AttentionCase) -> dict[tuple[Geometry, int | None], HopperLatents]:

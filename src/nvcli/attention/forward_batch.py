@@ -14,6 +14,7 @@ are finite, so that the null block stays finite, and nobody reads them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache
 from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.chosen_keys import KeyWeights
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.key_copies import KeyCopies
@@ -133,6 +135,17 @@ class ChosenAttention(Protocol):
     def store_pools(self, spec: AttentionSpec, layer: int, bias: Tensor, batch: ForwardBatch) -> None:
         """Store the index keys of the pools that a step's tokens fill; see `ChosenKeys.store_pools`."""
 
+    def store_compressed(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        rows: Tensor,
+        kinds: Sequence[KeyWeights],
+        angles: Tensor,
+        batch: ForwardBatch,
+    ) -> None:
+        """Store the compressed keys that a step's tokens complete; see `ChosenKeys.store_compressed`."""
+
     def choose(
         self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor | None, batch: ForwardBatch
     ) -> None:
@@ -141,7 +154,8 @@ class ChosenAttention(Protocol):
     def attend(
         self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend to the keys that this layer or the last one before it has chosen; see `ChosenKeys.attend`."""
+        """Attend to the keys that this layer or the last one before it has chosen, or to compressed ones; see
+        `ChosenKeys.attend`."""
 
 
 class LayerAttention(Protocol):
@@ -187,7 +201,8 @@ class ForwardBatch:
     positions: Tensor
     """[T] int32, position of each token in its request, from 0."""
     slot_mapping: Tensor
-    """[G, T] int64, where each token's keys and values go: block id × block_size + offset, for each KV group."""
+    """[G, T] int64, where each token's keys and values go: block id × block_size + offset, for each KV group; undefined
+    in groups in which tokens share keys."""
     slots: Tensor
     """[R] int64, each row's slot, by which its block table is found."""
     block_tables: Tensor

@@ -56,6 +56,8 @@ class KVCacheSpec:
     groups."""
     latent_groups: tuple[int, ...] = ()
     """The KV groups whose values are a part of their keys."""
+    group_keys: tuple[int, ...] = ()
+    """The keys in a block of each KV group. Empty where they are `block_size` in all groups."""
 
     @classmethod
     def of_layers(
@@ -69,7 +71,7 @@ class KVCacheSpec:
     ) -> KVCacheSpec:
         """Make the cache of a rank's layers, each with one spec or several. A group without layers takes no space in a
         block."""
-        of_group = {spec.kv_group: spec for spec in layers}
+        of_group = {spec.kv_group: spec for layer in layers for spec in layer.kept}
         first = [of_group[number] if group else None for number, group in enumerate(group_layers)]
         heads = tuple(
             (spec.num_kv_heads, spec.head_dim) if isinstance(spec, AttentionSpec) else (0, 0) for spec in first
@@ -86,6 +88,9 @@ class KVCacheSpec:
             group_states=states if any(states) else (),
             group_value_dims=value_dims if any(value_dims) else (),
             latent_groups=tuple(number for number, kind in enumerate(kinds) if kind and not kind.has_values),
+            group_keys=tuple(block_size if kind is None else kind.block_keys(block_size) for kind in kinds)
+            if any(kind and kind.rate > 1 for kind in kinds)
+            else (),
         )
 
     @property
@@ -101,12 +106,16 @@ class KVCacheSpec:
     def is_uniform(self) -> bool:
         """Whether the keys of all layers have one shape."""
         shapes = {shape for shape in zip(self.group_heads, self.value_dims, strict=True) if shape[0] != (0, 0)}
-        return not self.group_states and len(shapes) == 1
+        return not self.group_states and not self.group_keys and len(shapes) == 1
 
     @property
     def value_dims(self) -> tuple[int | None, ...]:
         """`group_value_dims`, for all groups."""
         return self.group_value_dims or (None,) * self.num_groups
+
+    def num_keys(self, group: int) -> int:
+        """The keys in a block of a group."""
+        return self.group_keys[group] if self.group_keys else self.block_size
 
     def num_parts(self, group: int) -> int:
         """The parts of a block for each layer of a group: keys, and values where they are kept apart."""
@@ -127,22 +136,21 @@ class KVCacheSpec:
         """The type of the pool's elements: bytes where a block mixes several types."""
         return torch.uint8 if self.has_scales else self.stored_dtype
 
-    def part_elements(self, heads: tuple[int, int]) -> int:
-        """The elements of one layer's keys in a block, with their scales, for (KV heads, head size)."""
-        if self.has_scales:
-            return part_bytes(self.block_size, *heads, "fp8")
-        return self.block_size * heads[0] * heads[1]
+    def part_elements(self, group: int) -> int:
+        """The elements of one layer's keys in a block of a group, with their scales."""
+        num_keys, heads = self.num_keys(group), self.group_heads[group]
+        return part_bytes(num_keys, *heads, "fp8") if self.has_scales else num_keys * heads[0] * heads[1]
 
     def token_bytes(self, group: int) -> int:
-        """The bytes of a token's keys and values in all layers of a group, with their scales."""
-        elements = self.part_elements(self.group_heads[group]) * self.unit.itemsize // self.block_size
+        """The bytes of one key and value in all layers of a group, with their scales."""
+        elements = self.part_elements(group) * self.unit.itemsize // self.num_keys(group)
         return self.num_parts(group) * len(self.group_layers[group]) * elements
 
     @property
     def block_elements(self) -> int:
         """The elements of one block: keys and values, or states, of all layers of the largest group."""
         most = max(
-            self.num_parts(group) * len(layers) * self.part_elements(self.group_heads[group])
+            self.num_parts(group) * len(layers) * self.part_elements(group)
             for group, layers in enumerate(self.group_layers)
         )
         if not self.group_states:
@@ -182,12 +190,13 @@ class KVCache:
         else:
             memory = torch.zeros(num_blocks * spec.block_elements, dtype=spec.unit, device=device)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._of_groups: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._scales: dict[int, KVScales] = {}
         self._blocks_dim = 2 if spec.is_uniform else 0
         if spec.is_uniform:
             group = next(group for group, heads in enumerate(spec.group_heads) if heads != (0, 0))
             heads = spec.group_heads[group]
-            self.data = memory.view(-1, spec.num_parts(group), num_blocks, spec.part_elements(heads))
+            self.data = memory.view(-1, spec.num_parts(group), num_blocks, spec.part_elements(group))
             if not spec.has_scales:
                 self.data = self.data.unflatten(3, (spec.block_size, *heads))  # type: ignore[no-untyped-call]
             for number, layers in enumerate(spec.group_layers):
@@ -199,7 +208,7 @@ class KVCache:
                 heads, num_parts = spec.group_heads[number], spec.num_parts(number)
                 if heads == (0, 0):
                     continue
-                size = num_parts * spec.part_elements(heads)
+                size = num_parts * spec.part_elements(number)
                 for place, layer in enumerate(layers):
                     parts = self.data[:, place * size : (place + 1) * size].chunk(num_parts, dim=1)
                     self._add_layer(layer, number, parts)
@@ -214,31 +223,27 @@ class KVCache:
         """Note a layer's parts of all blocks, [num_blocks, elements of a part] each."""
         spec, k, v = self.spec, parts[0], parts[-1]
         num_heads, head_dim = spec.group_heads[group]
-        shape = (self.num_blocks, spec.block_size, num_heads, head_dim)
+        shape = (self.num_blocks, spec.num_keys(group), num_heads, head_dim)
         # Kernels are compiled for the distance between blocks: a single warm-up block has the same distance as in a
         # whole pool.
         stride = (k.stride(0), num_heads * head_dim, head_dim, 1)
-        if len(parts) == 1:
-            keys = (k.view(FP8) if spec.has_scales else k).as_strided(shape, stride)
-            self._layers[layer] = keys, keys[..., : spec.group_value_dims[group]]
-            if spec.has_scales:
-                self._scales[layer] = KVScales(*[self._scales_of(k, shape)] * 2)
-            return
         of_values = (*shape[:-1], spec.value_dims[group] or head_dim)
-        if not spec.has_scales:
-            self._layers[layer] = k.as_strided(shape, stride), v.as_strided(of_values, stride)
-            return
-        self._layers[layer] = k.view(FP8).as_strided(shape, stride), v.view(FP8).as_strided(of_values, stride)
-        self._scales[layer] = KVScales(*(self._scales_of(part, shape) for part in (k, v)))
+        if spec.has_scales:
+            self._scales[layer] = KVScales(self._scales_of(k, shape), self._scales_of(v, shape))
+            k, v = k.view(FP8), v.view(FP8)
+        pair = k.as_strided(shape, stride), v.as_strided(of_values, stride)
+        self._of_groups[layer, group] = pair
+        self._layers.setdefault(layer, pair)
 
     def _scales_of(self, part: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
         """Return the scales after the numbers [num_blocks, block_size, num_kv_heads, head_dim] of a part."""
         size, num_scales = math.prod(shape[1:]), shape[1] * shape[2]
         return part[:, size : size + 2 * num_scales].view(torch.bfloat16).view(self.num_blocks, shape[2], -1)
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of one layer, counted from the rank's first."""
-        return self._layers[index]
+    def layer(self, index: int, group: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of one layer, counted from the rank's first, in a KV group; None: in the first
+        one that has the layer, which is that of its own tokens' keys."""
+        return self._layers[index] if group is None else self._of_groups[index, group]
 
     def scales(self, index: int) -> KVScales | None:
         """Return the scales of one layer's keys and values, or None where the cache's type has none."""
@@ -291,9 +296,9 @@ class KVCache:
                 layer_stride=self.data.stride(0),
             )
             return
-        for layers, of_group in zip(spec.group_layers, copies.of_groups, strict=True):
-            for layer in self._layers.keys() & layers if len(of_group) else ():
-                copy_keys(*self.layer(layer), self.scales(layer), of_group)
+        for group, of_group in enumerate(copies.of_groups):
+            for layer in spec.group_layers[group] if len(of_group) else ():
+                copy_keys(*self.layer(layer, group), self.scales(layer), of_group)
 
     @property
     def num_bytes(self) -> int:

@@ -56,20 +56,20 @@ def projected_scratch_tokens(
     return round_up(max_num_batched_tokens + most, SCRATCH_UNIT)
 
 
-def choice_score_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
+def choice_score_rows(most_keys: int, max_num_batched_tokens: int) -> int:
     """The tokens whose scores of all keys there is room for at a time, where keys are chosen."""
-    return min(max_num_batched_tokens, max(1, _CHOICE_BYTES // (4 * max_model_len)))
+    return min(max_num_batched_tokens, max(1, _CHOICE_BYTES // (4 * most_keys))) if most_keys else 0
 
 
 def choice_bytes(
-    max_model_len: int, max_num_batched_tokens: int, top_k: int, pools: Pools, num_choices: int = 1
+    most_keys: int, max_num_batched_tokens: int, top_k: int, pools: Pools, *, num_choices: int = 1, num_rates: int = 0
 ) -> int:
     """The bytes that the choice of keys takes (`attention/chosen_keys.py`): scores, and for each token the keys of each
     choice, how many there are, its slot and its part of the list of work; where several are chosen together, also the
-    pools, and how many keys it sees."""
-    scores = choice_score_rows(max_model_len, max_num_batched_tokens) * max_model_len
+    pools, and how many keys it sees; for each of `num_rates`, how many keys of several tokens."""
+    scores = choice_score_rows(most_keys, max_num_batched_tokens) * most_keys
     of_pools = pools.most_chosen(top_k) + 1 if pools.size > 1 else 0
-    return 4 * (scores + max_num_batched_tokens * (num_choices * top_k + of_pools + 15))
+    return 4 * (scores + max_num_batched_tokens * (num_choices * top_k + of_pools + num_rates + 15))
 
 
 def scratch_tokens(max_model_len: int, max_num_seqs: int) -> int:

@@ -40,9 +40,9 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     for a backend that cannot serve `case`, with its reasons. Layers whose tokens see a choice of keys are served beside
     the backend.
     """
-    if chosen := tuple(spec for spec in case.specs if spec.top_k is not None):
+    if chosen := tuple(spec for spec in case.specs if spec.is_beside_backends):
         check_sizes(case)
-        others = tuple(spec for spec in case.specs if spec.top_k is None)
+        others = tuple(spec for spec in case.specs if not spec.is_beside_backends)
         backend, notes = select_backend(choice, replace(case, specs=others, chosen=chosen))
         backend.chosen_keys = ChosenKeys(case, chosen)
         backend.reads_segments, backend.prefix_tile_tokens = False, 0

@@ -6,12 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from nvcli.attention.kv_layout import KV_DTYPE_BYTES, STATE_ALIGNMENT, KVDtype, part_bytes, token_bytes
 from nvcli.kernels.pool_settings import SINGLE_KEYS, Pools
 from nvcli.kernels.whole_numbers import round_up
 
+_MOST_SPANNED = 32
+"""The most columns that a block fills, in multiples of which prefixes are reused. A block of keys for more tokens has
+fewer keys than others."""
 Geometry = tuple[int, int, int, int, bool]
 """Query heads, KV heads, the size of a key, that of a value, and whether values are kept apart from their keys."""
 
@@ -35,6 +38,14 @@ class HeadSizes:
     def has_kernels(self) -> bool:
         """Whether `kernels/triton/attention/projected_prefill.py` serves heads of these sizes."""
         return self.rope_dim == 64 and self.value_dim in (64, 128, 256) and self.key_dim - self.value_dim in (0, 64)
+
+
+class CompressedKeys(NamedTuple):
+    """Keys that stand for several tokens each, to which a token attends besides those of its window."""
+
+    inputs: AttentionSpec
+    """The numbers of each token of which these keys are made; its window is that of one key."""
+    keys: AttentionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +89,37 @@ class AttentionSpec:
     row_heads: int = 0
     """The KV heads, each with a choice of its own, whose keys and then values of `row_dim` numbers stand side by side
     in what is kept of a token as one key; 0: a key is that of one head."""
+    rate: int = 1
+    """The tokens that have one key together, from the last of them on."""
+    compressed: CompressedKeys | None = None
+    """With it tokens attend to compressed keys, too, beside any backend (`attention/chosen_keys.py`)."""
+
+    @property
+    def kept(self) -> tuple[AttentionSpec, ...]:
+        """The specs of all that its layers keep, each in a KV group of its own: the keys of tokens first."""
+        return (self,) if self.compressed is None else (self, *self.compressed)
+
+    @property
+    def is_beside_backends(self) -> bool:
+        """Whether its layers attend to chosen or compressed keys."""
+        return self.top_k is not None or self.compressed is not None
+
+    @property
+    def attended(self) -> AttentionSpec:
+        """The spec of the keys that are attended beside a backend, but for those of a window."""
+        return self if self.compressed is None else self.compressed.keys
+
+    @property
+    def span(self) -> int:
+        """The columns of `block_size` tokens that a block fills."""
+        span = self.rate
+        while span > _MOST_SPANNED and span % 2 == 0:
+            span //= 2
+        return span
+
+    def block_keys(self, block_size: int) -> int:
+        """The keys in a block."""
+        return block_size * self.span // self.rate
 
     @property
     def geometry(self) -> Geometry:
@@ -112,7 +154,7 @@ class AttentionSpec:
 
     def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:
         """The bytes of a layer's keys and values in a block, in a model of type `dtype`."""
-        return self.num_parts * part_bytes(block_size, self.num_kv_heads, self.head_dim, kv_dtype)
+        return self.num_parts * part_bytes(self.block_keys(block_size), self.num_kv_heads, self.head_dim, kv_dtype)
 
     def token_bytes(self, kv_dtype: KVDtype) -> int:
         """The bytes of a token's keys and values in one layer."""
@@ -145,6 +187,12 @@ class StateSpec:
     is_state: ClassVar[bool] = True
     window: ClassVar[int] = 2
     """A token continues from the state after the previous one, as with a window of two tokens."""
+    span: ClassVar[int] = 1
+
+    @property
+    def kept(self) -> tuple[StateSpec, ...]:
+        """See `AttentionSpec.kept`."""
+        return (self,)
 
     @property
     def key_size(self) -> int:

@@ -324,8 +324,8 @@ class KVGroup(msgspec.Struct, frozen=True, array_like=True):
     """Whether a block holds the recurrent state after the last token of its column, rather than keys. Its window is
     two tokens: a token continues from the state after the previous one."""
     token_bytes: int = 0
-    """The bytes that a token's keys and values take in the layers: on one rank in its report, and on all ranks of a
-    replica for its scheduler."""
+    """The bytes that a token's keys and values, or those that several tokens share, take in the layers: on one rank in
+    its report, and on all ranks of a replica for its scheduler."""
     layers: tuple[int, ...] = ()
     """The layers' numbers in a stage, from 0, in ascending order. A stage may have no layers of a group. Layers that
     read the keys and values of others are in no group."""

@@ -39,6 +39,26 @@ class TokenKeys(NamedTuple):
     """[slots, blocks] int32."""
 
 
+class WindowKeys(NamedTuple):
+    """The keys of the last tokens, to which a token attends besides those that are chosen."""
+
+    cache: Tensor
+    """[blocks, block_size, D]."""
+    tokens: TokenKeys
+    size: int
+    """The most of them, the token's own included."""
+
+
+class KeyWeights(NamedTuple):
+    """The weights by which keys of windows of P tokens are made (`compressed_keys.py`)."""
+
+    bias: Tensor
+    """[P, numbers of a token] float32, added to the gates at each place in a window."""
+    norm: Tensor
+    """[D]."""
+    eps: float
+
+
 @with_kernel("attention.token_rows")
 def expand_rows(starts: Tensor, seq_lens: Tensor, slots: Tensor, token_lens: Tensor, token_slots: Tensor) -> None:
     """Write the keys that each token of some rows sees, its own included, and its slot. Those of other tokens are left.
@@ -166,35 +186,53 @@ def attend_chosen(
     queries: Tensor,
     cache: Tensor,
     tokens: TokenKeys,
-    chosen: Tensor,
+    chosen: Tensor | None,
     out: Tensor,
     *,
     scale: float,
     sinks: Tensor | None = None,
     values: Tensor | None = None,
+    window: WindowKeys | None = None,
 ) -> None:
-    """Attend to the first `tokens.seen` of the chosen keys, or to all. queries: [T, N, D], contiguous; cache: [blocks,
-    block_size, D]; chosen: [T, K] int32; out: [T, N, V], contiguous, written; zeros for padding; sinks: [N] float32, a
-    score of each head that belongs to no key and is not scaled; values: [blocks, block_size, V], as far apart as the
-    keys, or None: they are the first numbers of their keys."""
+    """Attend to the first `tokens.seen` of the chosen keys, or to all, and to the keys of a window. queries: [T, N, D],
+    contiguous; cache: [blocks, block_size, D]; chosen: [T, K] int32, or None: all keys in order; out: [T, N, V],
+    contiguous, written; zeros for padding; sinks: [N] float32, a score of each head that belongs to no key and is not
+    scaled; values: [blocks, block_size, V], in the rows of `cache` and not beside a window, or None: they are the first
+    numbers of their keys."""
     out.zero_()
-    block_size = cache.shape[1]
     for first in range(0, len(queries), _TOKENS):
-        end = min(first + _TOKENS, len(queries))
-        counts = tokens.seen[first:end].clamp(max=chosen.shape[1]).unsqueeze(1)
-        num_chosen = int(counts.max())
-        is_chosen = torch.arange(num_chosen, device=chosen.device) < counts
-        places = chosen[first:end, :num_chosen].long().masked_fill(~is_chosen, 0)
-        blocks = tokens.tables[tokens.slots[first:end].unsqueeze(1), places // block_size].long()
-        found = cache[blocks, places % block_size].float()  # [tokens, chosen, D]
-        found_values = found if values is None else values[blocks, places % block_size].float()
-        scores = torch.einsum("tnd,tkd->tnk", queries[first:end].float(), found).mul_(scale)
-        scores.masked_fill_(~is_chosen.unsqueeze(1), float("-inf"))
+        part = slice(first, first + _TOKENS)
+        counts = tokens.seen[part].unsqueeze(1)
+        if chosen is None:
+            places = torch.arange(int(counts.max()), device=cache.device).expand(len(counts), -1)
+        else:
+            counts = counts.clamp(max=chosen.shape[1])
+            places = chosen[part, : int(counts.max())].long()
+        found, is_key = _gather(cache, tokens, part, places, counts)
+        found_values = found if values is None else _gather(values, tokens, part, places, counts)[0]
+        if window is not None:
+            seen = window.tokens.seen[part].unsqueeze(1)
+            counts = seen.clamp(max=window.size)
+            near = seen - counts + torch.arange(int(counts.max()), device=cache.device)
+            of_window, is_near = _gather(window.cache, window.tokens, part, near, counts)
+            found_values = found = torch.cat((of_window, found), dim=1)
+            is_key = torch.cat((is_near, is_key), dim=1)
+        scores = torch.einsum("tnd,tkd->tnk", queries[part].float(), found).mul_(scale)
+        scores.masked_fill_(~is_key.unsqueeze(1), float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks.view(1, -1, 1).expand(len(scores), -1, 1)), dim=-1)
-        shares = scores.softmax(dim=-1)[..., :num_chosen]
+        shares = scores.softmax(dim=-1)[..., : found.shape[1]]
         result = torch.einsum("tnk,tkv->tnv", shares, found_values[..., : out.shape[2]]).to(out.dtype)
-        out[first:end] = result.masked_fill((counts == 0).unsqueeze(2), 0)
+        out[part] = result.masked_fill(~is_key.any(dim=1).view(-1, 1, 1), 0)
+
+
+def _gather(cache: Tensor, tokens: TokenKeys, part: slice, places: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Read the keys of some tokens, of whose `places` [tokens, K] the first `counts` [tokens, 1] count. Returns
+    [tokens, K, D] float32, and which of them count."""
+    is_key = torch.arange(places.shape[1], device=places.device) < counts
+    places = places.masked_fill(~is_key, 0)
+    blocks = tokens.tables[tokens.slots[part].unsqueeze(1), places // cache.shape[1]].long()
+    return cache[blocks, places % cache.shape[1]].float(), is_key
 
 
 def split_rows(rows: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:

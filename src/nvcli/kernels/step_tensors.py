@@ -144,7 +144,8 @@ class StepInputs(NamedTuple):
     positions: Tensor
     """[T] int32, the position of each token; 0 for padding."""
     slot_mapping: Tensor
-    """[G, T] int64, the place of each token in the KV cache; in the null block for padding."""
+    """[G, T] int64, the place of each token in the KV cache; in the null block for padding, and undefined in groups in
+    which tokens share keys."""
     slots: Tensor
     """[R + 1] int64, the slot of each row."""
     seq_lens: Tensor

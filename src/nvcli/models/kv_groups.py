@@ -9,11 +9,12 @@ one pool of equal-sized blocks serves them all (as in vLLM's hybrid KV cache man
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from nvcli.attention.kv_layout import STATE_ALIGNMENT, KVDtype
-from nvcli.attention.spec import CacheSpec, StateSpec
+from nvcli.attention.spec import AttentionSpec, CacheSpec, CompressedKeys, StateSpec
 from nvcli.core.messages import MAX_KV_GROUPS, KVGroup
 from nvcli.kernels.whole_numbers import ceil_div, round_up
 from nvcli.models.config import ModelConfig
@@ -31,20 +32,36 @@ class _Layers(NamedTuple):
 
     mixer: Mixer
     numbers: tuple[int, ...]
+    place: int = 0
+    """The place of these things among all that such a mixer keeps (`AttentionSpec.kept`)."""
+
+    def spec(self, tensor_parallel_size: int = 1) -> CacheSpec:
+        """Return the spec of what the layers keep on one rank."""
+        return self.mixer.kv_spec(tensor_parallel_size).kept[self.place]
 
 
 class _Kind(NamedTuple):
     """The properties that all layers of a group share."""
 
+    place: int
     window: int | None
     num_kv_heads: int
     head_dim: int
     num_parts: int
+    rate: int
+    num_shares: int
+    """The columns of a block are so many times those of its keys."""
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, place: int) -> _Kind:
+        """Return the kind of what a mixer keeps in that place."""
+        sizes = spec.num_kv_heads, spec.head_dim, spec.num_parts
+        return cls(place, spec.window, *sizes, spec.rate, spec.rate // spec.span)
 
     @property
     def elements(self) -> int:
-        """The elements of one token's keys and values in one layer."""
-        return self.num_parts * self.num_kv_heads * self.head_dim
+        """The elements of one layer's keys and values in a block, for each token of a column."""
+        return ceil_div(self.num_parts * self.num_kv_heads * self.head_dim, self.num_shares)
 
 
 @lru_cache(maxsize=64)  # plans ask for the same few stages many times
@@ -53,10 +70,10 @@ def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
     layers."""
     held = _held_layers(config, stage)
     groups = []
-    for mixer, numbers in _whole_groups(config):
-        spec = mixer.kv_spec()
-        layers = tuple(number - held.start for number in numbers if number in held)
-        groups.append(KVGroup(window=spec.window, is_state=spec.is_state, layers=layers))
+    for of_group in _whole_groups(config):
+        spec = of_group.spec()
+        layers = tuple(number - held.start for number in of_group.numbers if number in held)
+        groups.append(KVGroup(window=spec.window, is_state=spec.is_state, layers=layers, span=spec.span))
     return tuple(groups)
 
 
@@ -67,15 +84,20 @@ def layer_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = W
     size = config.attention_ranks(tensor_parallel_size)
     owners = [*config.decoder.kv_owners, *range(config.num_layers, len(mixers))]
     group_of = {
-        (layer, group.is_state): number
-        for number, group in enumerate(kv_groups(config, stage))
+        (layer, of_group.place, group.is_state): number
+        for number, (group, of_group) in enumerate(zip(kv_groups(config, stage), _whole_groups(config), strict=True))
         for layer in group.layers
     }
-    return tuple(
-        mixer.kv_spec(size, group_of[owners[number] - numbers.start, mixer.kv_spec().is_state])
-        for number in numbers
-        for mixer in mixers[number]
-    )
+
+    def spec_of(mixer: Mixer, number: int) -> CacheSpec:
+        layer = owners[number] - numbers.start
+        spec = mixer.kv_spec(size, group_of[layer, 0, mixer.kv_spec().is_state])
+        if isinstance(spec, StateSpec) or spec.compressed is None:
+            return spec
+        kept = [replace(one, kv_group=group_of[layer, place, False]) for place, one in enumerate(spec.compressed, 1)]
+        return replace(spec, compressed=CompressedKeys(*kept))
+
+    return tuple(spec_of(mixer, number) for number in numbers for mixer in mixers[number])
 
 
 def _held_layers(config: ModelConfig, stage: Stage) -> range:
@@ -120,8 +142,8 @@ def group_bytes(
     """Return the bytes that the layers of the largest KV group take on one rank: for the keys and values of
     `block_size` tokens, and for a recurrent state (0 if no layer has one)."""
     most, states = 0, 0
-    for (mixer, _), group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
-        spec = mixer.kv_spec(config.attention_ranks(tensor_parallel_size))
+    for of_group, group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
+        spec = of_group.spec(config.attention_ranks(tensor_parallel_size))
         num_bytes = len(group.layers) * spec.block_bytes(block_size, dtype, kv_dtype or dtype)
         if group.is_state:
             states = max(states, num_bytes)
@@ -144,22 +166,25 @@ def _whole_groups(config: ModelConfig) -> tuple[_Layers, ...]:
     kinds: dict[_Kind, list[int]] = {}
     with_states: dict[StateSpec, list[int]] = {}
     mixers: dict[_Kind | StateSpec, Mixer] = {}
+    besides: dict[_Kind, list[int]] = {}
     for number, of_layer in enumerate(config.mixers):
         for mixer in of_layer:
-            spec = mixer.kv_spec()
-            if isinstance(spec, StateSpec):
-                mixers.setdefault(spec, mixer)
-                with_states.setdefault(spec, []).append(number)
-            elif mixer.reads_kv_of is None:
-                kind = _Kind(spec.window, spec.num_kv_heads, spec.head_dim, spec.num_parts)
-                mixers.setdefault(kind, mixer)
-                kinds.setdefault(kind, []).append(number)
+            kept: tuple[CacheSpec, ...] = mixer.kv_spec().kept
+            for place, spec in enumerate(kept):
+                if isinstance(spec, StateSpec):
+                    mixers.setdefault(spec, mixer)
+                    with_states.setdefault(spec, []).append(number)
+                elif mixer.reads_kv_of is None:
+                    kind = _Kind.of(spec, place)
+                    mixers.setdefault(kind, mixer)
+                    (besides if place else kinds).setdefault(kind, []).append(number)
+    kinds |= besides  # behind all keys of tokens, so that these are in the first group of a layer
     size = _block_elements({kind: len(numbers) for kind, numbers in kinds.items()}) if kinds else 0
     groups: list[_Layers] = []
     for kind, numbers in kinds.items():
         count = ceil_div(len(numbers), size // kind.elements)
         # Every count-th layer, so that each pipeline stage has about as many layers of each group.
-        groups += [_Layers(mixers[kind], tuple(numbers[first::count])) for first in range(count)]
+        groups += [_Layers(mixers[kind], tuple(numbers[first::count]), kind.place) for first in range(count)]
     for index, (state, numbers) in enumerate(with_states.items()):
         # A state is as large as the keys of many tokens, so groups with the fewest layers have the smallest blocks.
         count = (MAX_KV_GROUPS - len(groups)) // (len(with_states) - index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from nvcli.attention.kv_layout import SCRATCH_UNIT, choice_bytes, projected_scratch_tokens, scratch_tokens
-from nvcli.attention.spec import AttentionSpec, StateSpec, attention_kinds, projected_kind
+from nvcli.attention.spec import StateSpec, attention_kinds, projected_kind
 from nvcli.core.config_types import FP8_PRODUCTS
 from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
 from nvcli.core.messages import MemoryUse
@@ -223,13 +223,17 @@ def _buffers(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
     if model.has_tower and model.vision is not None and (stage is None or stage.is_first):
         tables += image_buffer_bytes(config, model.vision, total)
     scratch = _prefill_scratch(config, model)
-    if model.most_chosen:
-        size = model.attention_ranks(config.tensor_parallel_size)
-        specs = [mixer.kv_spec(size) for of_layer in model.mixers for mixer in of_layer]
-        kinds = [spec for spec in specs if isinstance(spec, AttentionSpec)]
-        pools = max((spec.index_pools for spec in kinds), key=lambda pools: pools.size)
-        sizes = model.most_chosen, pools, max(1, *(spec.row_heads for spec in kinds))
-        scratch += choice_bytes(config.max_model_len, config.of_home.max_padded_tokens, *sizes)
+    size = model.attention_ranks(config.tensor_parallel_size)
+    kinds = attention_kinds(mixer.kv_spec(size) for of_layer in model.mixers for mixer in of_layer)
+    if attended := [spec.attended for spec in kinds if spec.is_beside_backends]:
+        scratch += choice_bytes(
+            max((config.max_model_len // spec.rate for spec in attended if spec.top_k is not None), default=0),
+            config.of_home.max_padded_tokens,
+            model.most_chosen,
+            max((spec.index_pools for spec in attended), key=lambda pools: pools.size),
+            num_choices=max(1, *(spec.row_heads for spec in attended)),
+            num_rates=len({spec.rate for spec in attended} - {1}),
+        )
     return tokens + tables + drafts + sums + links + angles + scratch + _WORKSPACE_BYTES
 
 

@@ -1,6 +1,6 @@
-"""Latent attention to chosen keys: a program takes some heads of one token, decoded or of a prompt, and a part of its
-chosen keys, which all heads share. Where a step has few tokens, a second kernel merges the parts (FlashDecoding; Dao et
-al., 2023).
+"""Attention to chosen keys: a program takes some heads of one token, decoded or of a prompt, and a part of its chosen
+keys, which all heads share, and of those of its window, if these are attended, too. Where a step has few tokens, a
+second kernel merges the parts (FlashDecoding; Dao et al., 2023).
 
 Shapes: T tokens, N heads, K most keys of a token, V numbers of a value, the first of a key.
 """
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.chosen_keys import TokenKeys
+from nvcli.kernels.chosen_keys import TokenKeys, WindowKeys
 from nvcli.kernels.triton.attention.attention_fold import LOG2_E, Tile, load_sinks
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors, shared_memory_bytes
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
@@ -25,22 +25,57 @@ _MERGED = 2048
 
 
 @triton.jit
-def _places(chosen, table, lane, last, block_stride, BLOCK_SIZE: tl.constexpr, CACHE_ROW: tl.constexpr):
-    """Return where the keys `lane` of a token's choice are in the cache; none behind the one numbered `last`."""
-    position = tl.load(chosen + tl.minimum(lane, last))
+def _in_blocks(cache, table, position, block_stride, BLOCK_SIZE: tl.constexpr, CACHE_ROW: tl.constexpr):
+    """Return pointers to the keys at these positions."""
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    return block * block_stride + position % BLOCK_SIZE * CACHE_ROW
+    return cache + (block * block_stride + position % BLOCK_SIZE * CACHE_ROW)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables"])
+@triton.jit
+def _keys(
+    lane,
+    cache,
+    table,
+    chosen,
+    block_stride,
+    window_cache,
+    window_table,
+    window_block_stride,
+    near,
+    num_near,
+    BLOCK_SIZE: tl.constexpr,
+    CACHE_ROW: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr,
+    WINDOW_ROW: tl.constexpr,
+):
+    """Return pointers to the keys `lane` of a token: those of its window, `num_near` up to position `near`, and behind
+    them those of its choice, or without a choice all, in order."""
+    number = tl.maximum(lane - num_near, 0) if WINDOW > 0 else lane
+    position = number if chosen is None else tl.load(chosen + number)
+    keys = _in_blocks(cache, table, position, block_stride, BLOCK_SIZE, CACHE_ROW)
+    if WINDOW > 0:
+        position = tl.where(lane < num_near, near - num_near + lane, 0)
+        own = _in_blocks(window_cache, window_table, position, window_block_stride, WINDOW_BLOCK, WINDOW_ROW)
+        keys = tl.where(lane < num_near, own, keys)
+    return keys
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "window_table_stride"],
+    do_not_specialize_on_alignment=["tables", "window_tables"],
+)
 def _attend_chosen_kernel(
     queries,  # [T, NUM_HEADS, VALUE + TAIL], contiguous
     cache,  # blocks block_stride apart, tokens CACHE_ROW
-    value_cache,  # values of VALUE numbers, as far apart, or None: they are the first of a key
+    to_value,  # numbers from a key to its value; None: a value is the first numbers of its key
     seen,  # [T] int32
     slots,  # [T] int64
     tables,  # [slots, ...] int32, rows table_stride apart
-    chosen,  # [T, TOP_K] int32, rows chosen_stride apart
+    chosen,  # [T, TOP_K] int32, rows chosen_stride apart, or None: all keys
+    window_cache,  # None, or blocks window_block_stride apart, tokens WINDOW_ROW
+    window_seen,  # [T] int32
+    window_tables,  # [slots, ...] int32, rows window_table_stride apart
     sinks,  # None, or [NUM_HEADS] float32
     out,  # [T, NUM_HEADS, VALUE], contiguous; with PARTS > 1 [T, PARTS, NUM_HEADS, VALUE] float32
     log_sums,  # [T, PARTS, NUM_HEADS] float32, base 2, with PARTS > 1
@@ -48,12 +83,17 @@ def _attend_chosen_kernel(
     block_stride: tl.int64,
     table_stride,
     chosen_stride: tl.int64,
+    window_block_stride: tl.int64,
+    window_table_stride,
     NUM_HEADS: tl.constexpr,
     VALUE: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CACHE_ROW: tl.constexpr,
     TOP_K: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr,
+    WINDOW_ROW: tl.constexpr,
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -71,13 +111,21 @@ def _attend_chosen_kernel(
     if TAIL > 0:
         tails = VALUE + tl.arange(0, TAIL)
         tail = tl.load(queries + query_rows + tails[None, :], mask=is_head, other=0.0).to(cache.dtype.element_ty)
-    count = tl.minimum(tl.load(seen + token), TOP_K)
+    count = tl.load(seen + token)
+    if chosen is not None:
+        count = tl.minimum(count, TOP_K)
+        chosen += token * chosen_stride
+    near, num_near = 0, 0
+    if WINDOW > 0:
+        near = tl.load(window_seen + token)
+        num_near = tl.minimum(near, WINDOW)
+        count += num_near
     share = tl.cdiv(tl.cdiv(count, KEYS), PARTS) * KEYS
     begin = part * share
     end = tl.minimum(begin + share, count)
     last = tl.maximum(end - 1, 0)
-    table = tables + tl.load(slots + token) * table_stride
-    chosen += token * chosen_stride
+    slot = tl.load(slots + token)
+    table, window_table = tables + slot * table_stride, window_tables + slot * window_table_stride
     highest = tl.full([HEADS], _LEAST, tl.float32)
     weight_sum = tl.zeros([HEADS], tl.float32)
     if sinks is not None and part == 0:  # of one part alone, so that the sum over parts has it once
@@ -85,19 +133,24 @@ def _attend_chosen_kernel(
         weight_sum += 1.0
     acc = tl.zeros([HEADS, VALUE], tl.float32)
     # The next tile's places are loaded ahead of their use, as in `attention_fold.fold_keys`.
-    next_places = _places(chosen, table, begin + lanes, last, block_stride, BLOCK_SIZE, CACHE_ROW)
+    next_keys = _keys(
+        tl.minimum(begin + lanes, last), cache, table, chosen, block_stride, window_cache, window_table,
+        window_block_stride, near, num_near, BLOCK_SIZE, CACHE_ROW, WINDOW, WINDOW_BLOCK, WINDOW_ROW,
+    )  # fmt: skip
     for start in tl.range(begin, end, KEYS, num_stages=NUM_STAGES):
-        rows = next_places[:, None]
-        next_places = _places(chosen, table, start + KEYS + lanes, last, block_stride, BLOCK_SIZE, CACHE_ROW)
+        rows = next_keys[:, None]
+        next_keys = _keys(
+            tl.minimum(start + KEYS + lanes, last), cache, table, chosen, block_stride, window_cache, window_table,
+            window_block_stride, near, num_near, BLOCK_SIZE, CACHE_ROW, WINDOW, WINDOW_BLOCK, WINDOW_ROW,
+        )  # fmt: skip
         is_key = start + lanes < end
-        key = tl.load(cache + rows + values[None, :], mask=is_key[:, None], other=0.0)
-        if value_cache is None:
-            value = key
-        else:
-            value = tl.load(value_cache + rows + values[None, :], mask=is_key[:, None], other=0.0)
+        key = tl.load(rows + values[None, :], mask=is_key[:, None], other=0.0)
+        value = key
+        if to_value is not None:
+            value = tl.load(rows + to_value + values[None, :], mask=is_key[:, None], other=0.0)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if TAIL > 0:
-            key_tail = tl.load(cache + rows + tails[None, :], mask=is_key[:, None], other=0.0)
+            key_tail = tl.load(rows + tails[None, :], mask=is_key[:, None], other=0.0)
             scores = tl.dot(tail, key_tail.T, scores, input_precision="ieee")
         scores = tl.where(is_key[None, :], scores * scale_log2, -float("inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -155,20 +208,24 @@ def attend_chosen(
     queries: Tensor,
     cache: Tensor,
     tokens: TokenKeys,
-    chosen: Tensor,
+    chosen: Tensor | None,
     out: Tensor,
     *,
     scale: float,
     sinks: Tensor | None = None,
     values: Tensor | None = None,
+    window: WindowKeys | None = None,
 ) -> None:
     """See `nvcli.kernels.chosen_keys.attend_chosen`."""
     num_tokens, num_heads, size = queries.shape
     value_dim, device = out.shape[2], queries.device
     assert queries.is_contiguous()
     assert out.is_contiguous()
-    assert cache.stride(2) == chosen.stride(1) == tokens.tables.stride(1) == 1
-    assert values is None or values.stride() == cache.stride()
+    assert cache.stride(2) == tokens.tables.stride(1) == 1
+    assert chosen is None or chosen.stride(1) == 1
+    assert values is None or (values.stride() == cache.stride() and window is None)  # in the rows of keys
+    near = window or WindowKeys(cache, tokens, 0)
+    assert near.cache.stride(2) == near.tokens.tables.stride(1) == 1
     heads = min(64, max(16, next_power_of_2(num_heads)))
     tiles = ceil_div(num_heads, heads)
     num_parts = 1
@@ -182,22 +239,30 @@ def attend_chosen(
     _attend_chosen_kernel[num_tokens * tiles, num_parts](
         queries,
         cache,
-        values,
+        None if values is None else (values.data_ptr() - cache.data_ptr()) // cache.itemsize,
         *tokens,
         chosen,
+        None if window is None else near.cache,
+        near.tokens.seen,
+        near.tokens.tables,
         sinks,
         results,
         log_sums,
         scale * LOG2_E,
         cache.stride(0),
         tokens.tables.stride(0),
-        chosen.stride(0),
+        0 if chosen is None else chosen.stride(0),
+        near.cache.stride(0),
+        near.tokens.tables.stride(0),
         NUM_HEADS=num_heads,
         VALUE=value_dim,
         TAIL=size - value_dim,
         BLOCK_SIZE=cache.shape[1],
         CACHE_ROW=cache.stride(1),
-        TOP_K=chosen.shape[1],
+        TOP_K=0 if chosen is None else chosen.shape[1],
+        WINDOW=near.size,
+        WINDOW_BLOCK=near.cache.shape[1],
+        WINDOW_ROW=near.cache.stride(1),
         PARTS=num_parts,
         HEADS=heads,
         KEYS=tile.keys,
