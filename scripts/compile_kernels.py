@@ -144,6 +144,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2-Lite with an FP8 cache": ("deepseek-v2-lite", {"kv_cache_dtype": "fp8"}),
     "DeepSeek-V2-Lite batch-invariant": ("deepseek-v2-lite", {"batch_invariant": True}),
     "DeepSeek-V3.2": ("deepseek-v3.2", {"hf_overrides": _FEW_EXPERTS}),
+    "DeepSeek-V4-Flash with drafts": (
+        "deepseek-v4-flash",
+        {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _FEW_EXPERTS | {"num_hidden_layers": 4}},
+    ),
     "GLM-5 with drafts": ("glm-5", {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _FEW_EXPERTS}),
     "Hunyuan V4 with drafts": (
         "hy4-preview",

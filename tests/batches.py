@@ -21,6 +21,8 @@ class Blocks:
     """Hands out block ids in random order, so that no test passes by blocks lying side by side."""
 
     num_blocks: int
+    spans: dict[int, int] = field(default_factory=dict)
+    """The columns of a block by KV group, where they are more than one."""
     free: list[int] = field(init=False)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -63,7 +65,7 @@ def make_batch(
     for request, tokens in work:
         request.length += len(tokens)
         for group in range(num_groups):
-            blocks.grow(request.tables[group], request.length, block_size)
+            blocks.grow(request.tables[group], request.length, block_size * blocks.spans.get(group, 1))
     most_blocks = max((len(request.tables[0]) for request, _ in work), default=1)
     num_slots, width = table_shape or (len(work) + 3, most_blocks + 2)
     # The last slot is the padding slot.
@@ -78,7 +80,8 @@ def make_batch(
             table = request.tables[group]
             block_tables[group, slot, : len(table)] = table
             positions = range(request.length - len(tokens), request.length)
-            places.append([table[i // block_size] * block_size + i % block_size for i in positions])
+            is_read = blocks.spans.get(group, 1) == 1
+            places.append([table[i // block_size] * block_size + i % block_size if is_read else -1 for i in positions])
         slot_mapping.append(_pad_tokens(places, num_decodes, shape))
 
     def rows(decodes: list[int], padding_decode: int, chunks: list[int], padding_chunk: int) -> list[int]:

@@ -547,6 +547,41 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "hc_sinkhorn_iters": 3,
         },
     ),
+    "deepseek v4": (
+        "DeepseekV4",
+        {
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "partial_rotary_factor": 0.5,
+            "q_lora_rank": 24,
+            "o_groups": 2,
+            "o_lora_rank": 12,
+            "sliding_window": 6,
+            "layer_types": [
+                SLIDING,
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
+            "index_topk": 5,
+            "index_n_heads": 24,
+            "index_head_dim": 24,
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 10000.0,
+            },
+            "swiglu_limit": 1.0,  # so that something is clamped
+            "hc_eps": 0.01,
+            "hc_sinkhorn_iters": 3,
+        },
+    ),
     "hunyuan v4": (
         "HYV4",
         {

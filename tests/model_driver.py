@@ -60,7 +60,7 @@ class ModelDriver:
         path: Path,
         *,
         block_size: int = 4,
-        num_blocks: int = 256,
+        num_blocks: int = 384,
         group: TensorParallelGroup | None = None,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
@@ -104,12 +104,13 @@ class ModelDriver:
             loaded.make_places(len(row_loras))
             problems = [loaded.load(number, number) for number in range(1, len(row_loras) + 1)]
             assert problems == [None] * len(row_loras)
-        group_layers = tuple(group.layers for group in kv_groups(config, stage))
+        groups = kv_groups(config, stage)
+        group_layers = tuple(group.layers for group in groups)
         cache_spec = KVCacheSpec.of_layers(
             self.model.cache_layers, group_layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype
         )
         self.kv_cache = KVCache(cache_spec, num_blocks, device)
-        self.blocks = Blocks(num_blocks)
+        self.blocks = Blocks(num_blocks, {number: group.span for number, group in enumerate(groups) if group.span > 1})
         case = AttentionCase(
             device=device,
             dtype=dtype,

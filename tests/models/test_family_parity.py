@@ -51,6 +51,24 @@ PUBLISHED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {r"model\.language_model\.": "model.language_model.model.", r"model\.projector": "model.vision_projector"},
         {},
     ),
+    "deepseek v4": (
+        {},
+        {
+            "layer_types": None,
+            "compress_ratios": [0, 4, 128, 4, 0],
+            "compress_rates": None,
+            "compress_rate_csa": 2,
+            "compress_rate_hca": 8,
+            "mlp_layer_types": None,
+            "num_hash_layers": 1,
+            "partial_rotary_factor": None,
+            "qk_rope_head_dim": 8,
+            "rope_parameters": None,
+            "rope_theta": 10000,
+            "compress_rope_theta": 160000,
+            "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64},
+        },
+    ),
     "mimo v2 flash": (
         {r"self_attn\.sinks": "self_attn.attention_sink_bias"},
         {
@@ -227,7 +245,7 @@ def test_logits(name: str, checkpoint_of: Checkpoints) -> None:
     # Two requests read the same blocks for their common prefix, one of them in the step that fills these blocks.
     first = RequestState()
     for group in range(driver.kv_cache.spec.num_groups):
-        driver.blocks.grow(first.tables[group], 32, 4)
+        driver.blocks.grow(first.tables[group], 32, 4 * driver.blocks.spans.get(group, 1))
     second = RequestState(length=32, tables={group: list(table) for group, table in first.tables.items()})
     found, found_other = driver.step((first, PROMPT), (second, OTHER[32:]))
     assert_close(found, expected, name=name)

@@ -169,6 +169,7 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("deepseek-v2-lite", 15.71),
         ("deepseek-v3", 671.03),
         ("deepseek-v3.2", 671.91),
+        ("deepseek-v4-flash", 284.38),
         ("longcat-flash", 560.67),
         ("glm-4.7-flash", 29.94),
         ("glm-5", 743.93),

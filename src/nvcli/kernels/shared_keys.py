@@ -64,6 +64,13 @@ def norm_rotate_store(
 
 
 @with_kernel("elementwise.shared_keys")
+def turn(heads: Tensor, cos_sin: Tensor) -> None:
+    """Rotate the last numbers of heads as `norm_rotate_store` does. heads: [T, N, D], contiguous, changed in place;
+    cos_sin: [T, R] float32."""
+    heads.copy_(rotate_tail(heads, cos_sin))
+
+
+@with_kernel("elementwise.shared_keys")
 def turn_back(results: Tensor, cos_sin: Tensor) -> None:
     """Rotate the last numbers of results by the negative of each angle, and put them in the order that keys were
     projected in. results: [T, N, D], contiguous, changed in place; cos_sin: [T, R] float32."""

@@ -253,12 +253,17 @@ class GatedMLP(FeedForward):
 class Angles:
     """The cosines and sines of a step's tokens, for each rotation of the model."""
 
-    def __init__(self, by_rope: Mapping[Rotation, Tensor]) -> None:
-        self._by_rope = by_rope
+    def __init__(self, by_rope: Mapping[Rotation, Tensor], tables: Mapping[Rotation, Tensor]) -> None:
+        """`tables`: those of all positions."""
+        self._by_rope, self._tables = by_rope, tables
 
     def of(self, rotation: Rotation | None) -> Tensor | None:
         """Return the angles of one kind of attention, [T, D] float32; None if it does not rotate."""
         return None if rotation is None else self._by_rope[rotation]
+
+    def table(self, rotation: Rotation) -> Tensor:
+        """Return the angles of all positions of one kind of attention, [positions, D] float32."""
+        return self._tables[rotation]
 
 
 class RotaryTables(nn.Module):
@@ -276,7 +281,8 @@ class RotaryTables(nn.Module):
         )
 
     def forward(self, positions: Tensor) -> Angles:
-        return Angles({key: table(positions) for key, table in zip(self.keys, self.tables, strict=True)})
+        tables = {key: table.get_buffer("table") for key, table in zip(self.keys, self.tables, strict=True)}
+        return Angles({key: table(positions) for key, table in zip(self.keys, self.tables, strict=True)}, tables)
 
 
 class Attention(TokenMixer):

@@ -14,11 +14,12 @@ from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.shared_keys import norm_rotate_store, turn_back
+from nvcli.models.compressor import Compressor
 from nvcli.models.grouped_output import GroupedOutput
 from nvcli.models.layers import Angles, Norm, TokenMixer
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.shared_key import SharedKeyConfig
-from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShard
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShard, values_of
 
 
 class SharedKeyAttention(TokenMixer):
@@ -42,14 +43,21 @@ class SharedKeyAttention(TokenMixer):
         self.q_b_proj = ColumnParallelLinear(build, f"{path}.q_b_proj", ("q_b_proj",))
         self.kv_norm = Norm(build, f"{path}.kv_norm", norm)
         self.sinks = TensorShard(build, f"{path}.sinks")
+        self.compressor: Compressor | None = None
+        if config.compression is not None:
+            self.compressor = Compressor(build, path, config.compression, norm, spec, cache_layer)
         self.o_proj = GroupedOutput(build, path, config.num_groups // build.group.size)
 
     @property
     def input_proj(self) -> ColumnParallelLinear:
         return self.in_proj
 
+    @property
+    def reads_values(self) -> bool:
+        return self.compressor is not None
+
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
-        """Store the tokens' keys, and attend to those of all tokens in the window."""
+        """Store the tokens' keys, and attend to those of all tokens in the window, and to compressed keys."""
         config, adapters, cos_sin = self.config, batch.token_adapters, angles.of(self.config.rotation)
         assert cos_sin is not None
         latents, keys = self.in_proj(x, adapters).split([config.query_rank, config.head_dim], dim=1)
@@ -66,16 +74,21 @@ class SharedKeyAttention(TokenMixer):
             batch.slot_mapping[self.spec.kv_group],
             weight=self.kv_norm.weight,
             eps=config.norm_eps,
-            keep_keys=batch.backend.reads_new_keys,
+            keep_keys=batch.backend.reads_new_keys and self.compressor is None,
         )
         if batch.key_copies is not None:
             copy_keys(cache, values, scales, batch.key_copies.of_groups[self.spec.kv_group])
+        if self.compressor is not None:
+            self.compressor(values_of(x), query_latents, cos_sin, angles.table(config.rotation), batch)
         results = self._attend(queries, stored, batch)
         turn_back(results, cos_sin)
         return results.flatten(1)
 
     def _attend(self, queries: Tensor, keys: Tensor | None, batch: ForwardBatch) -> Tensor:
-        """Attend to the keys of the window: [T, N, D] → the same shape. `keys`: the tokens' own [T, 1, D], if the
-        backend reads them."""
+        """Attend to the keys of the window, and to compressed ones: [T, N, D] → the same shape. `keys`: the tokens' own
+        [T, 1, D], if the backend reads them."""
+        if self.compressor is not None:
+            assert batch.backend.chosen_keys is not None
+            return batch.backend.chosen_keys.attend(self.spec, self.cache_layer, queries, batch, self.sinks.weight)
         values = queries if keys is None else keys
         return batch.backend.forward(self.spec, self.cache_layer, queries, keys, values, batch, self.sinks.weight)

@@ -28,7 +28,7 @@ SHAPES = {
     "glm 4.7 flash": shape("glm 4.7 flash"),
     "qwen3 moe": shape("qwen3 moe", num_key_value_heads=1),
     "minimax text 01": shape("minimax text 01"),
-    "deepseek v4": {**CHECKPOINTS["deepseek-v4"], "sliding_window": 400},
+    "deepseek v4": CHECKPOINTS["deepseek-v4"],
 }
 
 

@@ -129,6 +129,23 @@ def test_what_is_refused(settings: dict[str, Any], problem: str, checkpoint: Pat
     resolve_engine_config(short, checkpoint, load_checkpoint(short, checkpoint))
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "`kv_cache_dtype` is fp8, .* makes keys of what it keeps of tokens"),
+        ({"block_size": 6}, "`block_size` is 6, .* a multiple of 4 is needed"),
+        ({"batch_invariant": True}, "keys that stand for several tokens"),
+    ],
+)
+def test_what_keys_of_several_tokens_refuse(settings: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    family, overrides = EXPERT_SHAPES["deepseek v4"]
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    path = write_tiny_model(tmp_path / "model", family, **overrides | {"compress_rates": rates})
+    run = RunConfig(model=str(path), device="cpu", dtype="float32", **settings)
+    with pytest.raises(ConfigError, match=problem):
+        resolve_engine_config(run, path, load_checkpoint(run, path))
+
+
 def test_a_stage_needs_a_choice_of_its_own(tmp_path: Path) -> None:
     family, overrides = EXPERT_SHAPES["glm 5, shared choices"]
     model = load_model_config(write_tiny_model(tmp_path, family, **overrides))

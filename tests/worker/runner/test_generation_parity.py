@@ -84,14 +84,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         first_k_dense_replace=2,
         seed=14,
     ),
-    "deepseek-v4": shape_of(
-        "deepseek v4, no compressed keys",
-        num_hidden_layers=2,
-        layer_types=["sliding_attention"] * 2,
-        sliding_window=60,
-        mlp_layer_types=["hash_moe", "moe"],
-        seed=14,
-    ),
+    "deepseek-v4": shape_of("deepseek v4", num_hidden_layers=3, sliding_window=100, seed=14),
     "mistral": {"family": "Mistral", "sliding_window": 45, "seed": 1},
     "gemma-4": {
         "family": "Gemma4Text",

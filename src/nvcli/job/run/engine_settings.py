@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from nvcli.attention.spec import attention_kinds
 from nvcli.core.byte_sizes import parse_size
 from nvcli.core.config import AttentionBackends, RunConfig
 from nvcli.core.config_types import ModelDtype
@@ -270,7 +271,20 @@ def _max_model_len(run: RunConfig, model: ModelConfig) -> int:
 
 
 def _check_chosen_keys(run: RunConfig, model: ModelConfig, dtype: ModelDtype) -> None:
-    """Raise ConfigError if the type of the KV cache rules out the numbers by which keys are chosen."""
+    """Raise ConfigError if the KV cache cannot hold what keys are chosen by, or made of."""
+    kinds = attention_kinds(mixer.kv_spec() for of_layer in model.mixers for mixer in of_layer)
+    compressed = [spec.attended for spec in kinds if spec.compressed is not None]
+    if compressed and kv_dtype(run.kv_cache_dtype, dtype) == "fp8":
+        raise ConfigError(
+            f"`kv_cache_dtype` is fp8, and this model ({model.architecture}) makes keys of what it keeps of tokens in "
+            "its own type: leave it out"
+        )
+    unit = max((spec.rate // spec.span for spec in compressed), default=1)
+    if run.block_size is not None and run.block_size % unit:
+        raise ConfigError(
+            f"`block_size` is {run.block_size}, and this model ({model.architecture}) has keys for several tokens: a "
+            f"multiple of {unit} is needed"
+        )
     if model.most_chosen and kv_dtype(run.kv_cache_dtype, dtype) == "fp8":
         raise ConfigError(
             f"`kv_cache_dtype` is fp8, and this model ({model.architecture}) chooses keys by numbers that stand beside "

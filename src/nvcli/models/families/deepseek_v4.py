@@ -1,6 +1,6 @@
-"""DeepSeek-V4 (2026): attention to one key of each token in a window, several residual streams that are mixed with each
-other, and clamped experts, which in the first layers follow from the ids of tokens. Of layers that attend to compressed
-keys besides, none are computed."""
+"""DeepSeek-V4 (2026): attention to one key of each token in a window and to keys that stand for several tokens each,
+several residual streams that are mixed with each other, and clamped experts, which in the first layers follow from the
+ids of tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from nvcli.models.families.deepseek_experts import SHARED_EXPERT, read_limit, sh
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import MAX_HEAD_DIM, SLIDING, ModelFile
 from nvcli.models.layer_config import MOST_STREAMS, DecoderConfig, LayerConfig
+from nvcli.models.mixers.compression import CompressionConfig
 from nvcli.models.mixers.shared_key import SharedKeyConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
 
 _HASHED, _CHOSEN = "hash_moe", "moe"
+_SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+_RATES = {0: SLIDING, 4: _SPARSE, 128: _HEAVY}
+"""The kinds of layers by the numbers that stand for them in `compress_ratios`."""
+_MOST_COMPRESSED = 1024
+"""The most tokens that have one key; more than any model has."""
 _NAMES = (
     (".attn.", ".self_attn."),
     (".ffn.", ".mlp."),
@@ -39,6 +45,14 @@ _NAMES = (
     (".w1.", ".gate_proj."),
     (".w2.", ".down_proj."),
     (".w3.", ".up_proj."),
+    (".indexer.compressor.", ".compressor.indexer."),
+    (".self_attn.indexer.", ".self_attn.compressor.indexer."),
+    (".indexer.weights_proj.", ".indexer.scorer.weights_proj."),
+    (".compressor.wgate.", ".compressor.gate_proj."),
+    (".indexer.wgate.", ".indexer.gate_proj."),
+    (".compressor.norm.", ".compressor.kv_norm."),
+    (".indexer.norm.", ".indexer.kv_norm."),
+    (".ape", ".position_bias"),
     SHARED_EXPERT,
 )
 _STARTS = (
@@ -54,8 +68,8 @@ def read(config: ModelFile) -> DecoderConfig:
     """Read the model. A layer for multi-token prediction stays on disk."""
     config.only(attention_bias=False, mlp_bias=False, num_key_value_heads=1, topk_method="noaux_tc")
     config.only(scoring_func="sqrtsoftplus", norm_topk_prob=True, n_shared_experts=1)
-    _check_layer_types(config)
-    norm, attention, limit = config.rms_norm(), _read_attention(config), read_limit(config)
+    norm, limit, kinds = config.rms_norm(), read_limit(config), _layer_types(config)
+    attention = {kind: _read_attention(config, kind) for kind in dict.fromkeys(kinds)}
     routing = config.routing(
         keys=("n_routed_experts", "num_local_experts"),
         scoring="sqrtsoftplus",
@@ -77,15 +91,18 @@ def read(config: ModelFile) -> DecoderConfig:
         iterations=config.positive("hc_sinkhorn_iters", most=1000),
     )
     return config.decoder(
-        (LayerConfig(mixer=attention, mlp=experts[kind]) for kind in _mlp_types(config)),
+        (
+            LayerConfig(mixer=attention[kind], mlp=experts[mlp])
+            for kind, mlp in zip(kinds, _mlp_types(config), strict=True)
+        ),
         norm=norm,
         layout=CheckpointLayout(starts=_STARTS, renamed=_NAMES, left=("mtp.",)),
         streams=streams,
     )
 
 
-def _read_attention(config: ModelFile) -> SharedKeyConfig:
-    """Read the attention of layers without compressed keys."""
+def _read_attention(config: ModelFile, kind: str) -> SharedKeyConfig:
+    """Read the attention of layers of a kind."""
     num_heads, head_dim = config.positive("num_attention_heads"), config.head_dim()
     num_groups = config.positive("o_groups")
     if num_heads % num_groups:
@@ -98,9 +115,27 @@ def _read_attention(config: ModelFile) -> SharedKeyConfig:
         num_groups=num_groups,
         group_rank=config.positive("o_lora_rank"),
         window=config.positive("sliding_window"),
-        rope=_read_rope(config, head_dim),
+        rope=_read_rope(config, head_dim) if kind == SLIDING else _read_other_rope(config, head_dim),
         rope_dim=rope_dim,
         norm_eps=config.rms_norm().eps,
+        compression=None if kind == SLIDING else _read_compression(config, kind, head_dim, rope_dim),
+    )
+
+
+def _read_compression(config: ModelFile, kind: str, head_dim: int, rope_dim: int) -> CompressionConfig:
+    """Read the compressed keys of layers of a kind."""
+    key, default = ("compress_rate_csa", 4) if kind == _SPARSE else ("compress_rate_hca", 128)
+    rates = config.object("compress_rates") if config.has("compress_rates") else config
+    rate = rates.positive(kind, config.positive(key, default), least=2, most=_MOST_COMPRESSED)
+    if kind == _HEAVY:
+        return CompressionConfig(rate=rate, num_series=1)
+    index_dim = config.positive("index_head_dim", 128, least=rope_dim, most=MAX_HEAD_DIM)
+    return CompressionConfig(
+        rate=rate,
+        num_series=2,
+        top_k=config.positive("index_topk", 512),
+        num_index_heads=config.positive("index_n_heads", 64),
+        index_dim=index_dim,
     )
 
 
@@ -124,14 +159,35 @@ def _read_rope(config: ModelFile, head_dim: int) -> RopeConfig:
     return replace(rope, partial_rotary_factor=1.0)  # of the numbers that are rotated
 
 
-def _check_layer_types(config: ModelFile) -> None:
-    """Raise LoadError if layers attend to compressed keys."""
-    key, plain = ("layer_types", SLIDING) if config.has("layer_types") else ("compress_ratios", 0)
-    others = [one for one in _entries(config, key) or ["none"] if one != plain]
-    if others:
-        raise config.error(
-            key, f"layers of the kind {show(others[0])}, which attend to compressed keys, are not computed yet"
-        )
+def _read_other_rope(config: ModelFile, head_dim: int) -> RopeConfig:
+    """Read the rotation of layers with compressed keys, whose angles have a base of their own and may be stretched
+    (YaRN), but cosines and sines are not."""
+    parameters = config.values.get("rope_parameters")
+    if not (isinstance(parameters, dict) and isinstance(parameters.get("compress"), dict)):
+        found = config.values.get("rope_scaling") or parameters or {}
+        if not isinstance(found, dict):
+            raise config.error("rope_scaling", f"{show(found)} is not an object")
+        own = {"attention_factor": 1.0, **found, "rope_theta": config.positive_number("compress_rope_theta", 160_000.0)}
+        config = config.replacing(rope_scaling=None, rope_parameters=own)
+    rope = read_rope(config, head_dim=head_dim, default_theta=None, layer_type="compress", is_interleaved=True)
+    return replace(rope, partial_rotary_factor=1.0)  # of the numbers that are rotated
+
+
+def _layer_types(config: ModelFile) -> list[str]:
+    """Read the kinds of layers, by name or by the rates of their keys; if both are absent, the first three layers
+    compress heavily, and then every second one."""
+    count = config.num_layers()
+    if config.has("layer_types") or not config.has("compress_ratios"):
+        kinds = _entries(config, "layer_types")
+        known: tuple[Any, ...] = SLIDING, _SPARSE, _HEAVY
+    else:
+        kinds, known = _entries(config, "compress_ratios"), tuple(_RATES)
+    if others := [one for one in kinds if one not in known]:
+        key = "layer_types" if config.has("layer_types") else "compress_ratios"
+        raise config.error(key, f"{show(others[0])} is not supported, only {', '.join(map(str, known))}")
+    if not kinds:
+        return [_SPARSE if number > 2 and number % 2 else _HEAVY for number in range(count)]
+    return [_RATES.get(one, one) for one in kinds]
 
 
 def _mlp_types(config: ModelFile) -> Sequence[str]:
@@ -159,7 +215,8 @@ def _entries(config: ModelFile, key: str) -> list[Any]:
 DEEPSEEK_V4 = Family(
     name="DeepSeek-V4",
     architectures=("DeepseekV4ForCausalLM",),
-    features="one key for all heads, which is the value, too; experts, looked up by token in the first layers; several "
+    features="one key for all heads, which is the value, too, of each token in a window and of several tokens each "
+    "before it (CSA, HCA); experts, looked up by token in the first layers; several "
     "residual streams (mHC)",
     examples=("deepseek-ai/DeepSeek-V4-Flash",),
     read=read,

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from nvcli.attention.kv_layout import KVDtype
+from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.spec import AttentionSpec
 from nvcli.core.config_types import KeptWeights
+from nvcli.models.mixers.compression import CompressionConfig
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
 from nvcli.models.rope_config import RopeConfig
 from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec, matrix, vector
@@ -36,6 +37,18 @@ class SharedKeyConfig(Mixer):
     rope_dim: int
     norm_eps: float
     """The epsilon of the norms of latent vectors, heads and keys."""
+    compression: CompressionConfig | None = None
+    """Keys for several tokens each, to which tokens attend besides; None: there are none."""
+
+    @property
+    def most_chosen(self) -> int | None:
+        return None if self.compression is None else self.compression.top_k
+
+    @property
+    def batch_dependence(self) -> str | None:
+        if self.compression is None:
+            return None
+        return "keys that stand for several tokens, to which steps attend in an order that depends on their rows"
 
     @property
     def input_projections(self) -> tuple[str, ...]:
@@ -47,7 +60,7 @@ class SharedKeyConfig(Mixer):
         return self.rope, self.rope_dim
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
-        return AttentionSpec(
+        spec = AttentionSpec(
             num_heads=self.num_heads // tensor_parallel_size,
             num_kv_heads=1,
             head_dim=self.head_dim,
@@ -57,17 +70,32 @@ class SharedKeyConfig(Mixer):
             kv_group=kv_group,
             value_dim=self.head_dim,
         )
+        return spec if self.compression is None else replace(spec, compressed=self.compression.kept(spec))
 
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
-        spec = self.kv_spec(tensor_parallel_size)
+        spec, chosen = self.kv_spec(tensor_parallel_size), self.most_chosen or 0
         return MixerCosts(
-            window=self.window,
+            window=None if self.window is None else self.window + chosen,
             kv_bytes_per_token=num_layers * spec.token_bytes(kv_dtype),
             flops_per_pair=num_layers * 2 * spec.num_heads * 2 * self.head_dim,
         )
 
+    def choice_costs(self, num_layers: int, kv_dtype: KVDtype) -> MixerCosts | None:
+        """Return the costs of the compressed keys that a token reads, which without a choice are attended."""
+        if self.compression is None:
+            return None
+        heads, size = self.num_heads, 2 * self.head_dim
+        if self.compression.top_k is not None:
+            heads, size = self.compression.num_index_heads, self.compression.index_dim
+        return MixerCosts(
+            kv_bytes_per_token=num_layers
+            * token_bytes(1, self.compression.sizes(self.head_dim)[-1], kv_dtype)
+            // self.compression.rate,
+            flops_per_pair=num_layers * 2 * heads * size // self.compression.rate,
+        )
+
     def num_kernels(self, ranks: Ranks) -> int:
-        return 9
+        return 9 + (0 if self.compression is None else 3 if self.compression.top_k is None else 9)
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.num_groups % ranks.size:
@@ -82,7 +110,11 @@ class SharedKeyConfig(Mixer):
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         """Count the elements: queries, results, and what groups make of these."""
         of_rank = 2 * self.num_heads * self.head_dim + self.num_groups * self.group_rank
-        return 3 * hidden_size + 2 * (self.query_rank + self.head_dim) + of_rank // ranks.size
+        of_keys = 0
+        if self.compression is not None:
+            of_keys = self.compression.input_dim(self.head_dim)
+            of_keys += self.compression.num_index_heads * self.compression.index_dim
+        return of_keys + 3 * hidden_size + 2 * (self.query_rank + self.head_dim) + of_rank // ranks.size
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
         """Yield the tensors. Each rank has all keys, and some of the groups of heads, whose first output projection is
@@ -102,3 +134,5 @@ class SharedKeyConfig(Mixer):
         )
         yield from context.output_projection(f"{path}.o_b_proj", between, "attention")
         yield vector(f"{path}.sinks", self.num_heads, Sharding.ROWS, "attention")  # in float32, as kernels take them
+        if self.compression is not None:
+            yield from self.compression.tensors(path, context, self.head_dim, self.query_rank)

@@ -1,5 +1,5 @@
 """The norms, rotary positions and store of keys that are values, too, in one kernel, a program for each token and some
-of its heads, and one for its key; and another that rotates results back by their tokens' angles."""
+of its heads, and one for its key; and another that rotates heads by their tokens' angles, or back."""
 
 from __future__ import annotations
 
@@ -106,14 +106,15 @@ def _norm_rotate_store_kernel(
 
 
 @triton.jit
-def _turn_back_kernel(
-    results_ptr,  # [T, NUM_HEADS, SIZE], whose last ROPE numbers are written
+def _turn_kernel(
+    heads_ptr,  # [T, NUM_HEADS, SIZE], whose last ROPE numbers are written
     cos_sin_ptr,  # [T, ROPE] float32
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    IS_BACK: tl.constexpr,  # by the negative of each angle, from the order of pairs (i, i + ROPE / 2) to neighbours
     DEPENDENT: tl.constexpr,
 ):
     """Program (token, HEADS heads)."""
@@ -123,16 +124,19 @@ def _turn_back_kernel(
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     is_pair = pair < HALF
     mask = (head < NUM_HEADS) & is_pair
-    tails = results_ptr + (token * NUM_HEADS + head) * SIZE + SIZE - ROPE
+    tails = heads_ptr + (token * NUM_HEADS + head) * SIZE + SIZE - ROPE
+    neighbours, halves = tails + 2 * pair, tails + pair
     await_kernel_before(DEPENDENT)
     cos = tl.load(cos_sin_ptr + token * ROPE + pair, mask=is_pair, other=0.0)
     sin = tl.load(cos_sin_ptr + token * ROPE + HALF + pair, mask=is_pair, other=0.0)
-    first = tl.load(tails + pair, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(tails + HALF + pair, mask=mask, other=0.0).to(tl.float32)
+    if IS_BACK:
+        sin = -sin
+    first = tl.load(halves if IS_BACK else neighbours, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(halves + HALF if IS_BACK else neighbours + 1, mask=mask, other=0.0).to(tl.float32)
     tl.debug_barrier()  # all threads have loaded what another one overwrites
-    dtype = results_ptr.dtype.element_ty
-    tl.store(tails + 2 * pair, (first * cos + second * sin).to(dtype), mask=mask)
-    tl.store(tails + 2 * pair + 1, (second * cos - first * sin).to(dtype), mask=mask)
+    dtype = heads_ptr.dtype.element_ty
+    tl.store(neighbours if IS_BACK else halves, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(neighbours + 1 if IS_BACK else halves + HALF, (second * cos + first * sin).to(dtype), mask=mask)
 
 
 def norm_rotate_store(
@@ -176,20 +180,30 @@ def norm_rotate_store(
     )
 
 
+def turn(heads: Tensor, cos_sin: Tensor) -> None:
+    """See `nvcli.kernels.shared_keys.turn`."""
+    _turn(heads, cos_sin, is_back=False)
+
+
 def turn_back(results: Tensor, cos_sin: Tensor) -> None:
     """See `nvcli.kernels.shared_keys.turn_back`."""
-    num_tokens, num_heads, size = results.shape
-    assert results.is_contiguous()
+    _turn(results, cos_sin, is_back=True)
+
+
+def _turn(heads: Tensor, cos_sin: Tensor, *, is_back: bool) -> None:
+    num_tokens, num_heads, size = heads.shape
+    assert heads.is_contiguous()
     assert cos_sin.is_contiguous()
     of_program = min(_HEADS_PER_PROGRAM, next_power_of_2(num_heads))
-    _turn_back_kernel[(num_tokens, ceil_div(num_heads, of_program))](
-        results,
+    _turn_kernel[(num_tokens, ceil_div(num_heads, of_program))](
+        heads,
         cos_sin,
         NUM_HEADS=num_heads,
         SIZE=size,
         ROPE=cos_sin.shape[1],
         BLOCK_HALF=next_power_of_2(cos_sin.shape[1] // 2),
         HEADS=of_program,
+        IS_BACK=is_back,
         num_warps=4,
-        **dependent(results.device),
+        **dependent(heads.device),
     )
