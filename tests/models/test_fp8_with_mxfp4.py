@@ -28,17 +28,30 @@ from nvcli.kernels.weight_formats import W4Format
 from nvcli.models.config import load_model_config
 from quantised_checkpoints import fp4
 
-SIZES = {"hidden_size": 64, "head_dim": 128, "num_attention_heads": 2, "q_lora_rank": 128, "o_lora_rank": 64}
+SIZES = {
+    "hidden_size": 64,
+    "head_dim": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "q_lora_rank": 128,
+    "o_lora_rank": 64,
+    "intermediate_size": 128,
+    "index_head_dim": 64,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "rope_parameters": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32},
+}
 NAMES = {
     r"^model\.embed_tokens\.": "embed.",
     r"^model\.hc_head\.hc_": "hc_head_",
     r"^model\.": "",
     r"\.attn\.norm\.": ".attn.kv_norm.",
 }
-IN_FP8 = re.compile(r"\.attn\.w\w+\.weight|\.shared_experts\.w\d\.weight")
+IN_FP8 = re.compile(r"\.attn\.(indexer\.)?w[qko]\w+\.weight|\.shared_experts\.w\d\.weight")
 IN_FP4 = re.compile(r"\.experts\.\d+\.w\d\.weight")
 KEYS = {
-    "compress_ratios": [0, 0, 0, 4],  # the last one is that of a layer for multi-token prediction
+    "compress_ratios": [0, 4, 128, 0],  # the last one is that of a layer for multi-token prediction
     "num_hash_layers": 1,
     "qk_rope_head_dim": 64,
     "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 32},
@@ -79,12 +92,14 @@ def _mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(published, plain) checkpoints of the same weights, and the latter as transformers writes it."""
-    family, sizes = EXPERT_SHAPES["deepseek v4, no compressed keys"]
-    sizes = {**sizes, **SIZES, "intermediate_size": 128}
+    family, sizes = EXPERT_SHAPES["deepseek v4"]
+    sizes = {**sizes, **SIZES}
     plain = write_tiny_model(tmp_path_factory.mktemp("plain") / "model", family, **sizes)
     published = tmp_path_factory.mktemp("published") / "model"
     shutil.copytree(plain, published)
     tensors = load_file(plain / "model.safetensors")
+    if not any(name.endswith(".attn.wkv.weight") for name in tensors):
+        pytest.skip("this version of transformers writes other names than published files have")
     stored = {"mtp.0.e_proj.weight": torch.ones(64, 64)}
     for own, weight in tensors.items():
         name = own
@@ -179,9 +194,9 @@ def test_a_scale_that_4_bits_cannot_have_is_refused(checkpoints: tuple[Path, Pat
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"compress_ratios": [0, 0, 4]}, "`compress_ratios`: layers of the kind 4, which attend to compressed keys"),
+        ({"compress_ratios": [0, 4, 5]}, "`compress_ratios`: 5 is not supported, only 0, 4, 128"),
         ({"compress_ratios": [0, 0]}, r"`compress_ratios`: \[0, 0\] is not a list for 3 layers"),
-        ({"layer_types": ["heavily_compressed_attention"] * 3}, '`layer_types`: layers of the kind "heavily_compr'),
+        ({"layer_types": ["full_attention"] * 3}, '`layer_types`: "full_attention" is not supported, only sliding_'),
         ({"mlp_layer_types": ["dense"] * 3}, '`mlp_layer_types`: "dense" is not supported, only hash_moe and moe'),
         ({"o_groups": 3}, "`o_groups`: 3 groups do not divide 2 attention heads"),
         ({"qk_rope_head_dim": 63}, "`qk_rope_head_dim`: 63 of 128 numbers of a head cannot be rotated in pairs"),
