@@ -103,7 +103,7 @@ class SharedKeyConfig(Mixer):
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         yield Piece("q_a_proj", self.query_rank, None, self.query_rank + self.head_dim)
-        yield Piece("kv_proj", self.head_dim, None, self.query_rank + self.head_dim)
+        yield Piece("kv_proj", self.head_dim, None)
         yield Piece("q_b_proj", self.num_heads // ranks.size * self.head_dim, None)
         yield Piece("o_b_proj", self.num_groups // ranks.size * self.group_rank, "o_b_proj")
 
