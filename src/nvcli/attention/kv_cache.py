@@ -296,9 +296,9 @@ class KVCache:
                 layer_stride=self.data.stride(0),
             )
             return
-        for group, of_group in enumerate(copies.of_groups):
-            for layer in spec.group_layers[group] if len(of_group) else ():
-                copy_keys(*self.layer(layer, group), self.scales(layer), of_group)
+        for (layer, group), pair in self._of_groups.items():
+            if len(copies.of_groups[group]):
+                copy_keys(*pair, self.scales(layer), copies.of_groups[group])
 
     @property
     def num_bytes(self) -> int:
