@@ -18,6 +18,7 @@ import pytest
 from nvcli.errors import ConfigError
 from nvcli.job import file_formats
 from nvcli.job.files import check_inputs, check_output
+from nvcli.job.input.column_check import ColumnsError
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import Job, JobResult
 from nvcli.job.output.parquet_output import write_parquet
@@ -100,6 +101,14 @@ def test_ids_of_databases(tmp_path: Path, ids: pyarrow.Array, expected: list[int
     path = tmp_path / "in.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"] * 3, "id": ids}), path)
     assert [row.context.id for row in read(path) if isinstance(row, Job)] == expected
+
+
+def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
+    """One of them would be left out without a word."""
+    path = tmp_path / "in.parquet"
+    pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"]), path)
+    with pytest.raises(ColumnsError, match=r"in\.parquet: two of its columns are called `prompt`; rename one"):
+        list(RowReader([str(path)], RowParser({})).batches())
 
 
 def test_what_is_no_parquet_is_an_error(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from pyarrow import types
 
 from nvcli.core.validation import shorten
 from nvcli.errors import NvcliError, RowError, first_line
+from nvcli.job.input.column_check import ColumnsError
 from nvcli.job.input.line_source import DamagedInput, Source
 from nvcli.job.line_splitter import MAX_LINE_BYTES, too_long
 from nvcli.job.rows.parser import Row
@@ -69,10 +70,14 @@ class TableSource(Source):
         """Yield what `batches` yields, after a check.
 
         Raises DamagedInput for offsets, lengths or texts that are not valid: pyarrow would follow them to memory that
-        is not the file's, or crash.
+        is not the file's, or crash. Raises ColumnsError for two columns of one name.
         """
         for batch, end in self.batches():
             self._check()
+            names = batch.schema.names
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise ColumnsError(f"{self.name}: two of its columns are called `{shorten(twice)}`; rename one")
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 try:
                     column.validate(full=True)
