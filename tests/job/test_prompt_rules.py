@@ -196,6 +196,7 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
     parse({"prompt": "p", "sampling_params": {}}, parser, 9)
     parse({"messages": [USER], "functions": []}, parser, 10)
     parse({"prompt": "p", "images": ["a.png"]}, parser, 11)
+    parse({**chat_row(), "image": "a.png"}, parser, 12)
     ends = [warning.partition("setting, ")[2] for warning in parser.warnings.take_new()]
     assert ends == [
         "put what it asks for into `sampling.structured`",
@@ -207,6 +208,7 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
         "call it `sampling`",
         "give `tools` next to `messages`",
         "`job.image_field: images` (--image-field images) reads images there",
+        "put images into `body.messages`",
     ]
     named = parser_of(prompt_template=TextTemplate("{system}"))
     assert isinstance(parse({"system": "a column"}, named), Job)

@@ -40,6 +40,7 @@ _BESIDE_BODY = {
     "chat_template_kwargs": "put it into `body`",
     "enable_thinking": "put it into `body.chat_template_kwargs`",
     **dict.fromkeys(("sampling", "sampling_params"), "put its keys into `body`"),
+    **dict.fromkeys(("image", "images", "multi_modal_data"), "put images into `body.messages`"),
     ADAPTER_KEY: "name the adapter as `body.model`",
 }
 """Keys that people wrongly put beside the body of a row of a batch file → what to do with them."""
