@@ -197,7 +197,7 @@ def attend_chosen(
     """Attend to the first `tokens.seen` of the chosen keys, or to all, and to the keys of a window. queries: [T, N, D],
     contiguous; cache: [blocks, block_size, D]; chosen: [T, K] int32, or None: all keys in order; out: [T, N, V],
     contiguous, written; zeros for padding; sinks: [N] float32, a score of each head that belongs to no key and is not
-    scaled; values: [blocks, block_size, V], in the rows of `cache` and not beside a window, or None: they are the first
+    scaled; values: [blocks, block_size, V], as far apart as the keys and without a window, or None: they are the first
     numbers of their keys."""
     out.zero_()
     for first in range(0, len(queries), _TOKENS):

@@ -4,6 +4,9 @@ A sequence has a list of blocks for each group. Full-attention layers keep the b
 a window free blocks that the window has passed. Layers with different windows are therefore in different groups, and so
 are layers whose keys differ in shape. All groups take as nearly as possible the same number of bytes per token, so that
 one pool of equal-sized blocks serves them all (as in vLLM's hybrid KV cache manager, vllm/v1/core/kv_cache_utils.py).
+
+A layer may keep several things, each in a group of its own (`AttentionSpec.kept`). Of keys that stand for several
+tokens a block holds those of several columns, and where these would be too many, fewer keys than fit.
 """
 
 from __future__ import annotations

@@ -25,40 +25,68 @@ _MERGED = 2048
 
 
 @triton.jit
-def _in_blocks(cache, table, position, block_stride, BLOCK_SIZE: tl.constexpr, CACHE_ROW: tl.constexpr):
-    """Return pointers to the keys at these positions."""
+def _places(chosen, first, table, lane, last, block_stride, BLOCK_SIZE: tl.constexpr, CACHE_ROW: tl.constexpr):
+    """Return where the keys `lane` of a token's choice are in the cache, without a choice counted from `first`; none
+    behind the one numbered `last`."""
+    lane = tl.minimum(lane, last)
+    position = first + lane if chosen is None else tl.load(chosen + lane)
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    return cache + (block * block_stride + position % BLOCK_SIZE * CACHE_ROW)
+    return block * block_stride + position % BLOCK_SIZE * CACHE_ROW
 
 
 @triton.jit
-def _keys(
-    lane,
+def _fold(
+    query,
+    tail,
+    highest,
+    weight_sum,
+    acc,
     cache,
-    table,
+    value_cache,
     chosen,
+    first,
+    count,
+    table,
     block_stride,
-    window_cache,
-    window_table,
-    window_block_stride,
-    near,
-    num_near,
+    scale_log2,
+    part,
+    VALUE: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CACHE_ROW: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WINDOW_BLOCK: tl.constexpr,
-    WINDOW_ROW: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    """Return pointers to the keys `lane` of a token: those of its window, `num_near` up to position `near`, and behind
-    them those of its choice, or without a choice all, in order."""
-    number = tl.maximum(lane - num_near, 0) if WINDOW > 0 else lane
-    position = number if chosen is None else tl.load(chosen + number)
-    keys = _in_blocks(cache, table, position, block_stride, BLOCK_SIZE, CACHE_ROW)
-    if WINDOW > 0:
-        position = tl.where(lane < num_near, near - num_near + lane, 0)
-        own = _in_blocks(window_cache, window_table, position, window_block_stride, WINDOW_BLOCK, WINDOW_ROW)
-        keys = tl.where(lane < num_near, own, keys)
-    return keys
+    """Fold a part of a token's `count` keys into the running maxima, sums of weights and weighted values of heads."""
+    lanes, values = tl.arange(0, KEYS), tl.arange(0, VALUE)
+    share = tl.cdiv(tl.cdiv(count, KEYS), PARTS) * KEYS
+    begin = part * share
+    end = tl.minimum(begin + share, count)
+    last = tl.maximum(end - 1, 0)
+    # The next tile's places are loaded ahead of their use, as in `attention_fold.fold_keys`.
+    next_places = _places(chosen, first, table, begin + lanes, last, block_stride, BLOCK_SIZE, CACHE_ROW)
+    for start in tl.range(begin, end, KEYS, num_stages=NUM_STAGES):
+        rows = next_places[:, None]
+        next_places = _places(chosen, first, table, start + KEYS + lanes, last, block_stride, BLOCK_SIZE, CACHE_ROW)
+        is_key = start + lanes < end
+        key = tl.load(cache + rows + values[None, :], mask=is_key[:, None], other=0.0)
+        value = key
+        if value_cache is not None:
+            value = tl.load(value_cache + rows + values[None, :], mask=is_key[:, None], other=0.0)
+        scores = tl.dot(query, key.T, input_precision="ieee")
+        if TAIL > 0:
+            tails = VALUE + tl.arange(0, TAIL)
+            key_tail = tl.load(cache + rows + tails[None, :], mask=is_key[:, None], other=0.0)
+            scores = tl.dot(tail, key_tail.T, scores, input_precision="ieee")
+        scores = tl.where(is_key[None, :], scores * scale_log2, -float("inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        decay = tl.exp2(highest - new_highest)
+        weights = tl.exp2(scores - new_highest[:, None])
+        weight_sum = weight_sum * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(key.dtype), value, acc * decay[:, None], input_precision="ieee")
+        highest = new_highest
+    return highest, weight_sum, acc
 
 
 @triton.jit(
@@ -68,7 +96,7 @@ def _keys(
 def _attend_chosen_kernel(
     queries,  # [T, NUM_HEADS, VALUE + TAIL], contiguous
     cache,  # blocks block_stride apart, tokens CACHE_ROW
-    to_value,  # numbers from a key to its value; None: a value is the first numbers of its key
+    value_cache,  # values of VALUE numbers, as far apart, or None: they are the first of a key
     seen,  # [T] int32
     slots,  # [T] int64
     tables,  # [slots, ...] int32, rows table_stride apart
@@ -104,61 +132,74 @@ def _attend_chosen_kernel(
     token = (tl.program_id(0) // TILES).to(tl.int64)
     part = tl.program_id(1)
     heads = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
-    lanes, values = tl.arange(0, KEYS), tl.arange(0, VALUE)
+    values = tl.arange(0, VALUE)
     is_head = (heads < NUM_HEADS)[:, None]
     query_rows = ((token * NUM_HEADS + heads) * (VALUE + TAIL))[:, None]
     query = tl.load(queries + query_rows + values[None, :], mask=is_head, other=0.0).to(cache.dtype.element_ty)
+    tail = query
     if TAIL > 0:
         tails = VALUE + tl.arange(0, TAIL)
         tail = tl.load(queries + query_rows + tails[None, :], mask=is_head, other=0.0).to(cache.dtype.element_ty)
     count = tl.load(seen + token)
+    slot = tl.load(slots + token)
     if chosen is not None:
         count = tl.minimum(count, TOP_K)
         chosen += token * chosen_stride
-    near, num_near = 0, 0
-    if WINDOW > 0:
-        near = tl.load(window_seen + token)
-        num_near = tl.minimum(near, WINDOW)
-        count += num_near
-    share = tl.cdiv(tl.cdiv(count, KEYS), PARTS) * KEYS
-    begin = part * share
-    end = tl.minimum(begin + share, count)
-    last = tl.maximum(end - 1, 0)
-    slot = tl.load(slots + token)
-    table, window_table = tables + slot * table_stride, window_tables + slot * window_table_stride
     highest = tl.full([HEADS], _LEAST, tl.float32)
     weight_sum = tl.zeros([HEADS], tl.float32)
     if sinks is not None and part == 0:  # of one part alone, so that the sum over parts has it once
         highest = load_sinks(sinks, heads, heads < NUM_HEADS)
         weight_sum += 1.0
     acc = tl.zeros([HEADS, VALUE], tl.float32)
-    # The next tile's places are loaded ahead of their use, as in `attention_fold.fold_keys`.
-    next_keys = _keys(
-        tl.minimum(begin + lanes, last), cache, table, chosen, block_stride, window_cache, window_table,
-        window_block_stride, near, num_near, BLOCK_SIZE, CACHE_ROW, WINDOW, WINDOW_BLOCK, WINDOW_ROW,
-    )  # fmt: skip
-    for start in tl.range(begin, end, KEYS, num_stages=NUM_STAGES):
-        rows = next_keys[:, None]
-        next_keys = _keys(
-            tl.minimum(start + KEYS + lanes, last), cache, table, chosen, block_stride, window_cache, window_table,
-            window_block_stride, near, num_near, BLOCK_SIZE, CACHE_ROW, WINDOW, WINDOW_BLOCK, WINDOW_ROW,
-        )  # fmt: skip
-        is_key = start + lanes < end
-        key = tl.load(rows + values[None, :], mask=is_key[:, None], other=0.0)
-        value = key
-        if to_value is not None:
-            value = tl.load(rows + to_value + values[None, :], mask=is_key[:, None], other=0.0)
-        scores = tl.dot(query, key.T, input_precision="ieee")
-        if TAIL > 0:
-            key_tail = tl.load(rows + tails[None, :], mask=is_key[:, None], other=0.0)
-            scores = tl.dot(tail, key_tail.T, scores, input_precision="ieee")
-        scores = tl.where(is_key[None, :], scores * scale_log2, -float("inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        decay = tl.exp2(highest - new_highest)
-        weights = tl.exp2(scores - new_highest[:, None])
-        weight_sum = weight_sum * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(key.dtype), value, acc * decay[:, None], input_precision="ieee")
-        highest = new_highest
+    if WINDOW > 0:
+        near = tl.load(window_seen + token)
+        num_near = tl.minimum(near, WINDOW)
+        highest, weight_sum, acc = _fold(
+            query,
+            tail,
+            highest,
+            weight_sum,
+            acc,
+            window_cache,
+            None,
+            None,
+            near - num_near,
+            num_near,
+            window_tables + slot * window_table_stride,
+            window_block_stride,
+            scale_log2,
+            part,
+            VALUE,
+            TAIL,
+            WINDOW_BLOCK,
+            WINDOW_ROW,
+            PARTS,
+            KEYS,
+            NUM_STAGES,
+        )
+    highest, weight_sum, acc = _fold(
+        query,
+        tail,
+        highest,
+        weight_sum,
+        acc,
+        cache,
+        value_cache,
+        chosen,
+        0,
+        count,
+        tables + slot * table_stride,
+        block_stride,
+        scale_log2,
+        part,
+        VALUE,
+        TAIL,
+        BLOCK_SIZE,
+        CACHE_ROW,
+        PARTS,
+        KEYS,
+        NUM_STAGES,
+    )
     acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
     row = (token * PARTS + part) * NUM_HEADS + heads
     tl.store(out + row[:, None] * VALUE + values[None, :], acc.to(out.dtype.element_ty), mask=is_head)
@@ -223,7 +264,7 @@ def attend_chosen(
     assert out.is_contiguous()
     assert cache.stride(2) == tokens.tables.stride(1) == 1
     assert chosen is None or chosen.stride(1) == 1
-    assert values is None or (values.stride() == cache.stride() and window is None)  # in the rows of keys
+    assert values is None or (values.stride() == cache.stride() and window is None)
     near = window or WindowKeys(cache, tokens, 0)
     assert near.cache.stride(2) == near.tokens.tables.stride(1) == 1
     heads = min(64, max(16, next_power_of_2(num_heads)))
@@ -239,7 +280,7 @@ def attend_chosen(
     _attend_chosen_kernel[num_tokens * tiles, num_parts](
         queries,
         cache,
-        None if values is None else (values.data_ptr() - cache.data_ptr()) // cache.itemsize,
+        values,
         *tokens,
         chosen,
         None if window is None else near.cache,
