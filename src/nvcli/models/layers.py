@@ -254,7 +254,7 @@ class Angles:
     """The cosines and sines of a step's tokens, for each rotation of the model."""
 
     def __init__(self, by_rope: Mapping[Rotation, Tensor], tables: Mapping[Rotation, Tensor]) -> None:
-        """`tables`: those of all positions."""
+        """`tables`: those of all positions, of rotations whose frequencies are not learned."""
         self._by_rope, self._tables = by_rope, tables
 
     def of(self, rotation: Rotation | None) -> Tensor | None:
@@ -281,8 +281,9 @@ class RotaryTables(nn.Module):
         )
 
     def forward(self, positions: Tensor) -> Angles:
-        tables = {key: table.get_buffer("table") for key, table in zip(self.keys, self.tables, strict=True)}
-        return Angles({key: table(positions) for key, table in zip(self.keys, self.tables, strict=True)}, tables)
+        of_keys = dict(zip(self.keys, self.tables, strict=True))
+        fixed = {key: table.get_buffer("table") for key, table in of_keys.items() if isinstance(table, RotaryTable)}
+        return Angles({key: table(positions) for key, table in of_keys.items()}, fixed)
 
 
 class Attention(TokenMixer):

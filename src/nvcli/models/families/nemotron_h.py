@@ -37,6 +37,13 @@ KEYS = {
     "use_conv_bias": "mamba_conv_bias",
 }
 """Names that files without a prefix for Mamba have for its keys, and those that are read."""
+_NEMOTRON_KEYS = {
+    **KEYS,
+    "mamba_head_dim": "mamba_d_head",
+    "mamba_hidden_act": "hidden_act",
+    "mamba_num_heads": "mamba_n_heads",
+    "ssm_state_size": "mamba_d_state",
+}
 
 
 def read_nemotron_h(config: ModelFile) -> DecoderConfig:
@@ -133,13 +140,7 @@ NEMOTRON_H = Family(
     features="Mamba-2 layers, layers of attention, MLPs or experts without a gate, with relu², also in a latent space",
     examples=("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
     read=read_nemotron_h,
-    keys={
-        **KEYS,
-        "mamba_head_dim": "mamba_d_head",
-        "mamba_hidden_act": "hidden_act",
-        "mamba_num_heads": "mamba_n_heads",
-        "ssm_state_size": "mamba_d_state",
-    },
+    keys=_NEMOTRON_KEYS,
 )
 NEMOTRON_OMNI = Family(
     name="Nemotron 3 Omni",
@@ -148,6 +149,7 @@ NEMOTRON_OMNI = Family(
     examples=("nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16",),
     read=read_nemotron_h,
     read_vision=read_radio_vision,
+    keys=_NEMOTRON_KEYS,
     whole_keys={
         "llm_config": "text_config",
         "img_context_token_id": "image_token_id",

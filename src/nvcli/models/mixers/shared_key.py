@@ -69,6 +69,7 @@ class SharedKeyConfig(Mixer):
             has_sinks=True,
             kv_group=kv_group,
             value_dim=self.head_dim,
+            has_values=False,
         )
         return spec if self.compression is None else replace(spec, compressed=self.compression.kept(spec))
 
