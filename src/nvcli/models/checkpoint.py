@@ -304,7 +304,9 @@ def _in_cache(name: str, *, weights: bool, revision: str | None) -> str:
     nothing of it."""
     hub_id, quantisation = split_quantisation(name)
     folder = cached_snapshot(hub_id, weights=weights, revision=revision)
-    if folder is not None and quantisation is None and _format_of(folder) is not _GGUF:
+    if folder is not None:
+        if quantisation is not None or _format_of(folder) is _GGUF:
+            return ""  # which files it has, the error says
         return f"\nthe cache has a part of it: {folder} lacks {_lacks(folder, weights=weights)}"
     others = cached_revisions(hub_id)
     return f"\nthe cache has other revisions of it (--revision): {', '.join(others)}" if others else ""
