@@ -318,7 +318,6 @@ DAMAGED: dict[str, tuple[Any, bytes, bytes]] = {
     "far": (TEXTS, ints(0, 1, 2, 3), ints(0, 1, 2, 4000)),
     "back": (TEXTS, ints(0, 1, 2, 3), ints(0, 3, 1, 3)),
     "negative": (TEXTS, ints(0, 1, 2, 3), ints(0, 1, -5, 3)),
-    "bytes": (TEXTS, b"xyz", b"x\xffz"),
     "words": (
         pyarrow.DictionaryArray.from_arrays(pyarrow.array([2, 0, 1], pyarrow.int32()), PAIRS),
         ints(2, 0, 1),
@@ -354,6 +353,17 @@ def test_a_damaged_column_is_an_error_that_names_it(tmp_path: Path, name: str, k
     )
     with pytest.raises(ConfigError, match=match):
         read(path, data.replace(sound, damaged))
+
+
+def test_a_text_of_a_table_that_is_not_utf8_is_an_error_row(tmp_path: Path) -> None:
+    path = tmp_path / "in.arrow"
+    texts = pyarrow.array([None, "p", "xyz", "rrr"])
+    batch = pyarrow.record_batch([texts, pyarrow.array(range(4))], ["prompt", "number"]).slice(1)
+    with pyarrow.ipc.new_file(path, batch.schema) as writer:
+        writer.write_batch(batch)
+    rows = read(path, path.read_bytes().replace(b"xyz", b"x\xffz"))
+    assert [(prompt, extra) for _, prompt, extra in jobs(rows)] == [("p", {"number": 1}), ("rrr", {"number": 3})]
+    assert errors(rows) == [("invalid_utf8", "row 2: `prompt`: not UTF-8 text (invalid start byte)")]
 
 
 def test_one_value_of_many_rows_is_not_made_for_all_of_them_at_once(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from nvcli.errors import NvcliError, RowError, first_line
 from nvcli.job.input.column_check import ColumnsError
 from nvcli.job.input.line_source import DamagedInput, Source
 from nvcli.job.line_splitter import MAX_LINE_BYTES, too_long
+from nvcli.job.rows.bad_json import explain_bad_utf8
 from nvcli.job.rows.parser import Row
 from nvcli.job.rows.raw_values import without_nulls
 
@@ -51,12 +52,15 @@ class TableSource(Source):
         return f"row {number}"
 
     def lines(self) -> Iterator[Row]:
-        """Yield the rows, and the errors of those that are too large.
+        """Yield the rows, and the errors of those that are too large or have texts that are not UTF-8.
 
         Raises OSError or DamagedInput where the file cannot be read on, and InputChanged where it is not what it was.
         """
         size = os.stat(self.name).st_size
         for batch, end in self._explained(self._valid_batches()):
+            if isinstance(batch, RowError):
+                yield batch
+                continue
             begin, num_made = self.bytes_read, 0
             for rows, row_bytes in self._explained(rows_of(batch)):
                 num_made += len(rows)
@@ -67,10 +71,11 @@ class TableSource(Source):
         self.bytes_read = size
 
     def _valid_batches(self) -> Iterator[tuple[Any, int]]:
-        """Yield what `batches` yields, after a check.
+        """Yield what `batches` yields, after a check, in parts where rows between have texts that are not UTF-8: their
+        errors.
 
-        Raises DamagedInput for offsets, lengths or texts that are not valid: pyarrow would follow them to memory that
-        is not the file's, or crash. Raises ColumnsError for two columns of one name.
+        Raises DamagedInput for offsets or lengths that are not valid: pyarrow would follow them to memory that is not
+        the file's, or crash. Raises ColumnsError for two columns of one name.
         """
         for batch, end in self.batches():
             self._check()
@@ -78,12 +83,21 @@ class TableSource(Source):
             if len(set(names)) < len(names):
                 twice = next(name for name in names if names.count(name) > 1)
                 raise ColumnsError(f"{self.name}: two of its columns are called `{shorten(twice)}`; rename one")
+            errors: dict[int, RowError] = {}
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 try:
                     column.validate(full=True)
                 except Exception as error:
-                    raise DamagedInput(f"the column `{shorten(name)}` is damaged: {first_line(error)}") from None
-            yield batch, end
+                    of_column = _bad_texts(name, column)
+                    if not of_column:
+                        raise DamagedInput(f"the column `{shorten(name)}` is damaged: {first_line(error)}") from None
+                    errors = of_column | errors
+            begin = 0
+            for row, row_error in sorted(errors.items()):
+                yield batch.slice(begin, row - begin), end
+                yield row_error, end
+                begin = row + 1
+            yield batch.slice(begin), end
 
     def _explained(self, made: Iterator[_Made]) -> Iterator[_Made]:
         """Yield what pyarrow makes, with its exceptions turned into OSError, DamagedInput and InputChanged."""
@@ -140,6 +154,26 @@ class ArrowSource(TableSource):
 def _rows_within(row_bytes: int) -> int:
     """Return how many rows of `row_bytes` fit in a batch."""
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, row_bytes)))
+
+
+def _bad_texts(name: str, column: Any) -> dict[int, RowError]:
+    """Return the errors of a column's texts that are not UTF-8, by row; none if more than that is wrong with it."""
+    kinds = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    if column.type not in kinds:
+        return {}
+    texts = column.view(kinds[column.type])
+    try:
+        texts.validate(full=True)
+    except Exception:
+        return {}
+    errors = {}
+    for row, text in enumerate(texts):
+        try:
+            (text.as_py() or b"").decode()
+        except UnicodeDecodeError as error:
+            explained = explain_bad_utf8(text.as_py(), error.reason)
+            errors[row] = RowError("invalid_utf8", f"`{shorten(name)}`: {explained}")
+    return errors
 
 
 def rows_of(batch: Any) -> Iterator[tuple[list[dict[str, Any] | RowError], int]]:
