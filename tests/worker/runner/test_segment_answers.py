@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from generation import greedy_answers
@@ -13,6 +14,7 @@ from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import SHAPES
 from nvcli.demo import demo_path
+from nvcli.worker.runner.rank_attention import RankAttention
 from one_rank import make_runner
 
 
@@ -46,6 +48,14 @@ def test_answers_of_the_built_in_model_do_not_change() -> None:
     found, num_steps, _ = answers(runner, prompts, 10, num_blocks=runner.ready.num_blocks, costs=EAGER_COSTS)
     assert found == expected
     assert num_steps > 5
+
+
+def test_no_stage_reads_segments_that_another_one_cannot() -> None:
+    runner = make_runner(demo_path(), "cpu", kv_cache_memory=1 << 24)
+    assert runner.ready.reads_segments
+    other = SimpleNamespace(min=lambda value: 0)
+    found = RankAttention.of(runner.config, runner.model, runner.device, runner.dtype, other)  # type: ignore[arg-type]
+    assert found.max_shared_rows == 0
 
 
 @pytest.mark.parametrize("key", ["enable_cascade_attention", "enable_prefix_caching"])

@@ -26,7 +26,7 @@ class RankAttention:
     notes: list[str]
     """Notes for the log about the choice."""
     max_shared_rows: int
-    """The most decode rows of a step that read shared segments once; 0: the backend cannot do that."""
+    """The most decode rows of a step that read shared segments once; 0: one of the stages cannot do that."""
     prefix_tile_tokens: int
     """The tokens of a tile in which chunks attend together to their prefix; 0: one of the stages cannot do that."""
     kv_groups: tuple[KVGroup, ...]
@@ -71,12 +71,14 @@ class RankAttention:
         why_no_drafts = _why_no_drafts(config, backend, groups)
         mixers = (mixer for of_layer in model.config.mixers for mixer in of_layer)
         notes += dict.fromkeys(mixer.note for mixer in mixers if mixer.note is not None)
-        # Stages pad a step to one shape, and a stage whose layers all have windows cannot plan one with prefixes.
+        # Stages run the same steps, padded to one shape: what one of them cannot share, none does. One whose layers all
+        # have windows cannot plan steps with prefixes, and one with chosen keys reads no segments.
         tile_tokens = backend.prefix_tile_tokens if config.max_shared_rows else 0
+        max_shared_rows = config.max_shared_rows if backend.reads_segments else 0
         return cls(
             backend=backend,
             notes=notes,
-            max_shared_rows=config.max_shared_rows if backend.reads_segments else 0,
+            max_shared_rows=world.min(max_shared_rows),
             prefix_tile_tokens=world.min(tile_tokens),
             kv_groups=groups,
             kv_spec=kv_spec,
