@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import edit_json, write_tiny_model, write_tiny_qwen3
+from expert_shapes import EXPERT_SHAPES
 from family_shapes import HYBRID, SHAPES
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError, LoadError
@@ -21,6 +22,9 @@ def test_models_that_cannot_draft_are_refused(tmp_path: Path) -> None:
     assert read_draft_model(tmp_path / "target", target).tensor_infos
     with pytest.raises(ConfigError, match="recurrent states"):
         read_draft_model(write_tiny_model(tmp_path / "hybrid", "Qwen3_5Text", **HYBRID), target)
+    compressed = {**EXPERT_SHAPES["deepseek v4"][1], "layer_types": ["heavily_compressed_attention"] * 4}
+    with pytest.raises(ConfigError, match="cannot draft"):
+        read_draft_model(write_tiny_model(tmp_path / "compressed", "DeepseekV4", **compressed), target)
     short = write_tiny_model(tmp_path / "short", "GPT2", **SHAPES["gpt 2"][1], max_position_embeddings=256)
     with pytest.raises(ConfigError, match="a model that knows 256 positions, and the model's sequences may have 512"):
         read_draft_model(short, target)

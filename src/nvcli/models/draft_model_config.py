@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
+from nvcli.attention.spec import AttentionSpec
 from nvcli.errors import ConfigError
 from nvcli.models.checkpoint_check import check_tensors, read_model_tensors
 from nvcli.models.config import ModelConfig, load_model_config
@@ -64,7 +65,9 @@ def read_draft_model(folder: Path, target: ModelConfig, *, is_random: bool = Fal
         raise ConfigError(
             f"{problem}a model with recurrent states, which cannot take back drafts: use one with attention only"
         )
-    reads_others = any(mixer.reads_kv_of is not None or mixer.most_chosen for mixer in mixers)
+    specs = (mixer.kv_spec() for mixer in mixers)
+    is_beside = any(isinstance(spec, AttentionSpec) and spec.is_beside_backends for spec in specs)
+    reads_others = is_beside or any(mixer.reads_kv_of is not None for mixer in mixers)
     if reads_others or model.decoder.layer_inputs is not None:
         raise ConfigError(f"{problem}and models of its family ({model.architecture}) cannot draft: use another")
     if model.decoder.learned_positions is not None and model.max_position_embeddings < target.max_position_embeddings:
