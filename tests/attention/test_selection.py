@@ -12,12 +12,12 @@ from attention_setup import Bench, History
 
 from nvcli.attention import selection
 from nvcli.attention.backend import AttentionCase
+from nvcli.attention.choice_sizes import ChoiceSizes
 from nvcli.attention.chosen_keys import ChosenKeys
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.hybrid import HybridBackend
-from nvcli.attention.kv_layout import choice_bytes, choice_score_rows
 from nvcli.attention.selection import AUTO_ORDER, BACKENDS, NOT_ASKED, select_backend, why_not
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionSpec, CompressedKeys
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.errors import ConfigError
@@ -243,13 +243,14 @@ def test_what_the_choice_of_keys_takes_is_planned(top_k: int, pools: Pools, num_
     device = torch.device("cpu")
     case = AttentionCase(device=device, dtype=torch.float32, specs=(), block_size=16, max_num_batched_tokens=64)
     spec = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=64, scale=1.0, rate=rate, row_heads=num_heads)
-    keys = ChosenKeys(case, [replace(spec, top_k=top_k or None, index_pools=pools)])
+    spec = replace(spec, top_k=top_k or None, index_pools=pools)
+    if rate > 1:
+        spec = replace(spec, compressed=CompressedKeys(spec, spec), top_k=None)
+    keys, planned = ChosenKeys(case, [spec]), ChoiceSizes.of([spec], case.max_model_len)
     taken = {
         value.data_ptr(): value.nbytes
         for value in (*vars(keys).values(), *keys._of_rates.values())
         if isinstance(value, torch.Tensor)
     }
-    most_keys = case.max_model_len // rate if top_k else 0
-    choices = {"num_choices": max(1, num_heads), "num_rates": int(rate > 1)}
-    planned = choice_bytes(most_keys, 64, top_k, pools, **choices)
-    assert planned - 4 * choice_score_rows(most_keys, 64) * most_keys == sum(taken.values()) + 64 * 48
+    scores = 4 * planned.score_rows(64) * planned.most_keys
+    assert planned.num_bytes(64) - scores == sum(taken.values()) + 64 * 48

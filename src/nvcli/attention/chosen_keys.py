@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nvcli.attention.backend import AttentionCase
+from nvcli.attention.choice_sizes import ChoiceSizes
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.kv_layout import choice_score_rows
 from nvcli.attention.spec import AttentionSpec, Geometry
 from nvcli.errors import ConfigError
 from nvcli.kernels.chosen_keys import (
@@ -56,26 +56,21 @@ class ChosenKeys:
     """The choices of a step, in memory that is allocated once."""
 
     def __init__(self, case: AttentionCase, specs: Sequence[AttentionSpec]) -> None:
-        """`specs`: those of `case` that are not attended by a backend. All that choose do so by the same pools."""
+        """`specs`: those of `case` that are not attended by a backend, as for `ChoiceSizes.of`."""
         tokens, device = case.max_num_batched_tokens, case.device
-        attended = [spec.attended for spec in specs]
-        choosing = [spec for spec in attended if spec.top_k is not None]
-        top_k = max((spec.top_k or 0 for spec in choosing), default=0)
-        num_choices = max(1, *(spec.row_heads for spec in attended))
-        self._pools = max((spec.index_pools for spec in attended), key=lambda pools: pools.size)
-        most_keys = max((case.max_model_len // spec.rate for spec in choosing), default=0)
+        sizes = ChoiceSizes.of(specs, case.max_model_len)
+        self._pools = sizes.pools
         self._seen = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._slots = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self._chosen = torch.zeros(num_choices, tokens, top_k, dtype=torch.int32, device=device)
+        self._chosen = torch.zeros(sizes.num_choices, tokens, sizes.top_k, dtype=torch.int32, device=device)
         self._counts = self._seen  # those of a choice, which kernels bound by its size
         if self._pools.size > 1:
-            most = self._pools.most_chosen(top_k)
-            self._chosen_pools = torch.zeros(tokens, most, dtype=torch.int32, device=device)
+            self._chosen_pools = torch.zeros(tokens, sizes.most_pools, dtype=torch.int32, device=device)
             self._counts = torch.zeros_like(self._seen)
-        self._of_rates = {spec.rate: torch.zeros_like(self._seen) for spec in attended if spec.rate > 1}
+        self._of_rates = {rate: torch.zeros_like(self._seen) for rate in sizes.rates}
         """How many keys of so many tokens each token sees."""
-        num_rows = choice_score_rows(most_keys, tokens) if device.type == "cuda" else 0
-        self._scores = torch.empty(num_rows, most_keys, dtype=torch.float32, device=device)
+        num_rows = sizes.score_rows(tokens) if device.type == "cuda" else 0
+        self._scores = torch.empty(num_rows, sizes.most_keys, dtype=torch.float32, device=device)
         self._on_hopper = _on_hopper(case) if device.type == "cuda" else {}
 
     def plan(self, batch: ForwardBatch) -> None:

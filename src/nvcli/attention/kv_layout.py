@@ -1,15 +1,14 @@
 """How keys, values and states lie in a block, and how many bytes keys and values take. Torch-free.
 
 A layer has two equal parts of each of its blocks: one for keys, one for values; it has one if values are a part of the
-keys. In FP8 (e4m3) a part ends with the
-scales of its numbers, one for each token and head, so that a block and its scales are one thing.
+keys. In FP8 (e4m3) a part ends with the scales of its numbers, one for each token and head, so that a block and its
+scales are one thing.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from nvcli.kernels.pool_settings import Pools
 from nvcli.kernels.whole_numbers import round_up
 
 KVDtype = Literal["float32", "bfloat16", "float16", "fp8"]
@@ -29,9 +28,6 @@ _LEAST_SCRATCH_TOKENS = 65_536
 _MOST_SCRATCH_TOKENS = 262_144
 _MOST_PROJECTED_BYTES = 1 << 30
 """The most bytes that a longest request may take of a scratch of projected latents."""
-
-_CHOICE_BYTES = 256 << 20
-"""The most bytes of the scores by which keys are chosen, but for one token's."""
 
 
 def part_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
@@ -54,22 +50,6 @@ def projected_scratch_tokens(
     requests with more keys never attend to projected latents (None: all may)."""
     most = min(max_model_len, top_k or max_model_len, _MOST_PROJECTED_BYTES // row_bytes)
     return round_up(max_num_batched_tokens + most, SCRATCH_UNIT)
-
-
-def choice_score_rows(most_keys: int, max_num_batched_tokens: int) -> int:
-    """The tokens whose scores of all keys there is room for at a time, where keys are chosen."""
-    return min(max_num_batched_tokens, max(1, _CHOICE_BYTES // (4 * most_keys))) if most_keys else 0
-
-
-def choice_bytes(
-    most_keys: int, max_num_batched_tokens: int, top_k: int, pools: Pools, *, num_choices: int = 1, num_rates: int = 0
-) -> int:
-    """The bytes that the choice of keys takes (`attention/chosen_keys.py`): scores, and for each token the keys of each
-    choice, how many there are, its slot and its part of the list of work; where several are chosen together, also the
-    pools, and how many keys it sees; for each of `num_rates`, how many keys of several tokens."""
-    scores = choice_score_rows(most_keys, max_num_batched_tokens) * most_keys
-    of_pools = pools.most_chosen(top_k) + 1 if pools.size > 1 else 0
-    return 4 * (scores + max_num_batched_tokens * (num_choices * top_k + of_pools + num_rates + 15))
 
 
 def scratch_tokens(max_model_len: int, max_num_seqs: int) -> int:

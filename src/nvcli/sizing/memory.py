@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from nvcli.attention.kv_layout import SCRATCH_UNIT, choice_bytes, projected_scratch_tokens, scratch_tokens
+from nvcli.attention.choice_sizes import ChoiceSizes
+from nvcli.attention.kv_layout import SCRATCH_UNIT, projected_scratch_tokens, scratch_tokens
 from nvcli.attention.spec import StateSpec, attention_kinds, projected_kind
 from nvcli.core.config_types import FP8_PRODUCTS
 from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
@@ -225,15 +226,8 @@ def _buffers(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
     scratch = _prefill_scratch(config, model)
     size = model.attention_ranks(config.tensor_parallel_size)
     kinds = attention_kinds(mixer.kv_spec(size) for of_layer in model.mixers for mixer in of_layer)
-    if attended := [spec.attended for spec in kinds if spec.is_beside_backends]:
-        scratch += choice_bytes(
-            max((config.max_model_len // spec.rate for spec in attended if spec.top_k is not None), default=0),
-            config.of_home.max_padded_tokens,
-            model.most_chosen,
-            max((spec.index_pools for spec in attended), key=lambda pools: pools.size),
-            num_choices=max(1, *(spec.row_heads for spec in attended)),
-            num_rates=len({spec.rate for spec in attended} - {1}),
-        )
+    if any(spec.is_beside_backends for spec in kinds):
+        scratch += ChoiceSizes.of(kinds, config.max_row_tokens).num_bytes(config.of_home.max_padded_tokens)
     return tokens + tables + drafts + sums + links + angles + scratch + _WORKSPACE_BYTES
 
 

@@ -1,0 +1,58 @@
+"""ChoiceSizes: the memory of attention beside backends (`chosen_keys.py`), for its plan and for the run. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.pool_settings import Pools
+
+_SCORE_BYTES = 256 << 20
+"""The most bytes of the scores by which keys are chosen, but for one token's."""
+_OTHER_NUMBERS = 15
+"""How many keys a token sees, its slot, and its part of the list of work of Hopper GPUs, in numbers of 32 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceSizes:
+    """The sizes of what is kept of each token of a step."""
+
+    most_keys: int
+    """The most keys that it chooses from; 0: none are chosen."""
+    top_k: int
+    """The most keys of a choice."""
+    num_choices: int
+    """The choices of a layer: one, or one of each KV head."""
+    pools: Pools
+    rates: tuple[int, ...]
+    """The numbers of tokens that have one key together."""
+
+    @classmethod
+    def of(cls, specs: Iterable[AttentionSpec], max_model_len: int) -> ChoiceSizes:
+        """Return the sizes for layers with these specs, at least one of which is attended beside backends. All that
+        choose do so by the same pools."""
+        attended = [spec.attended for spec in specs if spec.is_beside_backends]
+        choosing = [spec for spec in attended if spec.top_k is not None]
+        return cls(
+            most_keys=max((max(1, max_model_len // spec.rate) for spec in choosing), default=0),
+            top_k=max((spec.top_k or 0 for spec in choosing), default=0),
+            num_choices=max(1, *(spec.row_heads for spec in attended)),
+            pools=max((spec.index_pools for spec in attended), key=lambda pools: pools.size),
+            rates=tuple(dict.fromkeys(spec.rate for spec in attended if spec.rate > 1)),
+        )
+
+    @property
+    def most_pools(self) -> int:
+        """The most pools of a choice; 0: keys are chosen one by one."""
+        return self.pools.most_chosen(self.top_k) if self.pools.size > 1 else 0
+
+    def score_rows(self, num_tokens: int) -> int:
+        """Return for how many of a step's tokens there is room for the scores of all keys."""
+        return min(num_tokens, max(1, _SCORE_BYTES // (4 * self.most_keys))) if self.most_keys else 0
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Return the bytes for steps of up to this many tokens."""
+        of_pools = self.most_pools + 1 if self.most_pools else 0  # and how many keys are chosen
+        of_token = self.num_choices * self.top_k + of_pools + len(self.rates) + _OTHER_NUMBERS
+        return 4 * (self.score_rows(num_tokens) * self.most_keys + num_tokens * of_token)
