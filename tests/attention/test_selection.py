@@ -13,7 +13,7 @@ from attention_setup import Bench, History
 from nvcli.attention import selection
 from nvcli.attention.backend import AttentionCase
 from nvcli.attention.choice_sizes import ChoiceSizes
-from nvcli.attention.chosen_keys import ChosenKeys
+from nvcli.attention.chosen_keys import ChosenKeys, _on_hopper
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.hybrid import HybridBackend
 from nvcli.attention.selection import AUTO_ORDER, BACKENDS, NOT_ASKED, select_backend, why_not
@@ -23,6 +23,7 @@ from nvcli.attention.triton_backend import TritonBackend
 from nvcli.errors import ConfigError
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.pool_settings import Pools
+from nvcli.kernels.triton.attention import latent_shares
 
 CASE = AttentionCase(
     device=torch.device("cpu"),
@@ -254,3 +255,15 @@ def test_what_the_choice_of_keys_takes_is_planned(top_k: int, pools: Pools, num_
     }
     scores = 4 * planned.score_rows(64) * planned.most_keys
     assert planned.num_bytes(64) - scores == sum(taken.values()) + 64 * 48
+
+
+def test_layers_with_and_without_index_keys_share_the_list_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_shares, "serves_latents", lambda shape: True)
+    monkeypatch.setattr(latent_shares, "HopperLatents", lambda shape, **sizes: shape.tail_dim)
+    spec = AttentionSpec(
+        num_heads=16, num_kv_heads=1, head_dim=576, scale=1.0, value_dim=512, has_values=False, top_k=8
+    )
+    chooser, others = replace(spec, head_dim=704, index_dim=128), replace(spec, top_k=None)
+    found = _on_hopper(replace(CASE, specs=(spec, chooser, others)))
+    assert found == {(spec.geometry, 8): 64}
+    assert (chooser.key_geometry, 8) in found

@@ -158,7 +158,7 @@ class ChosenKeys:
         keys = batch.kv_cache.layer(layer, attended.kv_group)[0][..., :size]
         tokens = self._tokens(attended, batch, self._of_rates.get(attended.rate, self._counts)[:num_tokens])
         chosen = None if attended.top_k is None else self._chosen[0, :num_tokens, : attended.top_k]
-        attention = self._on_hopper.get((spec.geometry, spec.top_k))
+        attention = self._on_hopper.get((spec.key_geometry, spec.top_k))
         if attention is not None and attention.takes(num_tokens):
             assert chosen is not None
             attention.run_chosen(queries, keys, tokens.tables, chosen, out, scale=spec.scale, sinks=sinks)
@@ -193,13 +193,11 @@ def _on_hopper(case: AttentionCase) -> dict[tuple[Geometry, int | None], HopperL
     from nvcli.attention.triton_inputs import attention_shape
     from nvcli.kernels.triton.attention.latent_shares import HopperLatents, serves_latents
 
+    # Layers that keep other numbers beside their keys, or none, share the list of work.
+    choosing = (spec for spec in case.specs if spec.top_k is not None and not spec.row_heads)
     found: dict[tuple[Geometry, int | None], HopperLatents] = {}
-    for spec in case.specs:
-        shape = attention_shape(
-            case, (spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.result_dim, spec.has_values)
-        )
-        if spec.top_k is not None and not spec.row_heads and serves_latents(shape):
-            found[spec.geometry, spec.top_k] = HopperLatents(
-                shape, max_rows=case.max_num_batched_tokens, top_k=spec.top_k
-            )
+    for geometry, top_k in dict.fromkeys((spec.key_geometry, spec.top_k) for spec in choosing):
+        shape = attention_shape(case, geometry)
+        if serves_latents(shape):
+            found[geometry, top_k] = HopperLatents(shape, max_rows=case.max_num_batched_tokens, top_k=top_k)
     return found

@@ -127,6 +127,11 @@ class AttentionSpec:
         return self.num_heads, self.num_kv_heads, self.head_dim, self.result_dim, self.has_values
 
     @property
+    def key_geometry(self) -> Geometry:
+        """The same of keys alone, without what is kept beside them."""
+        return self.num_heads, self.num_kv_heads, self.key_dim, self.result_dim, self.has_values
+
+    @property
     def key_dim(self) -> int:
         """The size of a key."""
         return self.head_dim - self.index_dim
