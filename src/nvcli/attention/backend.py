@@ -13,7 +13,7 @@ A step, as the runner drives it:
 Plans are made once per step for each distinct `AttentionSpec`, not for each layer.
 
 A step may be captured where `can_capture` says so, after `prepare_capture(batch)`. The graph then serves any lengths,
-as long as the batch's tensors stay where they are; Before a replay, `plan` gets the batch that was captured, with the
+as long as the batch's tensors stay where they are. Before a replay, `plan` gets the batch that was captured, with the
 host values of the step. `forward_batch.py` says what padding rows and tokens are; their results are finite.
 
 A backend implements two halves, decode rows and prefill chunks, so that two backends can share a run (`hybrid.py`).
@@ -47,8 +47,8 @@ class AttentionCase:
     specs: tuple[AttentionSpec, ...]
     """The distinct kinds of attention of this rank's layers, other than `chosen`."""
     chosen: tuple[AttentionSpec, ...] = ()
-    """The kinds whose tokens see only chosen keys. `ChosenKeys` attends to these beside the backend, except for chunks
-    that attend to projected latents."""
+    """The kinds whose tokens see chosen or compressed keys. `ChosenKeys` attends to these beside the backend, except
+    for chunks that attend to projected latents."""
     block_size: int
     kv_dtype: torch.dtype | None = None
     """The type in which the cache keeps keys and values; None: the model's."""
@@ -125,7 +125,7 @@ class AttentionBackend(ABC):
     """Attention of chunks to keys and values projected from latents; None: the backend never attends so."""
 
     chosen_keys: ChosenAttention | None = None
-    """Attention of layers whose tokens see only chosen keys, beside the backend; None: there are no such layers."""
+    """Attention of layers whose tokens see chosen or compressed keys, beside the backend; None: there are none."""
 
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...

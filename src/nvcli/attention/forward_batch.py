@@ -127,7 +127,7 @@ class ProjectedAttention(Protocol):
 
 
 class ChosenAttention(Protocol):
-    """Attention to a choice of keys (`ChosenKeys`)."""
+    """Attention to chosen or compressed keys (`ChosenKeys`)."""
 
     def plan(self, batch: ForwardBatch) -> None:
         """Find the keys of a step's tokens, on the device."""
@@ -169,7 +169,7 @@ class LayerAttention(Protocol):
 
     @property
     def chosen_keys(self) -> ChosenAttention | None:
-        """Attention of layers whose tokens see only chosen keys; None: there are no such layers."""
+        """Attention of layers whose tokens see chosen or compressed keys; None: there are no such layers."""
 
     def num_decoded_rows(self, shape: BatchShape) -> int:
         """Return the number of leading rows that a kernel for decode rows serves; the others count as chunks."""

@@ -37,8 +37,8 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     """Make the backend that `choice` stands for; return it, and notes for the log.
 
     `auto` takes the first backend of `AUTO_ORDER` that can serve `case`. Raises ConfigError for an unknown name, and
-    for a backend that cannot serve `case`, with its reasons. Layers whose tokens see a choice of keys are served beside
-    the backend.
+    for a backend that cannot serve `case`, with its reasons. Layers whose tokens see chosen or compressed keys are
+    served beside the backend.
     """
     if chosen := tuple(spec for spec in case.specs if spec.is_beside_backends):
         check_sizes(case)

@@ -1,13 +1,13 @@
 """Attention of each token to a choice of its keys (DeepSeek Sparse Attention, https://arxiv.org/abs/2512.02556): the
-index keys by which they are chosen, the choice, and latent attention to what is chosen. Plain torch is the reference;
-CUDA tensors take the Triton kernels that are held to it.
+index keys by which they are chosen, the choice, and attention to what is chosen and, in some models, to a window. Plain
+torch is the reference; CUDA tensors take the Triton kernels that are held to it.
 
 Neighbouring keys may be chosen together, by pools of them, and the last ones, which fill no pool, in any case. A pool's
 index key lies where its last token's keys are, behind that token's own; or a pool counts by the best of its keys, and
 each head has a choice of its own (MiniMax Sparse Attention).
 
 Shapes: T tokens, K most keys of a token, I index heads of E numbers, R rotated numbers, N heads, D numbers of a key,
-V of a value, which are its key's first, P keys of a pool.
+V of a value, which are its key's first unless values are given apart, P keys of a pool.
 """
 
 from __future__ import annotations
