@@ -17,7 +17,7 @@ from nvcli.errors import ConfigError
 
 
 class Files(msgspec.Struct):
-    path: Annotated[Path | None, Flag("--path", ROWS, "A path.", "FILE")] = None
+    path: Annotated[Path | None, Flag("--path", ROWS, "A path.", "FILE.svg|.png")] = None
     share: Annotated[float, Meta(ge=0, le=1), Flag("--share", ROWS, "A share.", "X")] = 0.5
 
 

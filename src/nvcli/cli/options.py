@@ -230,9 +230,10 @@ def _read(field: FlaggedField, given: Mapping[str, Any]) -> Any:
     value = given[_name(field.flag)]
     if value is None:
         return field.default
-    if isinstance(value, str) and (field.flag.metavar or _metavar(_kinds(field.kind))) == _METAVARS[Path]:
+    is_path = Path in _kinds(field.kind)
+    if isinstance(value, str) and (is_path or field.flag.metavar == _METAVARS[Path]):
         value = os.path.expanduser(value)
-    if not isinstance(value, str) or Path in _kinds(field.kind):
+    if not isinstance(value, str) or is_path:
         return Path(value) if isinstance(value, str) else value
     try:
         return convert(_plain(field, value), field.kind)
