@@ -40,6 +40,8 @@ def test_formats_that_are_not_written_are_refused(tmp_path: Path, name: str) -> 
         "out.tsv",
         "out.csv.gz",
         "out.tsv.zst",
+        "OUT.JSONL",
+        "OUT.PARQUET",
     ],
 )
 def test_formats_that_are_written(tmp_path: Path, name: str) -> None:

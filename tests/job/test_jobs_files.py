@@ -33,6 +33,7 @@ from nvcli.job.shard import Shard
         ("d/a.parquet", "d/a.out.parquet"),
         ("-", "-"),
         ("a.json", "a.out.jsonl"),
+        ("A.JSONL.GZ", "A.out.jsonl"),
         ("a.txt", "a.out.jsonl"),
         ("a.csv", "a.out.csv"),
         ("A.CSV", "A.out.csv"),

@@ -104,7 +104,7 @@ def check_output_format(path: Path) -> None:
     """Raise ConfigError where the name of an output asks for a format that is not written."""
     name = plain_name(path.name)
     suffix = Path(name).suffix
-    if suffix in _ROW_SUFFIXES or is_table(path):
+    if suffix.lower() in _ROW_SUFFIXES or is_table(path):
         return
     raise ConfigError(
         f"the output {path} cannot be written: answers are written as .jsonl, .csv or .tsv (also with .gz or .zst "

@@ -229,8 +229,8 @@ def _output_of(path: Path, part: str = "") -> Path:
         return path.with_suffix(f"{part}.out.parquet")
     if format == "csv":
         return path.with_name(f"{Path(name).stem}{part}.out{Path(name).suffix.lower()}")
-    stem = Path(name).stem if format in ("text", "pdf") else name.removesuffix(".jsonl").removesuffix(".json") or name
-    return path.with_name(f"{stem}{part}.out.jsonl")
+    has_suffix = format in ("text", "pdf") or Path(name).suffix.lower() in (".jsonl", ".json")
+    return path.with_name(f"{Path(name).stem if has_suffix else name}{part}.out.jsonl")
 
 
 def check_output(inputs: Sequence[str], output: str) -> None:

@@ -26,12 +26,12 @@ _CSV_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")
 
 
 def is_parquet(path: Path | str) -> bool:
-    return str(path).endswith(".parquet")
+    return str(path).lower().endswith(".parquet")
 
 
 def is_csv(path: Path | str) -> bool:
     """Tell whether a file is CSV or TSV by its name, compressed or not."""
-    return str(path).endswith(_CSV_SUFFIXES)
+    return str(path).lower().endswith(_CSV_SUFFIXES)
 
 
 def is_table(path: Path | str) -> bool:

@@ -68,7 +68,8 @@ def write_csv(lines: Callable[[], Iterable[bytes]], file: BinaryIO, *, name: str
     columns = list(dict.fromkeys(key for line in lines() for key in decode_row(line))) or list(_EMPTY_COLUMNS)
     pack = make_packer(compression_of(name))
     records = _Records()
-    writer = csv.writer(records, delimiter="\t" if plain_name(name).endswith(".tsv") else ",", lineterminator="\r\n")
+    delimiter = "\t" if plain_name(name).lower().endswith(".tsv") else ","
+    writer = csv.writer(records, delimiter=delimiter, lineterminator="\r\n")
     num_rows = 0
     writer.writerow(columns)
     for line in lines():
