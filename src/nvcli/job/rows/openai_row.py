@@ -26,8 +26,6 @@ URLS = {
     "/v1/completions": RowForm.COMPLETION,
     "/v1/responses": RowForm.RESPONSE,
 }
-_URLS_BY_KEY = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings"}
-"""Urls of requests that have none, by a key of the body."""
 _PROMPT_KEYS = {
     "/v1/chat/completions": "messages",
     "/v1/completions": "prompt",
@@ -35,6 +33,8 @@ _PROMPT_KEYS = {
     "/v1/embeddings": "input",
 }
 """The key of the body that holds the prompt, by url."""
+_URLS_BY_KEY = {key: url for url, key in _PROMPT_KEYS.items()}
+"""Urls of requests that have none, by that key; `input` is taken to be of embeddings, the last of its urls."""
 _COMMANDS = {**dict.fromkeys(URLS, "generate"), "/v1/embeddings": "embed"}
 """Commands by the URLs that they answer."""
 MAX_PROMPTS = 2048
