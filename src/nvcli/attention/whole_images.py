@@ -25,6 +25,9 @@ from nvcli.kernels.whole_numbers import ceil_div
 
 _MOST_KEYS = 16_384
 """The most keys that are read together; an image that has more is attended by itself."""
+_MOST_SCORES = 1 << 22
+"""The most scores of a head that are computed together, likewise: those of 16,384 keys and 256 tokens, as images have,
+while prompts that are attended both ways have thousands."""
 
 Kind = tuple[int | None, int]
 """The window and the KV group of a layer."""
@@ -100,7 +103,8 @@ def _groups(images: Sequence[WholeImage], kind: Kind, batch: ForwardBatch) -> It
     together: list[WholeImage] = []
     for image in sorted(images, key=lambda each: (each.num_tokens, num_blocks(each))):
         keys = (len(together) + 1) * num_blocks(image) * block_size
-        if together and (together[0].num_tokens != image.num_tokens or keys > _MOST_KEYS):
+        is_too_much = keys > _MOST_KEYS or keys * image.num_tokens > _MOST_SCORES
+        if together and (is_too_much or together[0].num_tokens != image.num_tokens):
             yield _group(together, window, kv_group, num_blocks(together[-1]), batch)
             together = []
         together.append(image)
