@@ -170,8 +170,8 @@ def test_parts_without_a_name_take_the_images_of_the_row_in_turn() -> None:
     parser = RowParser({}, RowKeys(image="images"))
     content = [{"type": "image"}, {"type": "text", "text": "x"}, {"type": "image", "text": None, "max_pixels": 9}]
 
-    def parse(*images: str) -> Job | JobResult:
-        row = {"messages": [{"role": "user", "content": content}], "images": images}
+    def parse(*images: str, num_parts: int = 3) -> Job | JobResult:
+        row = {"messages": [{"role": "user", "content": content[:num_parts]}], "images": images}
         return parser.parse(msgspec.json.encode(row), index=0, where="line 1")
 
     job = parse("a.png", "b.png")
@@ -182,11 +182,12 @@ def test_parts_without_a_name_take_the_images_of_the_row_in_turn() -> None:
         {"type": "text", "text": "x"},
         {"type": "image", "image": "b.png", "max_pixels": 9},
     ]
-    for images, told in (
-        (("a", "b", "c"), "`images` holds 3 images, and the messages have 2 parts"),
-        (("a",), "; `job.image_field` (--image-field) names a key of images"),
+    for images, num_parts, told in (
+        (("a", "b", "c"), 3, "`images` holds 3 images, and the messages have 2 parts"),
+        (("a", "b"), 1, "`images` holds 2 images, and the messages have 1 part for them"),
+        (("a",), 3, "; `job.image_field` (--image-field) names a key of images"),
     ):
-        result = parse(*images)
+        result = parse(*images, num_parts=num_parts)
         assert isinstance(result, JobResult)
         assert result.error is not None
         assert told in result.error.message

@@ -33,7 +33,8 @@ def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_our_own_lines_may_be_longer_than_those_of_the_input(tmp_path: Path, name: str) -> None:
     path, whole = tmp_path / name, tmp_path / f"whole.{name}"
     write(whole, range(5), finish=True)
-    write(path, [3, 0, 1])
+    write(path, [3])
+    assert write(path, [3, 0, 1]).notes == [f"continuing {path}: 1 row is answered already"]
     output = write(path, range(5), finish=True)
     assert output.answered.all.count == 3
     assert output.notes == [f"continuing {path}: 3 rows are answered already"]

@@ -66,7 +66,7 @@ class SchedulerLimits:
     def lowered(self) -> SchedulerLimits | None:
         """Return limits with half the `max_num_batched_tokens`; once that is no more than `max_num_seqs`, half of both.
 
-        Returns None if a step is down to one request and one token, or to an image that must not be cut.
+        Returns None if a step is down to one request and one token, or to an image or prompt that must not be cut.
         """
         num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
         least = max(1, self.whole_tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from nvcli.core.byte_sizes import counted
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES
 from nvcli.errors import RowError
 from nvcli.job.images.image_fetch import invalid_image
@@ -74,7 +75,7 @@ def _pages(part: dict[str, Any], count: int | RowError) -> list[dict[str, Any]]:
         raise count
     first = part[FIRST_PAGE]
     if first > count:
-        raise invalid_image(part[IMAGE], f"page {first}: the file has {count:,} pages")
+        raise invalid_image(part[IMAGE], f"page {first}: the file has {counted(count, 'page')}")
     if count - first >= MAX_PROMPT_IMAGES:
         raise invalid_image(
             part[IMAGE],

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from nvcli.core.byte_sizes import counted
 from nvcli.core.messages import pack
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, PromptImage
 from nvcli.core.validation import shorten, show
@@ -272,8 +273,9 @@ class RowImages:
 def _other_count(found: int, num_images: int) -> RowError:
     return RowError(
         "chat_template_error",
-        f"the rendered conversation has {found} tokens for images, and the row {num_images} images; a text may have "
-        "such a token spelled out, or the chat template may leave images out",
+        f"the rendered conversation has {counted(found, 'token')} for images, and the row "
+        f"{counted(num_images, 'image')}; a text may have such a token spelled out, or the chat "
+        "template may leave images out",
     )
 
 

@@ -322,7 +322,9 @@ class FileOutput(JobOutput):
             retried = f", {counted(num_failed, 'failed row')} {'is' if num_failed == 1 else 'are'} tried again"
             self._needs_sorting = self._options.order == "input"
             self.answered = scan.answered.without_failed()
-        self.notes.append(f"continuing {self._path}: {self.answered.all.count:,} rows are answered already{retried}")
+        num_rows = self.answered.all.count
+        are = "is" if num_rows == 1 else "are"
+        self.notes.append(f"continuing {self._path}: {counted(num_rows, 'row')} {are} answered already{retried}")
 
     def _keeps_rows(self, *, errors: bool, all_read: bool) -> bool:
         """Tell whether to keep the rows of a complete table beside it, to be continued or joined with other shards.

@@ -18,6 +18,7 @@ from typing import IO
 
 import msgspec
 
+from nvcli.core.byte_sizes import counted
 from nvcli.errors import ConfigError, RowsMissing
 from nvcli.job.files import is_folder
 from nvcli.job.output.manifest import Manifest, load_manifest
@@ -178,7 +179,7 @@ class ShardRows:
             rows = "its rows" if wanted is None else "its only row" if wanted == 1 else f"all of its {wanted:,} rows"
             return f"{rows}, no output of it was named"
         if wanted is None:
-            return f"{output.path} has {self._counts[shard.number]:,} rows and is not finished"
+            return f"{output.path} has {counted(self._counts[shard.number], 'row')} and is not finished"
         return f"{wanted - self._counts[shard.number]:,} of its {wanted:,} rows, in {output.path}"
 
 

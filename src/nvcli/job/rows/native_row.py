@@ -11,6 +11,7 @@ from uuid import UUID
 
 import msgspec
 
+from nvcli.core.byte_sizes import counted
 from nvcli.core.config_types import MAX_INT64
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.core.sampling_params import SamplingParams
@@ -168,8 +169,8 @@ def native_job(
         if 0 < len(rest) < len(images):
             raise RowError(
                 "invalid_value",
-                f"`{keys.image}` holds {len(images)} images, and the messages have {len(images) - len(rest)} parts "
-                "for them; give as many, or none",
+                f"`{keys.image}` holds {len(images)} images, and the messages have "
+                f"{counted(len(images) - len(rest), 'part')} for them; give as many, or none",
             )
         if rest:
             given["messages"] = with_images(given["messages"], rest)

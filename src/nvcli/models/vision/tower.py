@@ -195,7 +195,7 @@ class VisionTower(nn.Module):
         half = config.hidden_size // config.num_heads // 2
         places = _on_device(grid.places, device)
         assert places is not None
-        if config.rope == "thirds":  # frames do not turn the first one: an image has one, number 0
+        if config.rope == "thirds":  # the first one stands still: an image is a single frame, number 0
             count = turned_by_axis(2 * half)
             frequencies = config.rope_theta ** -(torch.arange(count, dtype=torch.float32, device=device) / count)
             turned = (places.float()[:, :, None] * frequencies).flatten(1)
