@@ -39,7 +39,7 @@ class Family:
     """The `quant_method`s that belong to this family, which then supports no others; empty: it supports the common
     ones."""
     chat_template: str | None = None
-    """The template of conversations where a checkpoint brings none; None: conversations then need one of the job's."""
+    """The chat template of checkpoints that come without one; None: conversations then need one of the job's."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """The family's own names of keys → those that are read."""
     whole_keys: Mapping[str, str] = field(default_factory=dict)

@@ -26,7 +26,7 @@ _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 """Kinds of blocks in `hybrid_override_pattern`."""
 _KNOWN = (*ATTENTION, *MAMBA, "mlp", "moe")
 _PREFIXES = ("model.", "backbone.")
-"""Prefixes of names in a few files, and in most, whose lists of unquantised layers have the latter."""
+"""Prefixes of names: of a few files, and of most, whose lists of unquantised layers have the second one, too."""
 _BEFORE_MIXER, _BEFORE_MLP = "input_layernorm", "post_attention_layernorm"
 MIXER_ALONE = LayerNorms(before_attention=_BEFORE_MIXER, before_mlp=None)
 KEYS = {
@@ -36,7 +36,7 @@ KEYS = {
     "use_bias": "mamba_proj_bias",
     "use_conv_bias": "mamba_conv_bias",
 }
-"""Names that files without a prefix for Mamba have for its keys, and those that are read."""
+"""Names of Mamba's keys in files of Nemotron-H and of Mamba-2, and those that are read."""
 _NEMOTRON_KEYS = {
     **KEYS,
     "mamba_head_dim": "mamba_d_head",
