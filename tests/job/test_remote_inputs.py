@@ -99,7 +99,7 @@ def test_a_file_that_changes_while_it_is_fetched_is_not_taken(
 def test_the_job_names_its_output_and_reads_local_files(
     tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "_default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     local = tmp_path / "a.jsonl"
     local.write_bytes(ROW)
     store.pipe("/bucket/x.csv", b"prompt\np\n")

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from nvcli.core.system.hub_access import DownloadSize
 from nvcli.core.system.terminal_text import without_secrets
+from nvcli.core.system.user_cache import user_cache
 from nvcli.errors import ConfigError, first_line
 from nvcli.job.files import HUB_SCHEME, check_inputs, is_remote
 
@@ -78,7 +79,7 @@ class _RemoteFile:
 
 def fetch_files(url: str, *, cache: Path | None = None) -> list[str]:
     """Fetch the file or the pattern of files behind a URL, and return their names in the cache. Raises ConfigError."""
-    cache = cache or _default_cache()
+    cache = cache or user_cache("inputs")
     with _explained(url):
         store, path = _open_store(url)
         is_pattern = any(character in path for character in "*?[") and not url.startswith("http")
@@ -94,10 +95,6 @@ def fetch_files(url: str, *, cache: Path | None = None) -> list[str]:
             if not file.is_in(cache):
                 _fetch(store, file, file.place(cache))
     return [str(file.place(cache)) for file in files]
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nvcli", "inputs")
 
 
 def _open_store(url: str) -> tuple[Any, str]:

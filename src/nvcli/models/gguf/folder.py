@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nvcli.core.system.regular_file import check_regular
+from nvcli.core.system.user_cache import user_cache
 from nvcli.errors import LoadError
 from nvcli.models.gguf.architectures import Architecture, find_architecture, layer_of, read_settings
 from nvcli.models.gguf.files import SUFFIX
@@ -46,7 +47,7 @@ def model_folder(files: Sequence[Path]) -> Path:
     can be read, and if the folder cannot be made."""
     files = [Path(os.path.abspath(file)) for file in files]
     beside = [file for name in _TOKENIZER_FILES if (file := files[0].with_name(name)).is_file()]
-    folder = _cache() / f"{files[0].stem[:_MOST_LETTERS]}-{_identity([*files, *beside])}"
+    folder = user_cache("gguf") / f"{files[0].stem[:_MOST_LETTERS]}-{_identity([*files, *beside])}"
     if folder.is_dir():
         return folder
     header = read_model_header(files[0], with_vocabulary=True)
@@ -66,10 +67,6 @@ def model_folder(files: Sequence[Path]) -> Path:
             "XDG_CACHE_HOME to a folder that can be written to"
         ) from None
     return folder
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nvcli" / "gguf"
 
 
 def _identity(files: Sequence[Path]) -> str:
