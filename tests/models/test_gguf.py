@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -339,6 +340,23 @@ def test_a_folder_is_made_once_for_each_content(tmp_path: Path) -> None:
     write_gguf(demo_path(), file.with_name("demo-Q8_0.gguf"))
     with pytest.raises(LoadError, match=r"several GGUF models: Demo-F32\.GGUF, demo-Q8_0\.gguf; name one: .*/Demo"):
         resolve_model(str(file.parent))
+
+
+def test_folders_are_made_of_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file takes the place of another with its size and time, and its name may be no text; other models' files, and
+    the cache, may be out of reach."""
+    file = write_gguf(demo_path(), tmp_path / os.fsdecode(b"d\xe9mo.gguf"))
+    folder, found = resolve_model(str(file)), file.stat()
+    (folder.parent / "other").mkdir()
+    (folder.parent / "other" / "model.gguf").symlink_to("n" * 300)
+    file.write_bytes(file.read_bytes())
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    changed = resolve_model(str(file))
+    assert changed != folder
+    assert weight_files(changed) == [file]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("n" * 300)))
+    with pytest.raises(LoadError, match="too long; set XDG_CACHE_HOME to a folder that can be written to"):
+        resolve_model(str(file))
 
 
 def test_a_tokenizer_that_is_not_read_may_lie_beside_the_file(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def model_folder(files: Sequence[Path]) -> Path:
     files = [Path(os.path.abspath(file)) for file in files]
     beside = [file for name in _TOKENIZER_FILES if (file := files[0].with_name(name)).is_file()]
     folder = user_cache("gguf") / f"{files[0].stem[:_MOST_LETTERS]}-{_identity([*files, *beside])}"
-    if folder.is_dir():
+    if os.path.isdir(folder):  # false, too, for a cache that must not be entered
         return folder
     header = read_model_header(files[0], with_vocabulary=True)
     texts, links = _contents(header, beside)
@@ -70,7 +70,8 @@ def model_folder(files: Sequence[Path]) -> Path:
 
 
 def _identity(files: Sequence[Path]) -> str:
-    """Return what changes with the files, from their names, sizes and times."""
+    """Return what changes with the files, from their names, sizes and times: also that of the last change of any kind,
+    as a copy may have the time of what it replaces."""
     digest = sha256(str(_FORM).encode())
     for file in files:
         try:
@@ -78,7 +79,7 @@ def _identity(files: Sequence[Path]) -> str:
             found = file.stat()
         except OSError as error:
             raise unreadable(file, error) from None
-        digest.update(f"{file}\0{found.st_size}\0{found.st_mtime_ns}\0".encode())
+        digest.update(os.fsencode(file) + f"\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ctime_ns}\0".encode())
     return digest.hexdigest()[:16]
 
 
@@ -150,7 +151,7 @@ def _write(folder: Path, texts: Mapping[str, str], links: Sequence[Path]) -> Non
 def _forget_missing(cache: Path) -> None:
     """Remove folders of models whose files are no longer there."""
     for link in cache.glob(f"*/*{SUFFIX}"):
-        if not link.exists():
+        if not os.path.exists(link):  # or in a folder that must not be entered
             shutil.rmtree(link.parent, ignore_errors=True)
 
 
