@@ -31,6 +31,7 @@ REPOSITORIES: dict[str, dict[str, str]] = {
     "someone/other-weights": {"config.json": CONFIG, "model.pt": "w"},
     "someone/empty": {"README.md": "nothing"},
     "someone/gguf": {"config.json": CONFIG, "model-Q4_K_M.gguf": "w" * 1000, "mmproj-model-F16.gguf": "w"},
+    "someone/two-sizes": {"4B-Q8_0.gguf": "w", "8B-Q8_0.gguf": "w", "8B-F16.gguf": "w", "8B.mmproj-F16.gguf": "w"},
     "someone/ggufs": {
         "model-Q4_K_M.gguf": "w",
         "Q8_0/model-Q8_0-00001-of-00002.gguf": "w",
@@ -145,7 +146,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "    except LoadError as error: answer = str(error)\n"
         "    print(json.dumps([f'--lora {name}', answer, '', '']))\n"
     )
-    tagged = [f"someone/{name}" for name in ("ggufs:q8_0", "ggufs:Q3_K", "both:F16")]
+    tagged = [f"someone/{name}" for name in ("ggufs:q8_0", "ggufs:Q3_K", "both:F16", "two-sizes:Q8_0")]
     done = run_with_hub(Hub, code, [*REPOSITORIES, *tagged], home=tmp_path_factory.mktemp("home"))
     assert "dry-run" not in done.stderr
     return {
@@ -227,6 +228,7 @@ def test_one_model_in_gguf_is_fetched(answers: dict[str, dict[str, Any]]) -> Non
     ("name", "told"),
     [
         ("ggufs", "someone/ggufs: several GGUF models: Q8_0, Q4_K_M; name one: someone/ggufs:Q8_0"),
+        ("two-sizes:Q8_0", "someone/two-sizes:Q8_0: 2 GGUF models Q8_0; there are: 4B-Q8_0, F16, 8B-Q8_0"),
         ("ggufs:Q3_K", "someone/ggufs:Q3_K: no GGUF models Q3_K; there are: Q8_0, Q4_K_M"),
         ("rwkv-gguf", 'someone/rwkv-gguf: `general.architecture`: "rwkv7" is not supported in GGUF'),
     ],

@@ -4,6 +4,7 @@ those of other quantisations. Torch-free."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 
@@ -15,8 +16,8 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 _QUANTISATION = re.compile(
     r"(?:^|[-._])(?P<name>(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F32|FP16|FP32))$", re.IGNORECASE
 )
-_NO_MODELS = ("mmproj", "imatrix", "mtp")
-"""Beginnings of the names of files, or of what follows a dash, that hold towers for images, statistics or heads."""
+_NO_MODEL = re.compile(r"(?:^|[-.])(?:mmproj|imatrix|mtp)", re.IGNORECASE)
+"""Beginnings of names, or of what follows a dash or dot, of files that hold towers for images, statistics or heads."""
 _SHOWN = 12
 
 
@@ -31,7 +32,7 @@ def models_among(files: Iterable[str]) -> Mapping[str, list[str]]:
     models: dict[str, list[str]] = {}
     for file in sorted(filter(is_gguf, files)):
         stem = _stem(file)
-        if not any(f"-{other}" in f"-{PurePath(stem).name}".lower() for other in _NO_MODELS):
+        if _NO_MODEL.search(PurePath(stem).name) is None:
             models.setdefault(stem, []).append(file)
     return models
 
@@ -40,7 +41,8 @@ def choose_model(name: str, files: Iterable[str], quantisation: str | None = Non
     """Return the files, of those in the repository `name`, that are the model in a quantisation, as in `NAME:Q4_K_M`;
     None: the only one. Raises LoadError that lists what there is."""
     models = models_among(files)
-    found = [_quantisation_of(stem) for stem in models]
+    known = Counter(map(_quantisation_of, models))
+    found = [one if known[one := _quantisation_of(stem)] == 1 else PurePath(stem).name for stem in models]
     listed = list_some(found, _SHOWN) or "none"
     if not models:
         raise LoadError(f"{name}: no GGUF file that holds a model")
