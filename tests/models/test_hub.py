@@ -135,23 +135,23 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "    finding = check_model_files(RunConfig(model=name)).findings[0]\n"
         "    try: answer = str(resolve_model(name, weights=name != 'someone/looked-at'))\n"
         "    except (ConfigError, LoadError) as error: answer = f'{type(error).__name__}: {error}'\n"
-        "    print(json.dumps([name, answer, finding.level.name, finding.found]))\n"
+        "    print(json.dumps([name, answer, finding.level.name, finding.found, finding.advice]))\n"
         "for revision in ('v1', 'v9'):\n"
         "    try: answer = str(resolve_model('someone/good', revision=revision))\n"
         "    except LoadError as error: answer = str(error)\n"
-        "    print(json.dumps([revision, answer, '', '']))\n"
+        "    print(json.dumps([revision, answer, '', '', '']))\n"
         "from nvcli.models.adapters.find import find_adapter\n"
         "for name in ('someone/lora@v1', 'someone/loha', 'someone/pickled-lora', 'someone/lora@v9'):\n"
         "    try: answer = [str(find_adapter(name)), str(find_adapter(name))][1]\n"
         "    except LoadError as error: answer = str(error)\n"
-        "    print(json.dumps([f'--lora {name}', answer, '', '']))\n"
+        "    print(json.dumps([f'--lora {name}', answer, '', '', '']))\n"
     )
     tagged = [f"someone/{name}" for name in ("ggufs:q8_0", "ggufs:Q3_K", "both:F16", "two-sizes:Q8_0")]
     done = run_with_hub(Hub, code, [*REPOSITORIES, *tagged], home=tmp_path_factory.mktemp("home"))
     assert "dry-run" not in done.stderr
     return {
-        name: {"answer": answer, "level": level, "finding": finding}
-        for name, answer, level, finding in map(json.loads, done.stdout.splitlines())
+        name: {"answer": answer, "level": level, "finding": finding, "advice": advice}
+        for name, answer, level, finding, advice in map(json.loads, done.stdout.splitlines())
     }
 
 
@@ -221,7 +221,10 @@ def test_one_model_in_gguf_is_fetched(answers: dict[str, dict[str, Any]]) -> Non
     ):
         assert "truncated or not a GGUF file" in answers[f"someone/{name}"]["answer"], name
         assert "the first run would download" in answers[f"someone/{name}"]["finding"], name
-        assert fetched(f"someone/{name.partition(':')[0]}") == fetches
+        hub_id = f"someone/{name.partition(':')[0]}"
+        assert fetched(hub_id) == fetches
+        chosen = " ".join(file for file in fetches if file.endswith(".gguf"))
+        assert f"hf download {hub_id} {chosen}, then" in answers[f"someone/{name}"]["advice"]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_no_folder() -> None:
 
 def test_a_model_that_would_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_files, "find_model", lambda name, revision: None)
-    monkeypatch.setattr(model_files, "check_reachable", lambda name, revision: None)
+    monkeypatch.setattr(model_files, "check_reachable", lambda name, revision: [])
     size = DownloadSize(num_bytes=16 << 30, free_bytes=20 << 30, folder=Path("/cache"))
     monkeypatch.setattr(model_files, "download_size", lambda name, revision: size)
     (finding,) = check_files("someone/model").findings

@@ -5,7 +5,8 @@ This is torch-free and reads no weights; checks that load the tokenizer or build
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,8 +77,8 @@ def _find(name: str, revision: str | None) -> tuple[Path | None, Finding]:
     try:
         path = find_model(name, revision=revision)
         if path is None:
-            check_reachable(name, revision)  # tells at once whether a download can work
-            return None, _not_here(name, revision, download_size(name, revision))
+            gguf = check_reachable(name, revision)  # tells at once whether a download can work
+            return None, _not_here(name, revision, download_size(name, revision), gguf)
     except (ConfigError, LoadError) as error:
         return None, problem(
             "folder", str(error), "name a folder with config.json, weights and tokenizer: --model FOLDER"
@@ -85,8 +86,8 @@ def _find(name: str, revision: str | None) -> tuple[Path | None, Finding]:
     return path, ok("folder", str(path))
 
 
-def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
-    """Report what the first run would download."""
+def _not_here(name: str, revision: str | None, size: DownloadSize, gguf: Sequence[str]) -> Finding:
+    """Report what the first run would download. `gguf`: the model's files, if it is read from GGUF."""
     try:
         size.check_room(f"model {name}", LoadError)
     except LoadError as error:
@@ -95,9 +96,8 @@ def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
         f"{name} is not in the local Hugging Face cache; the first run would download {format_gib(size.num_bytes)} "
         f"({format_gib(size.free_bytes)} are free)"
     )
-    hub_id, quantisation = split_quantisation(name)
-    command = f"hf download {hub_id}" + (f" --revision {revision}" if revision else "")
-    command += f" --include '*{quantisation}*.gguf'" if quantisation else ""
+    command = shlex.join(["hf", "download", split_quantisation(name)[0], *gguf])
+    command += f" --revision {revision}" if revision else ""
     return warning("folder", found, f"{command}, then run this again: its files were not checked")
 
 
