@@ -108,6 +108,15 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.safetensors"))
 
 
+def test_a_folder_that_must_not_be_listed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("os.listdir", refuse)
+    with pytest.raises(LoadError, match=f"^{tmp_path}: Permission denied$"):
+        resolve_model(str(tmp_path))
+
+
 def test_a_folder_of_checkpoints_names_them(tmp_path: Path) -> None:
     for name in ("checkpoint-100", "checkpoint-200", "logs"):
         (tmp_path / name).mkdir()
@@ -138,9 +147,19 @@ def test_revisions_are_those_of_the_hub(tmp_path: Path) -> None:
         resolve_model(str(tmp_path), revision="v1")
     with pytest.raises(LoadError, match="no such folder; a revision of a model on the hub is named with --revision"):
         resolve_model("someone/model@v1")
-    for name in ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "hf://Qwen/Qwen3-8B"):
-        with pytest.raises(LoadError, match=r"no such folder; a model on the hub is named by its id: Qwen/Qwen3-8B$"):
+    for name, told in (
+        (
+            "https://huggingface.co/Qwen/Qwen3-8B/tree/main",
+            "folder; a model on the hub is named by its id: Qwen/Qwen3-8B",
+        ),
+        ("hf://Qwen/Qwen3-8B", "folder; a model on the hub is named by its id: Qwen/Qwen3-8B"),
+        ("hf.co/o/m-GGUF:Q8_0", "folder; a model on the hub is named by its id: o/m-GGUF:Q8_0"),
+        ("https://hf.co/o/m-GGUF/blob/main/m.gguf", "file; a model on the hub is named by its id: o/m-GGUF"),
+        ("m.gguf", "file"),
+    ):
+        with pytest.raises(LoadError) as error:
             resolve_model(name)
+        assert str(error.value) == f"{name}: no such {told}"
 
 
 def test_what_the_cache_has_of_a_model_that_cannot_be_downloaded(

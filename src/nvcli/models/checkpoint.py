@@ -38,7 +38,7 @@ from nvcli.models.torch_file import read_torch_file
 _MOST_REF_BYTES = 1000
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+(:[\w.-]+)?)?")
 _WITH_REVISION = re.compile(_HUB_ID.pattern + "@.+")
-_HUB_URL = re.compile(r"(?:hf:/|(?:https?://)?(?:huggingface\.co|hf\.co))/([\w.-]+/[\w.-]+)")
+_HUB_URL = re.compile(r"(?:hf:/|(?:https?://)?(?:huggingface\.co|hf\.co))/([\w.-]+/[\w.-]+(?::[\w.-]+)?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +124,11 @@ def find_model(name: str, *, weights: bool = True, revision: str | None = None) 
             _check_no_revision(name, "a file", revision)
             return _folder_of_parts([path.with_name(part) for part in part_names(path.name)])
         raise LoadError(f"{name}: a file; `model` is the folder that holds it, in Hugging Face layout")
-    if is_gguf(name):
-        raise LoadError(f"{name}: no such file")
-    if name.startswith((".", "~", os.sep)) or not _HUB_ID.fullmatch(name):
+    if is_gguf(name) or name.startswith((".", "~", os.sep)) or not _HUB_ID.fullmatch(name):
         at = "; a revision of a model on the hub is named with --revision" if _WITH_REVISION.fullmatch(name) else ""
         if (found := _HUB_URL.match(name)) is not None:
             at = f"; a model on the hub is named by its id: {found[1]}"
-        raise LoadError(f"{name}: no such folder{at}")
+        raise LoadError(f"{name}: no such {'file' if is_gguf(name) else 'folder'}{at}")
     hub_id, quantisation = split_quantisation(name)
     cached = cached_snapshot(hub_id, weights=weights, revision=revision)
     if cached is None:
@@ -164,8 +162,10 @@ def _checked(folder: Path, name: str) -> Path:
     """Return a folder in Hugging Face layout, or the one that is made of the GGUF files in it. Raises LoadError."""
     check_kind(folder, name)
     has_others = _SAFETENSORS.is_in(folder) or _TORCH.is_in(folder)
-    files = [] if has_others else [file.name for file in folder.iterdir()]
-    models = [*models_among(files).values()]
+    try:
+        models = [] if has_others else [*models_among(os.listdir(folder)).values()]
+    except OSError as error:  # a folder that must not be listed
+        raise LoadError(f"{name}: {error.strerror}") from None
     if len(models) > 1:
         some = list_some([parts[0] for parts in models], 3)
         raise LoadError(f"{name}: a folder with several GGUF models: {some}; name one: {Path(name) / models[0][0]}")
