@@ -360,14 +360,17 @@ def test_folders_are_made_of_what_is_there(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_tokenizer_that_is_not_read_may_lie_beside_the_file(tmp_path: Path) -> None:
-    file = write_gguf(demo_path(), tmp_path / "model.gguf", **{"tokenizer.ggml.pre": "new-one"})
+    file = write_gguf(
+        demo_path(), tmp_path / "model.gguf", **{"tokenizer.ggml.pre": "new-one", "general.sampling.top_k": 20}
+    )
     with pytest.raises(LoadError, match=r"`tokenizer\.ggml\.pre`: \"new-one\" .* beside the file"):
         resolve_model(str(file))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).write_bytes((demo_path() / name).read_bytes())
     folder = resolve_model(str(file))
     assert Tokenizer.load(folder).vocab() == Tokenizer.load(demo_path()).vocab()
-    assert load_model_config(folder).eos_token_ids == (2,)
+    config = load_model_config(folder)
+    assert (config.eos_token_ids, config.generation_defaults) == ((2,), {"top_k": 20})
 
 
 def truncate(data: bytes) -> bytes:

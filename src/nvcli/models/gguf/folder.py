@@ -87,6 +87,8 @@ def _contents(header: GGUFHeader, beside: Sequence[Path]) -> tuple[dict[str, str
     """Return the texts of a model's small files, by their names, and files that are linked."""
     name, _ = find_architecture(header)
     config = make_config(header)
+    found = {to: header.metadata.get(f"general.sampling.{key}") for key, to in _SAMPLING.items()}
+    sampling = {"generation_config.json": _json({key: value for key, value in found.items() if value is not None})}
     try:
         vocabulary = GGUFVocabulary(header.file, header.metadata)
         tokenizer = vocabulary.tokenizer(name)
@@ -94,13 +96,12 @@ def _contents(header: GGUFHeader, beside: Sequence[Path]) -> tuple[dict[str, str
         if not any(file.name == _TOKENIZER_FILES[0] for file in beside):
             raise
         end = header.metadata.get("tokenizer.ggml.eos_token_id")
-        return {"config.json": _json({**config, "eos_token_id": end})}, [*beside]
-    sampling = {to: header.metadata.get(f"general.sampling.{key}") for key, to in _SAMPLING.items()}
+        return {"config.json": _json({**config, "eos_token_id": end}), **sampling}, [*beside]
     texts = {
         "config.json": _json({**config, "eos_token_id": vocabulary.end_ids() or None}),
-        "generation_config.json": _json({key: value for key, value in sampling.items() if value is not None}),
         "tokenizer.json": _json(tokenizer),
         "tokenizer_config.json": _json(vocabulary.config()),
+        **sampling,
         **vocabulary.chat_templates(),
     }
     return texts, []
