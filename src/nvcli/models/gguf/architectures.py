@@ -490,7 +490,10 @@ def find_architecture(header: GGUFHeader) -> tuple[str, Architecture]:
     name = header.metadata.get("general.architecture")
     kind = header.metadata.get("general.type", "model")
     if kind != "model" or name == "clip":
-        raise LoadError(f"{header.file}: no model of text, but its {show(kind)}; name the file that holds the model")
+        raise LoadError(
+            f"{header.file}: no language model (`general.type`: {show(kind)}, `general.architecture`: {show(name)}); "
+            "name the file that holds the model"
+        )
     return str(name), check_supported(str(header.file), name)
 
 

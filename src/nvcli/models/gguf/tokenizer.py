@@ -127,7 +127,8 @@ class GGUFVocabulary:
         """Return the chat templates by their names in a checkpoint's folder."""
         key = "tokenizer.chat_template"
         named = {key: "chat_template.jinja"}
-        for name in self._metadata.get("tokenizer.chat_templates") or ():
+        others = self._metadata.get("tokenizer.chat_templates")
+        for name in others if isinstance(others, list) else ():
             if isinstance(name, str) and name.replace("_", "").isalnum():
                 named[f"{key}.{name}"] = f"additional_chat_templates/{name}.jinja"
         return {file: found for key, file in named.items() if isinstance(found := self._metadata.get(key), str)}
@@ -145,7 +146,7 @@ class GGUFVocabulary:
     def _byte_level(self) -> dict[str, Any]:
         """Return the parts of a vocabulary whose tokens are bytes, each of them written as a letter."""
         name = self._get("pre")
-        if name not in SPLITS:
+        if not isinstance(name, str) or name not in SPLITS:
             raise self._unread("pre", name)
         splits = SPLITS[name]
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
