@@ -180,6 +180,10 @@ def test_what_the_cache_has_of_a_model_that_cannot_be_downloaded(
         with pytest.raises(LoadError, match="HF_HUB_OFFLINE forbids downloading it") as error:
             resolve_model("o/m", revision=revision, weights=weights)
         assert str(error.value).endswith(f"\n{told}")
+    (snapshot / "m-Q8_0.gguf").write_text("")
+    with pytest.raises(LoadError, match="HF_HUB_OFFLINE forbids downloading it") as error:
+        resolve_model("o/m:Q4_K_M", revision=commit)
+    assert str(error.value).endswith("\nin the cache: o/m:Q4_K_M: no GGUF models Q4_K_M; there are: Q8_0")
 
 
 def test_a_folder_of_the_cache_is_the_snapshot_of_a_revision(tmp_path: Path) -> None:

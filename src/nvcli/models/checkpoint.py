@@ -136,8 +136,11 @@ def find_model(name: str, *, weights: bool = True, revision: str | None = None) 
     if quantisation is None and _lacks(cached, weights=weights) is None and _format_of(cached) is not _GGUF:
         check_kind(cached, name)
         return cached
-    files = cached_gguf(cached, name)
-    return None if files is None else model_folder(files)
+    try:
+        files = cached_gguf(cached, name)
+    except LoadError:
+        return None
+    return model_folder(files)
 
 
 def _local_folder(path: Path, name: str, revision: str | None) -> Path:
@@ -306,7 +309,11 @@ def _in_cache(name: str, *, weights: bool, revision: str | None) -> str:
     folder = cached_snapshot(hub_id, weights=weights, revision=revision)
     if folder is not None:
         if quantisation is not None or _format_of(folder) is _GGUF:
-            return ""  # which files it has, the error says
+            try:
+                cached_gguf(folder, name)
+            except LoadError as error:
+                return f"\nin the cache: {error}"
+            return ""
         return f"\nthe cache has a part of it: {folder} lacks {_lacks(folder, weights=weights)}"
     others = cached_revisions(hub_id)
     return f"\nthe cache has other revisions of it (--revision): {', '.join(others)}" if others else ""

@@ -111,15 +111,12 @@ def split_quantisation(name: str) -> tuple[str, str | None]:
     return hub_id, quantisation if colon else None
 
 
-def cached_gguf(folder: Path, name: str) -> list[Path] | None:
-    """Return the GGUF files of the model `name` in the folder of its repository in the local cache; None: they are not
-    all there."""
+def cached_gguf(folder: Path, name: str) -> list[Path]:
+    """Return the GGUF files of the model `name` in the folder of its repository in the local cache. Raises LoadError
+    that says what is there if they are not."""
     files = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-    try:
-        found = choose_model(name, files, split_quantisation(name)[1])
-        check_parts(found)
-    except LoadError:
-        return None
+    found = choose_model(name, files, split_quantisation(name)[1])
+    check_parts(found)
     return [folder / file for file in found]
 
 
