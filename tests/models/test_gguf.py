@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -347,8 +348,13 @@ def test_folders_are_made_of_what_is_there(tmp_path: Path, monkeypatch: pytest.M
     the cache, may be out of reach."""
     file = write_gguf(demo_path(), tmp_path / os.fsdecode(b"d\xe9mo.gguf"))
     folder, found = resolve_model(str(file)), file.stat()
-    (folder.parent / "other").mkdir()
-    (folder.parent / "other" / "model.gguf").symlink_to("n" * 300)
+    others = [folder.with_name(name) for name in ("one", "other")]
+    for other in others:
+        other.mkdir()
+        (other / "model.gguf").symlink_to("n" * 300)
+    rmtree = shutil.rmtree
+    # As another process does meanwhile, all of them are removed at once.
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: [rmtree(one, **how) for one in others])
     file.write_bytes(file.read_bytes())
     os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
     changed = resolve_model(str(file))

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from glob import glob
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,10 @@ def _write(folder: Path, texts: Mapping[str, str], links: Sequence[Path]) -> Non
 
 
 def _forget_missing(cache: Path) -> None:
-    """Remove folders of models whose files are no longer there."""
-    for link in cache.glob(f"*/*{SUFFIX}"):
-        if not os.path.exists(link):  # or in a folder that must not be entered
-            shutil.rmtree(link.parent, ignore_errors=True)
+    """Remove folders of models whose files are no longer there, as other processes may at the same time."""
+    for link in glob(f"*/*{SUFFIX}", root_dir=cache):  # Path's own method raises for a folder that is gone
+        if not os.path.exists(cache / link):  # or in a folder that must not be entered
+            shutil.rmtree((cache / link).parent, ignore_errors=True)
 
 
 def _move(made: Path, folder: Path) -> None:
