@@ -184,6 +184,10 @@ def test_what_the_cache_has_of_a_model_that_cannot_be_downloaded(
     with pytest.raises(LoadError, match="HF_HUB_OFFLINE forbids downloading it") as error:
         resolve_model("o/m:Q4_K_M", revision=commit)
     assert str(error.value).endswith("\nin the cache: o/m:Q4_K_M: no GGUF models Q4_K_M; there are: Q8_0")
+    for file in snapshot.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(LoadError, match=r"name its quantisation, as in o/m:Q4_K_M$"):  # not taken for o/m itself
+        resolve_model("o/m", revision=commit)
 
 
 def test_a_folder_of_the_cache_is_the_snapshot_of_a_revision(tmp_path: Path) -> None:

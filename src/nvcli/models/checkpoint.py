@@ -136,6 +136,8 @@ def find_model(name: str, *, weights: bool = True, revision: str | None = None) 
     if quantisation is None and _lacks(cached, weights=weights) is None and _format_of(cached) is not _GGUF:
         check_kind(cached, name)
         return cached
+    if quantisation is None and "gguf" not in hub_id.lower():
+        return None  # one of its quantisations was asked for, and now perhaps its safetensors
     try:
         files = cached_gguf(cached, name)
     except LoadError:
@@ -313,7 +315,7 @@ def _in_cache(name: str, *, weights: bool, revision: str | None) -> str:
                 cached_gguf(folder, name)
             except LoadError as error:
                 return f"\nin the cache: {error}"
-            return ""
+            return f"\nthe cache has a GGUF model of it: name its quantisation, as in {hub_id}:Q4_K_M"
         return f"\nthe cache has a part of it: {folder} lacks {_lacks(folder, weights=weights)}"
     others = cached_revisions(hub_id)
     return f"\nthe cache has other revisions of it (--revision): {', '.join(others)}" if others else ""
