@@ -112,7 +112,7 @@ class LatentAttention(TokenMixer):
         self.by_head(plain, weight[:, : config.plain_dim], absorbed[..., : config.latent_dim])
         keys = self._store(queries, latents, cos_sin, absorbed, batch)
         if self.indexer is not None:
-            self.indexer.store_pools(batch)
+            self.indexer.store_pools(batch)  # those that began with copied keys, too
             if choice is not None:
                 self.indexer.choose(choice, batch)
         projected_queries = queries[num_absorbed:]
