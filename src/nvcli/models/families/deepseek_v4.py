@@ -178,10 +178,10 @@ def _layer_types(config: ModelFile) -> list[str]:
     compress heavily, and then every second one."""
     count = config.num_layers()
     if config.has("layer_types") or not config.has("compress_ratios"):
-        kinds = _entries(config, "layer_types")
+        kinds = config.of_layers("layer_types", may_be_longer=True) or []
         known: tuple[Any, ...] = SLIDING, _SPARSE, _HEAVY
     else:
-        kinds, known = _entries(config, "compress_ratios"), tuple(_RATES)
+        kinds, known = config.of_layers("compress_ratios", may_be_longer=True) or [], tuple(_RATES)
     if others := [one for one in kinds if one not in known]:
         key = "layer_types" if config.has("layer_types") else "compress_ratios"
         raise config.error(key, f"{show(others[0])} is not supported, only {', '.join(map(str, known))}")
@@ -196,20 +196,10 @@ def _mlp_types(config: ModelFile) -> Sequence[str]:
     if not config.has(key):
         first = config.get("num_hash_layers", int, 3)
         return [_HASHED if number < first else _CHOSEN for number in range(count)]
-    types = _entries(config, key)
+    types = config.of_layers(key, may_be_longer=True) or []
     if others := [one for one in types if one not in (_HASHED, _CHOSEN)]:
         raise config.error(key, f"{show(others[0])} is not supported, only {_HASHED} and {_CHOSEN}")
     return types
-
-
-def _entries(config: ModelFile, key: str) -> list[Any]:
-    """Read a list with an entry for each layer; there may be others behind them. Empty: it is absent."""
-    found, count = config.values.get(key), config.num_layers()
-    if found is None:
-        return []
-    if not isinstance(found, list) or len(found) < count:
-        raise config.error(key, f"{show(found)} is not a list for {count} layers")
-    return found[:count]
 
 
 DEEPSEEK_V4 = Family(

@@ -103,13 +103,11 @@ def _mixers(config: ModelFile) -> Iterator[LatentAttentionConfig]:
 def _rotating_layers(config: ModelFile) -> list[bool]:
     """Read which layers rotate queries and keys from `no_rope_layers`, in which 0 stands for those that do not; if it
     is absent, every fourth layer does not."""
-    count, found = config.num_layers(), config.values.get(_ROTATION)
+    found = config.of_layers(_ROTATION, (0, 1), may_be_longer=True)
     if found is None:
         interval = config.positive("no_rope_layer_interval", 4)
-        return [(number + 1) % interval != 0 for number in range(count)]
-    if not isinstance(found, list) or len(found) < count or any(one not in (0, 1) for one in found):
-        raise config.error(_ROTATION, f"{show(found)} is not a list of 0 and 1 for {count} layers")
-    return [bool(one) for one in found[:count]]
+        return [(number + 1) % interval != 0 for number in range(config.num_layers())]
+    return [bool(one) for one in found]
 
 
 def _source_layers(config: ModelFile, rotates: list[bool]) -> list[int]:
