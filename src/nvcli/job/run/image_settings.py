@@ -42,7 +42,7 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
         )
     if run.attends_by_rows:
         return "`enable_attention_dp` (--attention-dp) is true, with which images are not read; leave it out"
-    if run.task != "generate" and model.vision.attends_both_ways == "prompts":
+    if run.task != "generate" and model.vision.has_whole_prompts:
         return f"`task` is {run.task}, which is not computed where all tokens of a prompt attend to each other"
     if run.batch_invariant and model.vision.attends_both_ways:
         return "`batch_invariant` is true, under which the tokens of an image cannot attend to all of it; leave it out"
@@ -93,7 +93,7 @@ def image_limits(run: RunConfig, model_path: Path, model: ModelConfig, max_model
 
 def reads_whole_prompts(model: ModelConfig) -> bool:
     """Whether the tokens of prompts with images attend to each other."""
-    return model.vision is not None and model.has_tower and model.vision.attends_both_ways == "prompts"
+    return model.vision is not None and model.has_tower and model.vision.has_whole_prompts
 
 
 def whole_tokens(model: ModelConfig, max_image_tokens: int, max_model_len: int, max_num_batched_tokens: int) -> int:

@@ -127,8 +127,13 @@ class ResolvedModel(RowSettings):
         assert self.model.vision is not None
         vision = self.model.vision
         processor = image_processor(self.run, self.model_path, vision)
-        whole = vision.attends_both_ways == "prompts"
-        return RowImages(processor, vision.image_token_id, self.image_folders, vision.text, whole_prompts=whole)
+        return RowImages(
+            processor,
+            vision.image_token_id,
+            self.image_folders,
+            vision.text,
+            whole_prompts=vision.has_whole_prompts,
+        )
 
     @property
     def image_folders(self) -> ImageFolders:

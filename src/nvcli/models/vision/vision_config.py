@@ -310,10 +310,17 @@ class VisionConfig:
         """The most tokens of an image's side, as far as a table of positions for each axis goes; 0: any number."""
         return self.num_positions // self.merge_size if self.interpolation in ("axes", "turns") else 0
 
+    @property
+    def has_whole_prompts(self) -> bool:
+        """Whether all tokens of a prompt that has images attend to each other."""
+        return self.attends_both_ways == "prompts"
+
     def is_whole_in(self, window: int | None) -> bool:
         """Whether images are attended both ways in the decoder's layers with this window."""
-        return self.attends_both_ways in ("all", "prompts") or (
-            self.attends_both_ways == "windows" and window is not None
+        return (
+            self.attends_both_ways == "all"
+            or self.has_whole_prompts
+            or (self.attends_both_ways == "windows" and window is not None)
         )
 
     @property
