@@ -123,11 +123,10 @@ def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
     if info.codes.zeros is not None or info.codes.columns is not None:
         return False
     rows, columns = source.read
-    if source.scales.scaling == "channel" and info.codes.has_small_scales:
-        return False
     if source.scales.scaling == "channel":
         high, wide = info.codes.block
-        return bool(wide >= columns.stop and (high == 1 or has_one_scale(info.codes)))
+        is_of_rows = not info.codes.has_small_scales and wide >= columns.stop
+        return bool(is_of_rows and (high == 1 or has_one_scale(info.codes)))
     order = source.tensor.row_order
     if info.codes.block != (FP8_BLOCK, FP8_BLOCK) or (order is not None and FP8_BLOCK % len(order)):
         return False
