@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 
+from nvcli.kernels.whole_numbers import round_up
 from nvcli.models.vision.image_size import Fit
 
 _PAGE = 4096
@@ -57,7 +58,7 @@ class PixelMemory:
     def reserve(self, num_bytes: int) -> int:
         """Reserve a place for pixels of up to `num_bytes`."""
         with self._lock:
-            offset, self._end = self._end, self._end + -(-num_bytes // _PAGE) * _PAGE
+            offset, self._end = self._end, self._end + round_up(num_bytes, _PAGE)
         return offset
 
     def read(self, offset: int, num_bytes: int) -> bytes:
@@ -66,7 +67,7 @@ class PixelMemory:
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Give pixels back to the kernel."""
-        length = -(-num_bytes // _PAGE) * _PAGE
+        length = round_up(num_bytes, _PAGE)
         self._fallocate(self._fd, _KEEP_SIZE_AND_PUNCH_HOLE, offset, length)
 
     @property

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from nvcli.core.validation import show
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.image_size import (
     AreaRule,
@@ -130,7 +131,7 @@ def _area_rule(
         )
         return AreaRule(
             side=vision.token_pixels,
-            min_pixels=-(-limited.positive("min_pixels") // frames),
+            min_pixels=ceil_div(limited.positive("min_pixels"), frames),
             max_pixels=limited.positive("max_pixels") // frames,
             has_borders=vision.has_borders,
             enlarges=enlarges,

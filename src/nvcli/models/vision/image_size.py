@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nvcli.core.prompt_image import TileGrid
+from nvcli.kernels.whole_numbers import ceil_div, round_up
 
 _MOST_ROUNDING = 16
 MOST_RATIO = 200
@@ -147,14 +148,14 @@ class EdgeRule(SizeRule):
     @property
     def max_tokens(self) -> int:
         """The most tokens of an image, with one after each of their rows."""
-        most = -(-self.longest // self.side)
+        most = ceil_div(self.longest, self.side)
         return most * (most + 1)
 
     def fit(self, height: int, width: int) -> Fit:
         ratio = max(height, width) / self.longest
         if ratio > 1:
             height, width = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
-        rows, columns = (-(-length // self.side) * self.side for length in (height, width))
+        rows, columns = (round_up(length, self.side) for length in (height, width))
         return Fit(height=rows, width=columns)
 
 

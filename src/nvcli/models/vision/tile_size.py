@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from nvcli.core.prompt_image import TileGrid
+from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.vision.image_size import MOST_RATIO, AreaRule, Fit, SizeRule, check_shape
 
 _MOST_SHRINKING = 1.1
@@ -114,7 +115,7 @@ class SplitRule(CutRule):
 
     @property
     def most_pictures(self) -> int:
-        most = -(-self.longest // self.tile) if self.is_cut else 1
+        most = ceil_div(self.longest, self.tile) if self.is_cut else 1
         return most**2 + (most > 1)
 
     def fit(self, height: int, width: int) -> Fit:
@@ -132,10 +133,10 @@ class SplitRule(CutRule):
         """Return the rows and columns of tiles: one side is rounded up to whole tiles, and the other after it."""
         tile, ratio = self.tile, width / height
         if width >= height:
-            columns = -(-width // tile)
-            return -(-int(columns * tile / ratio) // tile), columns
-        rows = -(-height // tile)
-        return rows, -(-int(rows * tile * ratio) // tile)
+            columns = ceil_div(width, tile)
+            return ceil_div(int(columns * tile / ratio), tile), columns
+        rows = ceil_div(height, tile)
+        return rows, ceil_div(int(rows * tile * ratio), tile)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from nvcli.kernels import plain_activation
 from nvcli.kernels.activation import ACTIVATE_AND_MUL
 from nvcli.kernels.bounds import clamp_parts, clamp_to_each
 from nvcli.kernels.norm import add_rms_norm, rms_norm
+from nvcli.kernels.whole_numbers import round_up
 from nvcli.models.parallel import BuildContext, TensorShards
 from nvcli.models.vision.vision_config import BOUNDS
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
@@ -99,7 +100,7 @@ class Linear(WeightModule):
 
 def _padded(size: int) -> int:
     """Return the size of an MLP's middle: where rows are no multiples of 16 bytes, GPUs multiply at half the speed."""
-    return size if size % 8 == 0 else -(-size // 64) * 64
+    return size if size % 8 == 0 else round_up(size, 64)
 
 
 class Norm(Weights):
