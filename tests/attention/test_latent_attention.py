@@ -23,7 +23,12 @@ from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels import chosen_keys
 from nvcli.kernels.chosen_keys import TokenKeys
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton.attention import decode_attention, hopper_latent_kernel, hopper_latent_loads
+from nvcli.kernels.triton.attention import (
+    decode_attention,
+    hopper_latent_kernel,
+    hopper_latent_loads,
+    hopper_latent_results,
+)
 from nvcli.kernels.triton.attention.attention_launch import AttentionShape
 from nvcli.kernels.triton.attention.latent_shares import HopperLatents, plan_shares_kernel, serves_latents
 
@@ -42,7 +47,8 @@ def simulated() -> Iterator[None]:
     functions: dict[str, Any] = {"_numbers_of_words": numbers_of_words, "_opaque_zero": lambda number: 0}
     functions |= {name: lambda: None for name in nothing}
     name = "hopper_latent_kernel"
-    kernel = SimulatedKernel(Simulator(hopper_latent_kernel, hopper_latent_loads, functions=functions), name)
+    modules = hopper_latent_kernel, hopper_latent_loads, hopper_latent_results
+    kernel = SimulatedKernel(Simulator(*modules, functions=functions), name)
     with ExitStack() as patches:
         patches.enter_context(patch.object(decode_attention, "serves_latents", lambda shape: True))
         patches.enter_context(patch.object(hopper_latent_kernel, name, kernel))

@@ -9,8 +9,7 @@ both, and half of the values' numbers, so that one multiplies while the other co
 https://github.com/deepseek-ai/FlashMLA).
 
 There is a program for each multiprocessor. Each takes an equal share of all keys (`latent_shares.py`), and the next
-share's keys are on their way while a result is stored. The last of the programs that share a row to finish reduces
-their results.
+share's keys are on their way while a result is stored (`hopper_latent_results.py`).
 
 A key of an FP8 cache has one scale, for its scores and as a value. Weights times scales are what is multiplied, so the
 scale counts in the reference: the highest product so far.
@@ -52,13 +51,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.attention.hopper_latent_loads import KEYS, STAGES, WARPS, load_keys
+from nvcli.kernels.triton.attention.hopper_latent_results import LEAST, store_result
 from nvcli.kernels.triton.attention.hopper_prefill_kernel import stage_of
-from nvcli.kernels.triton.launch.triton_version import barrier, reinterpret
+from nvcli.kernels.triton.launch.triton_version import reinterpret
 
 _PAIR_ROWS = gl.constexpr(64)
 """Queries of a tile that two groups multiply."""
-_LEAST = gl.constexpr(-1e30)
-"""The initial reference of a query: finite, so that it can be subtracted from itself."""
 
 
 @gluon.jit
@@ -133,10 +131,10 @@ def _weigh(scores, scale_smem, stage, start, ends, reference, by_key: gl.constex
 @gluon.jit
 def _load_sinks(sinks, queries, begin, KIND: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
     """Load the sinks of queries, times log2(e), which count in a row's first chunk alone: → [ROWS] float32."""
-    sink = gl.full([ROWS], _LEAST, gl.float32, layout)
+    sink = gl.full([ROWS], LEAST, gl.float32, layout)
     if KIND.has_sinks:
         sink = gl.load(sinks + queries % KIND.group) * 1.4426950408889634
-        sink = gl.where(begin == 0, sink, _LEAST)
+        sink = gl.where(begin == 0, sink, LEAST)
     return sink
 
 
@@ -204,7 +202,7 @@ def _attend(
 
         weight_sum = gl.sum(weight_sums, 0)
         if KIND.has_sinks:
-            weight_sum += gl.where(sink > _LEAST, gl.exp2(sink - reference), 0.0)
+            weight_sum += gl.where(sink > LEAST, gl.exp2(sink - reference), 0.0)
         divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
         acc = acc * (1.0 / divisor)[None, :]
         place = gl.arange(0, ROWS, by_query)
@@ -213,7 +211,7 @@ def _attend(
         places = dims[:, None] + place[None, :] * HEAD_DIM
         num_queries = num_tokens * GROUP - first_query
         first_place = first_token.to(gl.int64) * GROUP + first_query
-        _store_result(
+        store_result(
             results, work, index, row, acc, places, (place < num_queries)[None, :], lse,
             place, first_place, num_queries, 0, HEAD_DIM, ROWS, HEAD_DIM,
         )  # fmt: skip
@@ -279,7 +277,7 @@ def _attend_half(
         reference = sink
         weight_sum = gl.zeros([ROWS], gl.float32, by_query)
         if KIND.has_sinks and SELF == 0:
-            weight_sum = gl.where(sink > _LEAST, 1.0, 0.0)
+            weight_sum = gl.where(sink > LEAST, 1.0, 0.0)
         for start in range(begin, end, KEYS):
             stage, phase = stage_of(i, STAGES)
             i += 1
@@ -330,89 +328,10 @@ def _attend_half(
         places = dims[None, :] + place[:, None] * KIND.head_dim
         num_queries = num_tokens * GROUP - first_query
         first_place = first_token.to(gl.int64) * GROUP + first_query
-        _store_result(
+        store_result(
             results, work, index, row, acc, places, (place < num_queries)[:, None], lse,
             gl.arange(0, ROWS, by_query), first_place, num_queries, SELF, KIND.head_dim, ROWS, HALF,
         )  # fmt: skip
-
-
-@gluon.jit
-def _store_result(
-    results, work, index, row, acc, places, stored, lse, lane, first_place, num_queries,
-    PART: gl.constexpr,  # of so many numbers of the values, WIDTH, is the result
-    HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """Store an item's result. That of a chunk is stored apart, and the last chunk's group to come reduces a row's.
-    A row without keys, which is padding, gets zeros."""
-    out, partial_out, partial_lse, arrivals, query_tile, num_tiles = results
-    item = work[0] + index * ITEM_FIELDS
-    num_chunks = gl.load(item + 3)
-    if num_chunks == 1:
-        gl.store(out + first_place * HEAD_DIM + places, acc.to(out.dtype.element_ty), mask=stored)
-    else:
-        first_share = gl.load(item + 4)
-        chunk = gl.load(item + 5)
-        partial = (_partial(first_share, chunk) * num_tiles + query_tile) * ROWS
-        gl.store(partial_out + partial * HEAD_DIM + places, acc, mask=stored)
-        gl.store(partial_lse + partial + lane, lse, mask=lane < num_queries)
-        # All threads have stored before one of them says so; acquire and release order it across programs.
-        barrier()
-        arrival = arrivals + (row * num_tiles + query_tile) * (HEAD_DIM // WIDTH) + PART
-        arrived = gl.atomic_add(arrival, 1, sem="acq_rel")
-        if arrived == num_chunks - 1:
-            gl.store(arrival, 0)  # for the next layer
-            for first_dim in gl.static_range(PART * WIDTH, (PART + 1) * WIDTH, min(WIDTH, 8192 // ROWS, 256)):
-                _reduce(
-                    results, first_share, num_chunks, first_place, num_queries, first_dim, HEAD_DIM, ROWS,
-                    min(WIDTH, 8192 // ROWS, 256),
-                )  # fmt: skip
-
-
-@gluon.jit
-def _partial(first_share, chunk):
-    """Return the place of a chunk's result. A share ends within one row at most, and begins within one."""
-    return 2 * (first_share + chunk) + gl.where(chunk == 0, 1, 0)
-
-
-@gluon.jit
-def _reduce(
-    results, first_share, num_chunks, first_place, num_queries,
-    FIRST_DIM: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """Combine WIDTH numbers of the results of a row's chunks for a tile of queries, two chunks at a time."""
-    out, partial_out, partial_lse, _arrivals, query_tile, num_tiles = results
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    lanes = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    is_query = lanes < num_queries
-    dims = FIRST_DIM + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    highest = gl.full([ROWS], _LEAST, gl.float32, gl.SliceLayout(1, layout))
-    weight_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-    acc = gl.zeros([ROWS, WIDTH], gl.float32, layout)
-    for first in range(0, num_chunks, 2):
-        # .cg: past the L1 cache, which may hold what was there before the other programs stored.
-        place = (_partial(first_share, first) * num_tiles + query_tile) * ROWS + lanes
-        second = (_partial(first_share, first + 1) * num_tiles + query_tile) * ROWS + lanes
-        is_second = is_query & (first + 1 < num_chunks)
-        lse = gl.load(partial_lse + place, mask=is_query, other=_LEAST, cache_modifier=".cg")
-        second_lse = gl.load(partial_lse + second, mask=is_second, other=-float("inf"), cache_modifier=".cg")
-        value = gl.load(
-            partial_out + (place[:, None] * HEAD_DIM + dims[None, :]),
-            mask=is_query[:, None], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        second_value = gl.load(
-            partial_out + (second[:, None] * HEAD_DIM + dims[None, :]),
-            mask=is_second[:, None], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_highest = gl.maximum(highest, gl.maximum(lse, second_lse))
-        decay = gl.exp2(highest - new_highest)
-        weight = gl.exp2(lse - new_highest)
-        second_weight = gl.exp2(second_lse - new_highest)
-        weight_sum = weight_sum * decay + weight + second_weight
-        acc = acc * decay[:, None] + value * weight[:, None] + second_value * second_weight[:, None]
-        highest = new_highest
-    acc = acc / gl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
-    places = (first_place + lanes)[:, None] * HEAD_DIM + dims[None, :]
-    gl.store(out + places, acc.to(out.dtype.element_ty), mask=is_query[:, None])
 
 
 @gluon.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
