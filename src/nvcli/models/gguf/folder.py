@@ -16,7 +16,8 @@ from typing import Any
 from nvcli.core.system.regular_file import check_regular
 from nvcli.core.system.user_cache import user_cache
 from nvcli.errors import LoadError
-from nvcli.models.gguf.architectures import Architecture, find_architecture, layer_of, read_settings
+from nvcli.models.gguf.architectures import Architecture, find_architecture, layer_of
+from nvcli.models.gguf.configs import read_settings
 from nvcli.models.gguf.files import SUFFIX
 from nvcli.models.gguf.header import GGUFHeader
 from nvcli.models.gguf.tensors import read_model_header

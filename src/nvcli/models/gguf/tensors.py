@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nvcli.models.gguf.architectures import (
-    Architecture,
-    Settings,
-    find_architecture,
-    is_setting,
-    layer_of,
-    read_settings,
-)
+from nvcli.models.gguf.architectures import Architecture, find_architecture, layer_of
+from nvcli.models.gguf.configs import Settings, is_setting, read_settings
 from nvcli.models.gguf.files import part_names
 from nvcli.models.gguf.header import GGUFHeader, GGUFTensor, read_header
 from nvcli.models.tensor_info import GGUFForm, StoredTensor, TensorInfo
