@@ -3,20 +3,22 @@
 
     python3 scripts/profile_steps.py SHAPE [--tp N] [--running N] [--steps N] [--trace FILE.json] [--kernels N]
         [--quantization TYPE] [--kv-cache-dtype TYPE] [--shared-prefix 1024,1024:8] [--input-len 64]
-        [--output-len 128] [--generated 20 | --prompts] [--speculate mtp --drafts 3]
+        [--output-len 128] [--generated 20 | --prompts] [--speculate mtp --drafts 3] [--max-model-len 4096]
+        [--hf-overrides '{"num_hidden_layers": 8}']
 
 A rank in this process answers nano-vllm's workload with made-up weights, with one step in flight as in a run; with
 --tp the others follow it in processes of their own. Torch's profiler records this rank's steps once all requests
 decode, or with --prompts the first steps, which are full of prompts; their kernels are sorted by kind, and with
 --kernels the longest are listed. Requests that the KV cache does not hold to the end of their answers wait
 (--output-len), and the recording with them. Tracing costs some time between kernels, none inside them but in those
-that wait for other ranks. --quantization, --kv-cache-dtype, --shared-prefix, --input-len and --output-len are as in
-`nvcli bench`, --speculate too; with --drafts every row has so many drafts in each step, of which few are right.
+that wait for other ranks. The other options are as in `nvcli bench`; with --drafts every row has so many drafts in each
+step, of which few are right.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import re
@@ -174,6 +176,8 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=0, help="list so many kernels, the longest")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--hf-overrides", type=json.loads, default={}, help="settings in place of the shape's, as JSON")
     parser.add_argument("--shared-prefix", help="prompt tokens that requests share: 2048, 2048:16, 1024,1024:8")
     parser.add_argument("--input-len", default="100:1024", help="prompt tokens behind a shared prefix")
     parser.add_argument("--output-len", default="900:1024", help="tokens of an answer")
@@ -193,7 +197,8 @@ def main() -> None:
     run = msgspec.convert(
         {
             "model": options.shape,
-            "max_model_len": 4096,
+            "max_model_len": options.max_model_len,
+            "hf_overrides": options.hf_overrides,
             "max_num_seqs": options.running,
             "device": "cuda",
             "quantization": options.quantization,
