@@ -51,10 +51,14 @@ def results_of(module: Any, device: torch.device, settings: StreamSettings, size
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("settings", SETTINGS, ids=["apart", "mixed"])
-def test_streams(settings: StreamSettings, dtype: torch.dtype) -> None:
-    expected = results_of(reference, torch.device("cpu"), settings, 70, dtype)
-    found = results_of(kernels, DEVICE, settings, 70, dtype)
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [(SETTINGS[0], 70), (SETTINGS[1], 70), (SETTINGS[1], 300)],
+    ids=["apart", "mixed", "many parts"],
+)
+def test_streams(settings: StreamSettings, size: int, dtype: torch.dtype) -> None:
+    expected = results_of(reference, torch.device("cpu"), settings, size, dtype)
+    found = results_of(kernels, DEVICE, settings, size, dtype)
     for actual, wanted in zip(found, expected, strict=True):
         assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
         tolerance = 4 * TOLERANCE[dtype]

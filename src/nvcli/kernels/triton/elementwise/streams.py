@@ -18,11 +18,15 @@ from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, de
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
 
-_TOKENS, _COLUMNS = 32, 32
-"""The tile of the first kernel: tokens, and columns of each stream at a time. For four streams of 2,816 numbers an H200
-takes 174 µs for 4,096 tokens and 12 for 256; 282 and 15 with 16 tokens, 307 and 17 with 64 columns of these."""
+_TOKENS, _COLUMNS, _WARPS = 64, 32, 4
+"""The tile of the first kernel: tokens, and columns of each stream at a time. For four streams of 4,096 numbers that go
+into each other an H200 takes 343 µs for 8,192 tokens and 14 for 256; 391 and 13 with two tiles on their way in place of
+three, 427 and 14 with 128 tokens, and 1,015 and 29 with 32 and nothing on its way."""
 _PROGRAMS = 4
 """Programs of the first kernel to aim for on each multiprocessor."""
+_FEW_PARTS, _BALANCED = 8, 16
+"""Up to so many parts of a token's sums, as prompts have, a program makes the shares of streams in each other of so
+many tokens; of one elsewhere."""
 
 
 @triton.jit
@@ -57,7 +61,9 @@ def _advance_kernel(
     COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (TOKENS tokens, part of the columns)."""
+    """Program (TOKENS tokens, part of the columns). A thread overwrites numbers that it alone has loaded, with the next
+    tiles on their way."""
+    tl.static_assert(TOKENS * COLUMNS >= 1024)  # 8 numbers of each thread, so that no two threads hold one
     part, num_parts = tl.program_id(1), tl.num_programs(1)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < num_tokens
@@ -66,6 +72,10 @@ def _advance_kernel(
     await_kernel_before(DEPENDENT)
     products = tl.zeros([TOKENS, LANES], tl.float32)
     squares = tl.zeros([TOKENS], tl.float32)
+    shares = tl.tuple([])
+    if result is not None:
+        for index in tl.static_range(KEPT):
+            shares += (tl.load(kept + token * KEPT + index, mask=is_token, other=0.0),)
     for start in range(part * COLUMNS, SIZE, num_parts * COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = is_token[:, None] & (column < SIZE)[None, :]
@@ -78,18 +88,15 @@ def _advance_kernel(
             for index in tl.static_range(RESULT_PARTS):
                 of_part = result + index * result_part_stride + token * result_stride
                 addend += tl.load(of_part[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            tl.debug_barrier()  # all threads have loaded what another one overwrites
         for index in tl.static_range(COUNT):
             values = old[index]
             if result is not None:
-                shares = kept + token * KEPT + index
-                total = tl.load(shares, mask=is_token, other=0.0)[:, None] * addend
+                total = shares[index][:, None] * addend
                 if KEPT == COUNT:
                     total += values.to(tl.float32)
                 else:
                     for source in tl.static_range(COUNT):
-                        of_source = tl.load(shares + (1 + source) * COUNT, mask=is_token, other=0.0)
-                        total += of_source[:, None] * old[source].to(tl.float32)
+                        total += shares[(1 + source) * COUNT + index][:, None] * old[source].to(tl.float32)
                 values = total.to(streams.dtype.element_ty)
                 tl.store(places + index * SIZE, values, mask=inside)
             if weight is not None:
@@ -114,19 +121,53 @@ def _logits(sums, num_parts, numbers, inside, factor, scale, base, SHARES: tl.co
 
 
 @triton.jit
-def _balanced(logits, is_share, SETTINGS: tl.constexpr):
-    """Return the shares of streams in each other, [from, to]."""
-    logits = tl.where(is_share, logits, -float("inf"))
-    shares = tl.exp(logits - tl.max(tl.where(is_share, logits, -1e30), axis=1)[:, None])
-    shares = tl.where(is_share, shares / tl.maximum(tl.sum(shares, axis=1), 1e-30)[:, None] + SETTINGS.eps, 0.0)
-    shares = shares / (tl.sum(shares, axis=0) + SETTINGS.eps)[None, :]
+def _balance(
+    sums,  # [T, num_parts, SHARES + 1] float32
+    base,  # [SHARES] float32
+    scale,
+    kept,  # [T, SHARES - COUNT] float32, written
+    first_token,
+    num_tokens,
+    num_parts,
+    SETTINGS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SHARES: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Store the shares of streams in each other of TOKENS tokens: [token, from, to]."""
+    COUNT: tl.constexpr = SETTINGS.count
+    token = first_token + tl.arange(0, TOKENS)
+    pair = tl.arange(0, STREAMS * STREAMS)
+    row, column = pair // STREAMS, pair % STREAMS
+    number = 2 * COUNT + row * COUNT + column
+    is_pair = (row < COUNT) & (column < COUNT)
+    is_token = token < num_tokens
+    part = tl.arange(0, PARTS)
+    parts = sums + token.to(tl.int64)[:, None] * (num_parts * (SHARES + 1)) + part[None, :] * (SHARES + 1)
+    is_part = is_token[:, None] & (part < num_parts)[None, :]
+    squares = tl.sum(tl.load(parts + SHARES, mask=is_part, other=0.0), axis=1)
+    factor = tl.rsqrt(squares / (COUNT * SIZE) + SETTINGS.norm_eps)
+    is_read = is_part[:, :, None] & is_pair[None, None, :]
+    products = tl.sum(tl.load(parts[:, :, None] + number[None, None, :], mask=is_read, other=0.0), axis=1)
+    logits = products * factor[:, None] * scale + tl.load(base + number, mask=is_pair, other=0.0)[None, :]
+    logits = tl.reshape(tl.where(is_pair[None, :], logits, -float("inf")), [TOKENS, STREAMS, STREAMS])
+    shares = tl.exp(logits - tl.maximum(tl.max(logits, axis=2), -1e30)[:, :, None])
+    stream = tl.arange(0, STREAMS)
+    is_share = (stream < COUNT)[None, :, None] & (stream < COUNT)[None, None, :]
+    shares = shares / tl.maximum(tl.sum(shares, axis=2), 1e-30)[:, :, None] + SETTINGS.eps
+    shares = tl.where(is_share, shares, 0.0)
+    shares = shares / (tl.sum(shares, axis=1) + SETTINGS.eps)[:, None, :]
     for _ in range(SETTINGS.iterations - 1):
-        shares = shares / (tl.sum(shares, axis=1) + SETTINGS.eps)[:, None]
-        shares = shares / (tl.sum(shares, axis=0) + SETTINGS.eps)[None, :]
-    return shares
+        shares = shares / (tl.sum(shares, axis=2) + SETTINGS.eps)[:, :, None]
+        shares = shares / (tl.sum(shares, axis=1) + SETTINGS.eps)[:, None, :]
+    places = kept + token.to(tl.int64)[:, None] * (SHARES - COUNT) - COUNT + number[None, :]
+    flat = tl.reshape(shares, [TOKENS, STREAMS * STREAMS])
+    tl.store(places, flat, mask=is_token[:, None] & is_pair[None, :])
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def _share_kernel(
     streams,  # [T, COUNT × SIZE], contiguous
     sums,  # [T, num_parts, SHARES + 1] float32
@@ -136,54 +177,66 @@ def _share_kernel(
     out,  # [T, SIZE], contiguous, written
     kept,  # [T, SHARES - COUNT] float32, written
     norm_eps,
+    num_tokens,
     num_parts,
     SETTINGS: tl.constexpr,  # `StreamSettings`
     SIZE: tl.constexpr,
     SHARES: tl.constexpr,
     PARTS: tl.constexpr,  # a power of two, at least num_parts
     STREAMS: tl.constexpr,  # the streams, rounded up to a power of two
-    BLOCK: tl.constexpr,  # SIZE likewise
+    BALANCED: tl.constexpr,  # tokens whose shares of streams in each other a program makes
+    BLOCK: tl.constexpr,  # SIZE, rounded up to a power of two
     DEPENDENT: tl.constexpr,
 ):
-    """Program (token, task): the first task is the block's input, and the second the shares of streams in each
-    other."""
+    """The first programs make shares of streams in each other, if there are any, and the others a token's input of the
+    block."""
     COUNT: tl.constexpr = SETTINGS.count
-    token = tl.program_id(0).to(tl.int64)
+    HAS_PAIRS: tl.constexpr = SHARES > 2 * COUNT
     await_kernel_before(DEPENDENT)
+    token = tl.program_id(0)
+    if HAS_PAIRS:
+        first = token * BALANCED
+        if first < num_tokens:
+            of_pairs = tl.load(scale + 2)
+            _balance(
+                sums,
+                base,
+                of_pairs,
+                kept,
+                first,
+                num_tokens,
+                num_parts,
+                SETTINGS,
+                SIZE,
+                SHARES,
+                PARTS,
+                STREAMS,
+                BALANCED,
+            )
+            return
+        token -= tl.cdiv(num_tokens, BALANCED)
+    token = token.to(tl.int64)
     sums += token * (num_parts * (SHARES + 1))
-    kept += token * (SHARES - COUNT)
-    part, stream = tl.arange(0, PARTS), tl.arange(0, STREAMS)
-    is_stream = stream < COUNT
+    stream, column = tl.arange(0, STREAMS), tl.arange(0, BLOCK)
+    is_stream, inside = stream < COUNT, column < SIZE
+    part = tl.arange(0, PARTS)
     squares = tl.sum(tl.load(sums + part * (SHARES + 1) + SHARES, mask=part < num_parts, other=0.0), axis=0)
     factor = tl.rsqrt(squares / (COUNT * SIZE) + SETTINGS.norm_eps)
-    if tl.program_id(1) == 0:
-        of_input = _logits(sums, num_parts, stream, is_stream, factor, tl.load(scale), base, SHARES, PARTS)
-        of_input = tl.sigmoid(of_input) + SETTINGS.eps
-        column = tl.arange(0, BLOCK)
-        inside = column < SIZE
-        x = tl.zeros([BLOCK], tl.float32)
-        for index in tl.static_range(COUNT):
-            of_stream = tl.sum(tl.where(stream == index, of_input, 0.0), axis=0)
-            places = streams + token * (COUNT * SIZE) + index * SIZE + column
-            x += of_stream * tl.load(places, mask=inside, other=0.0).to(tl.float32)
-        x = x.to(streams.dtype.element_ty).to(tl.float32)
-        normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + norm_eps)
-        normed *= tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + token * SIZE + column, normed.to(out.dtype.element_ty), mask=inside)
-        if SHARES > COUNT:
-            numbers = COUNT + stream
-            of_result = _logits(sums, num_parts, numbers, is_stream, factor, tl.load(scale + 1), base, SHARES, PARTS)
-            of_result = SETTINGS.factor * tl.sigmoid(of_result) + SETTINGS.result_eps
-            tl.store(kept + stream, of_result, mask=is_stream)
-    else:
-        flat = tl.arange(0, STREAMS * STREAMS)
-        pair = 2 * COUNT + flat // STREAMS * COUNT + flat % STREAMS
-        is_pair = (flat // STREAMS < COUNT) & (flat % STREAMS < COUNT)
-        of_pairs = _logits(sums, num_parts, pair, is_pair, factor, tl.load(scale + 2), base, SHARES, PARTS)
-        of_streams = _balanced(
-            tl.reshape(of_pairs, [STREAMS, STREAMS]), is_stream[:, None] & is_stream[None, :], SETTINGS
-        )
-        tl.store(kept - COUNT + pair, tl.reshape(of_streams, [STREAMS * STREAMS]), mask=is_pair)
+    of_input = _logits(sums, num_parts, stream, is_stream, factor, tl.load(scale), base, SHARES, PARTS)
+    of_input = tl.sigmoid(of_input) + SETTINGS.eps
+    x = tl.zeros([BLOCK], tl.float32)
+    for index in tl.static_range(COUNT):
+        of_stream = tl.sum(tl.where(stream == index, of_input, 0.0), axis=0)
+        places = streams + token * (COUNT * SIZE) + index * SIZE + column
+        x += of_stream * tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    x = x.to(streams.dtype.element_ty).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + norm_eps)
+    normed *= tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * SIZE + column, normed.to(out.dtype.element_ty), mask=inside)
+    if SHARES > COUNT:
+        of_result = _logits(sums, num_parts, COUNT + stream, is_stream, factor, tl.load(scale + 1), base, SHARES, PARTS)
+        of_result = SETTINGS.factor * tl.sigmoid(of_result) + SETTINGS.result_eps
+        tl.store(kept + token * (SHARES - COUNT) + stream, of_result, mask=is_stream)
 
 
 def add_to_streams(streams: Tensor, result: Tensor, kept: Tensor, settings: StreamSettings) -> None:
@@ -207,8 +260,11 @@ def read_streams(
     assert sums is not None
     out = torch.empty(num_tokens, size, dtype=streams.dtype, device=streams.device)
     next_kept = torch.empty(num_tokens, num_shares - settings.count, dtype=torch.float32, device=streams.device)
-    block = next_power_of_2(size)
-    _share_kernel[num_tokens, max(1, len(weights.scale) - 1)](
+    block, num_parts = next_power_of_2(size), sums.shape[1]
+    has_few = num_parts <= _FEW_PARTS
+    balanced = _BALANCED if has_few else 1
+    has_pairs = num_shares > 2 * settings.count
+    _share_kernel[num_tokens + (ceil_div(num_tokens, balanced) if has_pairs else 0),](
         streams,
         sums,
         weights.base,
@@ -217,12 +273,14 @@ def read_streams(
         out,
         next_kept,
         norm_eps,
-        sums.shape[1],
+        num_tokens,
+        num_parts,
         SETTINGS=settings,
         SIZE=size,
         SHARES=num_shares,
-        PARTS=next_power_of_2(ceil_div(size, _COLUMNS)),
+        PARTS=_FEW_PARTS if has_few else next_power_of_2(ceil_div(size, _COLUMNS)),
         STREAMS=next_power_of_2(settings.count),
+        BALANCED=balanced,
         BLOCK=block,
         num_warps=warps_of_row(block),
         **dependent(streams.device),
@@ -267,7 +325,7 @@ def _advance(
         LANES=max(16, next_power_of_2(num_shares)),
         TOKENS=_TOKENS,
         COLUMNS=_COLUMNS,
-        num_warps=4,
+        num_warps=_WARPS,
         **dependent(streams.device),
     )
     return sums
