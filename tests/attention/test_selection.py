@@ -253,7 +253,7 @@ def test_what_the_choice_of_keys_takes_is_planned(top_k: int, pools: Pools, num_
         for value in (*vars(keys).values(), *keys._of_rates.values())
         if isinstance(value, torch.Tensor)
     }
-    scores = 4 * planned.score_rows(64) * planned.most_keys
+    scores = 4 * planned.score_rows(64) * planned.most_scores
     assert planned.num_bytes(64) - scores == sum(taken.values()) + 64 * 48
 
 

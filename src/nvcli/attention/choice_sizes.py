@@ -18,8 +18,8 @@ _OTHER_NUMBERS = 15
 class ChoiceSizes:
     """The sizes of what is kept of each token of a step."""
 
-    most_keys: int
-    """The most keys that it chooses from; 0: none are chosen."""
+    most_scores: int
+    """The most keys, or pools of them, that it chooses from; 0: none are chosen."""
     top_k: int
     """The most keys of a choice."""
     num_choices: int
@@ -34,8 +34,9 @@ class ChoiceSizes:
         choose do so by the same pools."""
         attended = [spec.attended for spec in specs if spec.is_beside_backends]
         choosing = [spec for spec in attended if spec.top_k is not None]
+        scored = (max_model_len // (spec.rate * spec.index_pools.size) for spec in choosing)
         return cls(
-            most_keys=max((max(1, max_model_len // spec.rate) for spec in choosing), default=0),
+            most_scores=max((max(1, number) for number in scored), default=0),
             top_k=max((spec.top_k or 0 for spec in choosing), default=0),
             num_choices=max(1, *(spec.row_heads for spec in attended)),
             pools=max((spec.index_pools for spec in attended), key=lambda pools: pools.size),
@@ -48,11 +49,11 @@ class ChoiceSizes:
         return self.pools.most_chosen(self.top_k) if self.pools.size > 1 else 0
 
     def score_rows(self, num_tokens: int) -> int:
-        """Return for how many of a step's tokens there is room for the scores of all keys."""
-        return min(num_tokens, max(1, _SCORE_BYTES // (4 * self.most_keys))) if self.most_keys else 0
+        """Return for how many of a step's tokens there is room for all scores."""
+        return min(num_tokens, max(1, _SCORE_BYTES // (4 * self.most_scores))) if self.most_scores else 0
 
     def num_bytes(self, num_tokens: int) -> int:
         """Return the bytes for steps of up to this many tokens."""
         of_pools = self.most_pools + 1 if self.most_pools else 0  # and how many keys are chosen
         of_token = self.num_choices * self.top_k + of_pools + len(self.rates) + _OTHER_NUMBERS
-        return 4 * (self.score_rows(num_tokens) * self.most_keys + num_tokens * of_token)
+        return 4 * (self.score_rows(num_tokens) * self.most_scores + num_tokens * of_token)

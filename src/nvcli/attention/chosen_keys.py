@@ -70,7 +70,7 @@ class ChosenKeys:
         self._of_rates = {rate: torch.zeros_like(self._seen) for rate in sizes.rates}
         """How many keys of so many tokens each token sees."""
         num_rows = sizes.score_rows(tokens) if device.type == "cuda" else 0
-        self._scores = torch.empty(num_rows, sizes.most_keys, dtype=torch.float32, device=device)
+        self._scores = torch.empty(num_rows, sizes.most_scores, dtype=torch.float32, device=device)
         self._on_hopper = _on_hopper(case) if device.type == "cuda" else {}
 
     def plan(self, batch: ForwardBatch) -> None:

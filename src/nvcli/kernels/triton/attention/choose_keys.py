@@ -28,13 +28,19 @@ _SELECTED, _SELECT_WARPS = 2048, 8
 _SELECTED_ALONE, _SELECT_WARPS_ALONE = 8192, 16
 """Scores that the selection reads at a time, and its warps: where multiprocessors have several programs, and where they
 have one at most. For one row of 32,768 keys an H200 takes 61 and 41 µs, for 2,048 tokens of a prompt 277 and 378."""
+_SELECTED_BY_WARP = 256
+"""Where tokens have fewer scores than that, a warp selects among so many."""
+_TOGETHER, _FEW_TOGETHER, _MANY = 64, 16, 1024
+"""Tokens that are multiplied with a tile of keys together where keys count by pools' best, in steps of more tokens than
+this and of others. An H200 takes 124 µs for 8,192 tokens of prompts of 8,000 with one head of 128, where it took 1,262
+for one token at a time."""
 _BINS = tl.constexpr(256)
 
 
 @triton.jit(do_not_specialize=["first_token", "table_stride"], do_not_specialize_on_alignment=["tables"])
 def _index_scores_kernel(
     queries,  # [T, NUM_HEADS, SIZE], contiguous
-    weights,  # [T, NUM_HEADS] float32, or None: a pool's score is the highest product of its keys
+    weights,  # [T, NUM_HEADS] float32
     cache,  # blocks cache_block_stride apart, tokens CACHE_ROW
     seen,  # [T] int32
     slots,  # [T] int64
@@ -53,45 +59,94 @@ def _index_scores_kernel(
     TOP_K: tl.constexpr,
     POOL: tl.constexpr,
     NUM_LAST: tl.constexpr,
-    KEYS: tl.constexpr,  # with pools that count by their best key, a multiple of POOL
+    KEYS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Program (token of the launch, part of its tiles of keys)."""
+    """Program (token of the launch, part of its tiles of keys). Key i lies in the place of the last token of pool i."""
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     count = tl.maximum(tl.load(seen + token) - NUM_LAST, 0) // POOL
     if count <= TOP_K:
         return
-    BY_BEST: tl.constexpr = weights is None
-    STEP: tl.constexpr = 1 if BY_BEST else POOL  # key i lies in the place of token i × STEP + STEP - 1
-    TILE: tl.constexpr = KEYS // POOL if BY_BEST else KEYS  # the scores of a tile
     heads, numbers, lanes = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_NUMBERS), tl.arange(0, KEYS)
     is_head, is_number = heads < NUM_HEADS, numbers < SIZE
     places = (token * NUM_HEADS + heads)[:, None] * SIZE + numbers[None, :]
     query = tl.load(queries + places, mask=is_head[:, None] & is_number[None, :], other=0.0)
     query = query.to(cache.dtype.element_ty)
-    if not BY_BEST:
-        weight = tl.load(weights + token * NUM_HEADS + heads, mask=is_head, other=0.0)
+    weight = tl.load(weights + token * NUM_HEADS + heads, mask=is_head, other=0.0)
     table = tables + tl.load(slots + token) * table_stride
-    begin, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
-    end = count * POOL // STEP
-    last = end - 1
+    begin, step, last = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS, count - 1
     # The next tile's blocks are loaded ahead of their use, as in `attention_fold.fold_keys`.
-    next_block = tl.load(table + (tl.minimum(begin + lanes, last) * STEP + (STEP - 1)) // BLOCK_SIZE)
-    for start in tl.range(begin, end, step, num_stages=NUM_STAGES):
+    next_block = tl.load(table + (tl.minimum(begin + lanes, last) * POOL + (POOL - 1)) // BLOCK_SIZE)
+    for start in tl.range(begin, count, step, num_stages=NUM_STAGES):
         keys = start + lanes
-        block, offset = next_block.to(tl.int64), (keys * STEP + (STEP - 1)) % BLOCK_SIZE
-        next_block = tl.load(table + (tl.minimum(keys + step, last) * STEP + (STEP - 1)) // BLOCK_SIZE)
+        block, offset = next_block.to(tl.int64), (keys * POOL + (POOL - 1)) % BLOCK_SIZE
+        next_block = tl.load(table + (tl.minimum(keys + step, last) * POOL + (POOL - 1)) // BLOCK_SIZE)
         is_read = (keys <= last)[:, None] & is_number[None, :]
         key_places = (block * cache_block_stride + offset * CACHE_ROW)[:, None] + numbers[None, :]
         key = tl.load(cache + key_places, mask=is_read, other=0.0)
         products = tl.dot(key, query.T, input_precision="ieee")
-        if BY_BEST:  # of the first head, the only one
-            found = tl.max(tl.reshape(tl.sum(tl.where(is_head[None, :], products, 0.0), 1), [TILE, POOL]), 1)
-        else:
-            found = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
-        numbered = start // (KEYS // TILE) + tl.arange(0, TILE)
-        tl.store(scores + row * score_stride + numbered, found, mask=numbered < count)
+        found = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
+        tl.store(scores + row * score_stride + keys, found, mask=keys <= last)
+
+
+@triton.jit(do_not_specialize=["first_token", "num_rows", "table_stride"], do_not_specialize_on_alignment=["tables"])
+def _best_scores_kernel(
+    queries,  # [T, SIZE], contiguous
+    cache,  # blocks cache_block_stride apart, tokens CACHE_ROW
+    seen,  # [T] int32
+    slots,  # [T] int64
+    tables,  # [slots, ...] int32, rows table_stride apart
+    scores,  # [tokens of the launch, most pools] float32, rows score_stride apart, written
+    first_token,
+    num_rows,  # tokens of the launch
+    cache_block_stride: tl.int64,
+    table_stride,
+    score_stride: tl.int64,
+    SIZE: tl.constexpr,
+    BLOCK_NUMBERS: tl.constexpr,  # SIZE, rounded up to a power of two, 16 or more
+    BLOCK_SIZE: tl.constexpr,
+    CACHE_ROW: tl.constexpr,
+    TOP_K: tl.constexpr,
+    POOL: tl.constexpr,
+    NUM_LAST: tl.constexpr,
+    KEYS: tl.constexpr,  # a multiple of POOL
+    TOKENS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Program (TOKENS tokens of the launch, part of their tiles of keys): the score of a pool is the highest product of
+    its keys. Tokens of one request are multiplied together, as those of a prompt are, and requests one by one."""
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = first_token + row
+    is_row = row < num_rows
+    count = tl.maximum(tl.load(seen + token, mask=is_row, other=0) - NUM_LAST, 0) // POOL
+    count = tl.where(count > TOP_K, count, 0)
+    slot = tl.where(count > 0, tl.load(slots + token, mask=is_row, other=0), -1)
+    numbers, lanes = tl.arange(0, BLOCK_NUMBERS), tl.arange(0, KEYS)
+    is_number = numbers < SIZE
+    query_places = token.to(tl.int64)[:, None] * SIZE + numbers[None, :]
+    query = tl.load(queries + query_places, mask=is_row[:, None] & is_number[None, :], other=0.0)
+    query = query.to(cache.dtype.element_ty)
+    score_rows = scores + row.to(tl.int64) * score_stride
+    begin, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
+    current = tl.max(slot)
+    while current >= 0:
+        table = tables + current * table_stride
+        own_count = tl.where(slot == current, count, 0)
+        end = tl.max(own_count) * POOL
+        # The next tile's blocks are loaded ahead of their use, as in `attention_fold.fold_keys`.
+        next_block = tl.load(table + tl.minimum(begin + lanes, end - 1) // BLOCK_SIZE)
+        for start in tl.range(begin, end, step, num_stages=NUM_STAGES):
+            keys = start + lanes
+            block = next_block.to(tl.int64)
+            next_block = tl.load(table + tl.minimum(keys + step, end - 1) // BLOCK_SIZE)
+            key_places = (block * cache_block_stride + keys % BLOCK_SIZE * CACHE_ROW)[:, None] + numbers[None, :]
+            key = tl.load(cache + key_places, mask=(keys < end)[:, None] & is_number[None, :], other=0.0)
+            products = tl.dot(query, key.T, input_precision="ieee")
+            found = tl.max(tl.reshape(products, [TOKENS, KEYS // POOL, POOL]), 2)
+            pool = start // POOL + tl.arange(0, KEYS // POOL)
+            tl.store(score_rows[:, None] + pool[None, :], found, mask=pool[None, :] < own_count[:, None])
+        current = tl.max(tl.where(slot < current, slot, -1))
 
 
 @triton.jit
@@ -177,33 +232,46 @@ def choose_keys(
     is_alone = min(num_tokens, max_rows) <= processors
     has_room = shared_memory_bytes(queries.device) > _SHARED_MEMORY and cache.dtype.itemsize <= 2
     selected, warps = (_SELECTED_ALONE, _SELECT_WARPS_ALONE) if is_alone else (_SELECTED, _SELECT_WARPS)
-    keys = _KEYS if weights is not None else max(_KEYS, pools.size)
+    of_score, together = 1, 1  # keys that make a score, and tokens of a program
+    if weights is None:
+        of_score, together = pools.size, _TOGETHER if num_tokens > _MANY else _FEW_TOGETHER
+    keys = max(_KEYS, of_score)
+    selected = min(selected, max(32, next_power_of_2(scores.shape[1])))
+    warps = min(warps, max(1, selected // _SELECTED_BY_WARP))
+    constants = {
+        "SIZE": size,
+        "BLOCK_NUMBERS": max(16, next_power_of_2(size)),
+        "BLOCK_SIZE": cache.shape[1],
+        "CACHE_ROW": cache.stride(1),
+        "TOP_K": top_k,
+        "POOL": pools.size,
+        "NUM_LAST": pools.num_last,
+        "KEYS": keys,
+        "NUM_STAGES": _STAGES if has_room else _FEWER_STAGES,
+        "num_warps": _WARPS,
+    }
+    strides = cache.stride(0), tokens.tables.stride(0), scores.stride(0)
     for first in range(0, num_tokens, max_rows):
         num_rows = min(max_rows, num_tokens - first)
-        num_parts = max(1, min(ceil_div(scores.shape[1], keys), ceil_div(programs, num_rows)))
-        _index_scores_kernel[num_rows, num_parts](
-            queries,
-            weights,
-            cache,
-            *tokens,
-            scores,
-            first,
-            cache.stride(0),
-            tokens.tables.stride(0),
-            scores.stride(0),
-            NUM_HEADS=num_heads,
-            SIZE=size,
-            BLOCK_HEADS=max(16, next_power_of_2(num_heads)),
-            BLOCK_NUMBERS=max(16, next_power_of_2(size)),
-            BLOCK_SIZE=cache.shape[1],
-            CACHE_ROW=cache.stride(1),
-            TOP_K=top_k,
-            POOL=pools.size,
-            NUM_LAST=pools.num_last,
-            KEYS=keys,
-            NUM_STAGES=_STAGES if has_room else _FEWER_STAGES,
-            num_warps=_WARPS,
-        )
+        tiles = ceil_div(num_rows, together)
+        num_parts = max(1, min(ceil_div(scores.shape[1] * of_score, keys), ceil_div(programs, tiles)))
+        if weights is None:
+            _best_scores_kernel[tiles, num_parts](
+                queries, cache, *tokens, scores, first, num_rows, *strides, TOKENS=together, **constants
+            )
+        else:
+            _index_scores_kernel[tiles, num_parts](
+                queries,
+                weights,
+                cache,
+                *tokens,
+                scores,
+                first,
+                *strides,
+                NUM_HEADS=num_heads,
+                BLOCK_HEADS=max(16, next_power_of_2(num_heads)),
+                **constants,
+            )
         _select_keys_kernel[(num_rows,)](
             scores,
             tokens.seen,
