@@ -227,6 +227,7 @@ class Simulator:
             split=lambda x: x.unbind(-1),
             static_range=range, cdiv=lambda a, b: -(-a // b), exp2=torch.exp2, log2=torch.log2,
             sum=torch.sum, max=maximum_of, minimum=either(torch.minimum), maximum=either(torch.maximum),
+            multiple_of=lambda x, number: x,
             where=lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
             arange=lambda first, end, layout: torch.arange(first, end),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +22,7 @@ from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels import chosen_keys
-from nvcli.kernels.chosen_keys import TokenKeys
+from nvcli.kernels.chosen_keys import TokenKeys, WindowKeys
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton.attention import (
     decode_attention,
@@ -45,6 +46,7 @@ def numbers_of_words(words: Tensor, width: int) -> Tensor:
 def simulated() -> Iterator[None]:
     nothing = ("barrier", "gdc_wait", "gdc_launch_dependents")
     functions: dict[str, Any] = {"_numbers_of_words": numbers_of_words, "_opaque_zero": lambda number: 0}
+    functions["_distance"] = lambda numbers, others: (others.data.data_ptr() - numbers.data.data_ptr()) // 4
     functions |= {name: lambda: None for name in nothing}
     name = "hopper_latent_kernel"
     modules = hopper_latent_kernel, hopper_latent_loads, hopper_latent_results
@@ -100,14 +102,22 @@ def test_steps(
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "tail_dim", "has_sinks"),
-    [(20, 64, True), (80, 64, False), (80, 64, True), (20, 0, False), (80, 0, True)],
+    ("num_heads", "tail_dim", "has_sinks", "window", "chooses"),
+    [
+        (20, 64, True, 0, True),
+        (80, 64, False, 0, True),
+        (80, 64, True, 0, True),
+        (20, 0, False, 0, True),
+        (80, 0, True, 0, True),
+        (80, 0, True, 70, True),
+        (20, 0, True, 70, False),
+    ],
 )
-def test_chosen_keys(num_heads: int, tail_dim: int, has_sinks: bool) -> None:
-    """Rows of one token that attend to chosen keys, in one tile of queries and in two; padding. Other numbers lie
-    behind each key."""
+def test_chosen_keys(num_heads: int, tail_dim: int, has_sinks: bool, window: int, chooses: bool) -> None:
+    """Rows of one token that attend to chosen keys or all, in one tile of queries and in two, and to those of a window
+    in another cache; padding. Other numbers lie behind each key."""
     latent_dim, dtype = (512, torch.bfloat16) if HAS_GPU else (64, torch.float32)
-    top_k, seen, generator = 100, (0, 1, 64, 100, 350, 70), torch.Generator().manual_seed(0)
+    top_k, seen, generator = 100 if chooses else None, (0, 1, 64, 100, 350, 70), torch.Generator().manual_seed(0)
     shape = AttentionShape(
         num_heads=num_heads, num_kv_heads=1, head_dim=latent_dim, tail_dim=tail_dim, block_size=64, dtype=dtype,
         kv_dtype=dtype, device=DEVICE, has_values=False,
@@ -115,26 +125,36 @@ def test_chosen_keys(num_heads: int, tail_dim: int, has_sinks: bool) -> None:
     if HAS_GPU and not serves_latents(shape):
         pytest.skip("Hopper GPUs alone have it")
     key_dim = latent_dim + tail_dim
-    cache = torch.randn(40, 64, 1, key_dim + 32, generator=generator).to(DEVICE, dtype)
+    of_cache, of_near = (40, 64, 1, key_dim + 32), (40, 16, latent_dim + 8)
+    memory = torch.randn(math.prod(of_cache) + math.prod(of_near), generator=generator).to(DEVICE, dtype)
+    cache, near_cache = memory[: math.prod(of_cache)].view(of_cache), memory[math.prod(of_cache) :].view(of_near)
     cache[..., key_dim:] = float("nan")
     keys = cache[..., :key_dim]
     tables = torch.randperm(40, generator=generator)[:36].view(6, 6).int().to(DEVICE)
-    chosen = torch.zeros(6, top_k + 20, dtype=torch.int32)
-    for row, count in enumerate(seen):
-        own = torch.randperm(count, generator=generator)[:top_k].sort().values
-        chosen[row, : len(own)] = own
-    chosen = chosen.to(DEVICE)[:, :top_k]
+    chosen = None
+    if top_k is not None:
+        chosen = torch.zeros(6, top_k + 20, dtype=torch.int32)
+        for row, count in enumerate(seen):
+            own = torch.randperm(count, generator=generator)[:top_k].sort().values
+            chosen[row, : len(own)] = own
+        chosen = chosen.to(DEVICE)[:, :top_k]
     tokens = TokenKeys(torch.tensor(seen, dtype=torch.int32).to(DEVICE), torch.arange(6).flip(0).to(DEVICE), tables)
+    near_seen = torch.tensor((0, 7, 69, 70, 90, 75), dtype=torch.int32).to(DEVICE)
+    near = (
+        WindowKeys(near_cache[..., :latent_dim], TokenKeys(near_seen, tokens.slots, tables.flip(1)), window)
+        if window
+        else None
+    )
     queries = torch.randn(6, num_heads, key_dim, generator=generator).to(DEVICE, dtype)
     expected = queries.new_empty(6, num_heads, latent_dim)
     sinks = torch.linspace(-4, 6, num_heads, device=DEVICE) if has_sinks else None
-    chosen_keys.attend_chosen(queries, keys[:, :, 0], tokens, chosen, expected, scale=0.1, sinks=sinks)
+    chosen_keys.attend_chosen(queries, keys[:, :, 0], tokens, chosen, expected, scale=0.1, sinks=sinks, window=near)
     with nullcontext() if HAS_GPU else simulated():
-        attention = HopperLatents(shape, max_rows=8, top_k=top_k)
+        attention = HopperLatents(shape, max_rows=8, top_k=top_k, window=window)
     for _ in range(2):  # what the first launch counted must be forgotten
         out = torch.full_like(expected, float("nan"))
-        attention.plan(tokens.seen, tokens.slots)
-        attention.run_chosen(queries, keys, tables, chosen, out, scale=0.1, sinks=sinks)
+        attention.plan(tokens.seen, tokens.slots, near_seen=near_seen if window else None)
+        attention.run_chosen(queries, keys, tables, chosen, out, scale=0.1, sinks=sinks, window=near)
         tolerance = 1e-2 if HAS_GPU else 2e-5
         torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
@@ -151,7 +171,7 @@ def test_shares(num_shares: int) -> None:
         shares = torch.full((num_shares, 2), -1, dtype=torch.int32)
         slots = torch.arange(num_rows) + 5
         plan_shares_kernel[(-(-num_rows // 16),)](
-            torch.tensor(lens, dtype=torch.int32), slots, items, shares, num_rows, num_shares, 2**31 - 1
+            torch.tensor(lens, dtype=torch.int32), None, slots, items, shares, num_rows, num_shares, 2**31 - 1, 0
         )
         ends, chunks, places, sizes = [0] * num_rows, [0] * num_rows, set(), []
         for share, (first, end) in enumerate(shares.tolist()):

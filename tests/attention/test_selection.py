@@ -254,7 +254,7 @@ def test_what_the_choice_of_keys_takes_is_planned(top_k: int, pools: Pools, num_
         if isinstance(value, torch.Tensor)
     }
     scores = 4 * planned.score_rows(64) * planned.most_scores
-    assert planned.num_bytes(64) - scores == sum(taken.values()) + 64 * 48
+    assert planned.num_bytes(64) - scores == sum(taken.values()) + 64 * 48 * planned.num_lists
 
 
 def test_layers_with_and_without_index_keys_share_the_list_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,5 +265,5 @@ def test_layers_with_and_without_index_keys_share_the_list_of_work(monkeypatch: 
     )
     chooser, others = replace(spec, head_dim=704, index_dim=128), replace(spec, top_k=None)
     found = _on_hopper(replace(CASE, specs=(spec, chooser, others)))
-    assert found == {(spec.geometry, 8): 64}
-    assert (chooser.key_geometry, 8) in found
+    assert list(found.values()) == [64]
+    assert chooser.key_geometry == next(iter(found)).geometry

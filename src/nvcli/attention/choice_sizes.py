@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionSpec, Geometry
 from nvcli.kernels.pool_settings import Pools
 
 _SCORE_BYTES = 256 << 20
 """The most bytes of the scores by which keys are chosen, but for one token's."""
-_OTHER_NUMBERS = 15
-"""How many keys a token sees, its slot, and its part of the list of work of Hopper GPUs, in numbers of 32 bits."""
+_OTHER_NUMBERS, _LIST_NUMBERS = 3, 12
+"""How many keys a token sees and its slot, and its part of a list of work of Hopper GPUs, in numbers of 32 bits."""
+
+
+class ChoiceKind(NamedTuple):
+    """What layers have in common that share a list of work, whatever numbers they keep beside their keys."""
+
+    geometry: Geometry
+    top_k: int | None
+    rate: int
+    window: int
+    """0: there is none."""
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> ChoiceKind:
+        """Return the kind of a layer that is attended beside backends."""
+        keys = spec.attended
+        return cls(keys.key_geometry, keys.top_k, keys.rate, 0 if spec.compressed is None else spec.window or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +44,15 @@ class ChoiceSizes:
     pools: Pools
     rates: tuple[int, ...]
     """The numbers of tokens that have one key together."""
+    num_lists: int
+    """The lists of work of Hopper GPUs."""
 
     @classmethod
     def of(cls, specs: Iterable[AttentionSpec], max_model_len: int) -> ChoiceSizes:
         """Return the sizes for layers with these specs, at least one of which is attended beside backends. All that
         choose do so by the same pools."""
-        attended = [spec.attended for spec in specs if spec.is_beside_backends]
+        beside = [spec for spec in specs if spec.is_beside_backends]
+        attended = [spec.attended for spec in beside]
         choosing = [spec for spec in attended if spec.top_k is not None]
         scored = (max_model_len // (spec.rate * spec.index_pools.size) for spec in choosing)
         return cls(
@@ -41,6 +61,7 @@ class ChoiceSizes:
             num_choices=max(1, *(spec.row_heads for spec in attended)),
             pools=max((spec.index_pools for spec in attended), key=lambda pools: pools.size),
             rates=tuple(dict.fromkeys(spec.rate for spec in attended if spec.rate > 1)),
+            num_lists=len({ChoiceKind.of(spec) for spec in beside if not spec.row_heads}),
         )
 
     @property
@@ -55,5 +76,6 @@ class ChoiceSizes:
     def num_bytes(self, num_tokens: int) -> int:
         """Return the bytes for steps of up to this many tokens."""
         of_pools = self.most_pools + 1 if self.most_pools else 0  # and how many keys are chosen
-        of_token = self.num_choices * self.top_k + of_pools + len(self.rates) + _OTHER_NUMBERS
+        of_lists = len(self.rates) + self.num_lists * _LIST_NUMBERS
+        of_token = self.num_choices * self.top_k + of_pools + of_lists + _OTHER_NUMBERS
         return 4 * (self.score_rows(num_tokens) * self.most_scores + num_tokens * of_token)

@@ -11,15 +11,16 @@ Latents of usual sizes are attended by the kernel that Hopper GPUs have for them
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nvcli.attention.backend import AttentionCase
-from nvcli.attention.choice_sizes import ChoiceSizes
+from nvcli.attention.choice_sizes import ChoiceKind, ChoiceSizes
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec, Geometry
+from nvcli.attention.spec import AttentionSpec
 from nvcli.errors import ConfigError
 from nvcli.kernels.chosen_keys import (
     KeyWeights,
@@ -86,9 +87,10 @@ class ChosenKeys:
             torch.floor_divide(seen, rate, out=of_rate[:num_tokens])
         if batch.shape.projects_latents:  # by all but the decode rows
             num_tokens = batch.num_decoded_tokens
-        for attention in self._on_hopper.values():
+        for kind, attention in self._on_hopper.items():
             if attention.takes(num_tokens):
-                attention.plan(counts[:num_tokens], slots[:num_tokens])
+                own = self._of_rates.get(kind.rate, counts)[:num_tokens]
+                attention.plan(own, slots[:num_tokens], near_seen=seen[:num_tokens] if kind.window else None)
 
     def store_pools(self, spec: AttentionSpec, layer: int, bias: Tensor, batch: ForwardBatch) -> None:
         """Store the index keys of the pools that a step's tokens fill, in a layer whose index keys and gates are stored
@@ -158,10 +160,11 @@ class ChosenKeys:
         keys = batch.kv_cache.layer(layer, attended.kv_group)[0][..., :size]
         tokens = self._tokens(attended, batch, self._of_rates.get(attended.rate, self._counts)[:num_tokens])
         chosen = None if attended.top_k is None else self._chosen[0, :num_tokens, : attended.top_k]
-        attention = self._on_hopper.get((spec.key_geometry, spec.top_k))
+        attention = self._on_hopper.get(ChoiceKind.of(spec))
         if attention is not None and attention.takes(num_tokens):
-            assert chosen is not None
-            attention.run_chosen(queries, keys, tokens.tables, chosen, out, scale=spec.scale, sinks=sinks)
+            attention.run_chosen(
+                queries, keys, tokens.tables, chosen, out, scale=spec.scale, sinks=sinks, window=window
+            )
         else:
             attend_chosen(queries, keys[:, :, 0], tokens, chosen, out, scale=spec.scale, sinks=sinks, window=window)
         return out
@@ -188,16 +191,20 @@ class ChosenKeys:
         return TokenKeys(counts, self._slots[: len(counts)], batch.block_tables[spec.kv_group])
 
 
-def _on_hopper(case: AttentionCase) -> dict[tuple[Geometry, int | None], HopperLatents]:
+def _on_hopper(case: AttentionCase) -> dict[ChoiceKind, HopperLatents]:
     """Make the attention by the kernel for Hopper GPUs, for each kind of layers that it serves."""
     from nvcli.attention.triton_inputs import attention_shape
     from nvcli.kernels.triton.attention.latent_shares import HopperLatents, serves_latents
 
-    # Layers that keep other numbers beside their keys, or none, share the list of work.
-    choosing = (spec for spec in case.specs if spec.top_k is not None and not spec.row_heads)
-    found: dict[tuple[Geometry, int | None], HopperLatents] = {}
-    for geometry, top_k in dict.fromkeys((spec.key_geometry, spec.top_k) for spec in choosing):
-        shape = attention_shape(case, geometry)
+    found: dict[ChoiceKind, HopperLatents] = {}
+    for spec in case.specs:
+        kind = ChoiceKind.of(spec)
+        if not spec.is_beside_backends or spec.row_heads or kind in found:
+            continue
+        block_keys = spec.attended.block_keys(case.block_size)
+        shape = replace(attention_shape(case, kind.geometry), block_size=block_keys)
         if serves_latents(shape):
-            found[geometry, top_k] = HopperLatents(shape, max_rows=case.max_num_batched_tokens, top_k=top_k)
+            found[kind] = HopperLatents(
+                shape, max_rows=case.max_num_batched_tokens, top_k=kind.top_k, window=kind.window
+            )
     return found

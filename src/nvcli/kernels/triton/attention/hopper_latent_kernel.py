@@ -334,7 +334,10 @@ def _attend_half(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
+@gluon.jit(
+    do_not_specialize=["window", "block_table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "near_tables", "near_seen"],
+)
 def hopper_latent_kernel(
     q,  # [T, H, D and the tail], tokens q_stride apart
     k_cache,  # its first number
@@ -351,6 +354,9 @@ def hopper_latent_kernel(
     partial_lse,  # the same without D, base 2
     arrivals,  # [B, tiles] int32, 0 between launches
     chosen,  # [B, CHOSEN_ROW] int32, the positions of each row's keys; None: they are 0, 1, …
+    near_cache,  # the first number of a window's keys; this, its block tables, and how many keys each row sees,
+    near_tables,  # [slots, ...] int32, rows block_table_stride apart,
+    near_seen,  # [B] int32, are None unless rows attend to one before other keys
     window,  # there is none
     scale_log2,
     q_stride,
@@ -359,6 +365,7 @@ def hopper_latent_kernel(
     ROWS: gl.constexpr,
     TILES: gl.constexpr,  # tiles of a row's queries
     CHOSEN_ROW: gl.constexpr,
+    NEAR: gl.constexpr,  # `NearKeys`, or None
 ):
     """Program (share, tile of queries). It is launched as a dependent (`dependent_launch.py`)."""
     gdc_wait()
@@ -392,7 +399,8 @@ def hopper_latent_kernel(
     work = items, first_item, end_item
     inputs = q, starts, scale_log2, q_stride, sinks
     results = out, partial_out, partial_lse, arrivals, query_tile, TILES
-    source = k_cache, words, scales, block_tables, block_table_stride, chosen
+    near = near_cache, near_tables, near_seen
+    source = k_cache, words, scales, block_tables, block_table_stride, chosen, near
     if IS_PAIR:
         numbers = gl.allocate_shared_memory(gl.float32, [5, ROWS], plain)
         ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -406,7 +414,7 @@ def hopper_latent_kernel(
             [
                 (_attend_half, (inputs, results, work, q_parts, exchange, stages, KIND, 0)),
                 (_attend_half, (inputs, results, work, q_parts, exchange, stages, KIND, 1)),
-                (load_keys, (source, work, stages, KIND, False, CHOSEN_ROW)),
+                (load_keys, (source, work, stages, KIND, False, CHOSEN_ROW, NEAR)),
             ],
             [WARPS, WARPS],
             [200, 104],
@@ -416,7 +424,7 @@ def hopper_latent_kernel(
         gl.warp_specialize(
             [
                 (_attend, (inputs, results, work, q_parts, weight_smem.index(0), stages, KIND, ROWS)),
-                (load_keys, (source, work, stages, KIND, True, CHOSEN_ROW)),
+                (load_keys, (source, work, stages, KIND, True, CHOSEN_ROW, NEAR)),
             ],
             [WARPS],
             [240],

@@ -73,7 +73,7 @@ def _store_words(words, stages, stage, KIND: gl.constexpr):
 @gluon.jit
 def _load_fp8(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr):
     """Run the group of warps that loads keys in FP8. With AHEAD they hold two tiles in registers."""
-    _, words, scales, block_tables, block_table_stride, _ = cache
+    _, words, scales, block_tables, block_table_stride, _, _ = cache
     items, first_item, end_item = work
     _, scale_smem, _, free = stages
     i = 0
@@ -108,20 +108,50 @@ def _load_fp8(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of_keys(numbers, chosen, table, keys, last, KIND: gl.constexpr, CHOSEN_ROW: gl.constexpr):
-    """Return where keys are in the cache; of those behind the one numbered `last`, where that one is."""
+def _rows_of_keys(
+    numbers, chosen, table, near, keys, last, KIND: gl.constexpr, CHOSEN_ROW: gl.constexpr, NEAR: gl.constexpr
+):  # fmt: skip
+    """Return where keys are in the caches, those of a window first; of those behind the one numbered `last`, where that
+    one is. near: as `_near_keys` returns it."""
     position = gl.minimum(keys, last)
+    if NEAR is not None:
+        distance, near_table, first_near, num_near = near
+        is_near = position < num_near
+        token = first_near + gl.minimum(position, gl.maximum(num_near - 1, 0))
+        near_block = gl.load(near_table + token // NEAR.block_size).to(gl.int64)
+        near_place = distance + near_block * NEAR.block_stride + token % NEAR.block_size * NEAR.row_size
+        position = gl.maximum(position - num_near, 0)
     if CHOSEN_ROW > 0:
         position = gl.load(chosen + position)
-    block = gl.load(table + position // KIND.block_size)
-    return numbers + (block.to(gl.int64) * KIND.block_stride + position % KIND.block_size * KIND.row_size)
+    block = gl.load(table + position // KIND.block_size).to(gl.int64)
+    place = block * KIND.block_stride + position % KIND.block_size * KIND.row_size
+    if NEAR is not None:
+        place = gl.multiple_of(gl.where(is_near, near_place, place), 8)  # which Triton does not find out
+    return numbers + place
 
 
 @gluon.jit
-def _copy_keys(cache, work, stages, KIND: gl.constexpr, CHOSEN_ROW: gl.constexpr):
-    """Run the group of warps that copies keys in 16 bits by address, chosen ones if CHOSEN_ROW is above 0. Behind the
-    last one it is loaded again, as weights of 0 are multiplied with numbers that must be finite."""
-    numbers, _, _, block_tables, block_table_stride, chosen = cache
+def _distance(numbers, others):
+    """Return how many numbers of 16 bits lie from one place in memory to another."""
+    return (others.to(gl.int64) - numbers.to(gl.int64)) // 2
+
+
+@gluon.jit
+def _near_keys(numbers, near, row, slot, table_stride, NEAR: gl.constexpr):
+    """Return where the cache of a window's keys begins, in numbers from `numbers` on; its block table's row; its first
+    token, and how many it has."""
+    cache, tables, seen = near
+    num_seen = gl.load(seen + row)
+    num_near = gl.minimum(num_seen, NEAR.size)
+    return _distance(numbers, cache), tables + slot * table_stride, num_seen - num_near, num_near
+
+
+@gluon.jit
+def _copy_keys(cache, work, stages, KIND: gl.constexpr, CHOSEN_ROW: gl.constexpr, NEAR: gl.constexpr):
+    """Run the group of warps that copies keys in 16 bits by address, chosen ones if CHOSEN_ROW is above 0, and those of
+    a window before them unless NEAR is None. Behind the last one it is loaded again, as weights of 0 are multiplied
+    with numbers that must be finite."""
+    numbers, _, _, block_tables, block_table_stride, chosen, of_window = cache
     items, first_item, end_item = work
     k_parts, _, full, free = stages
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -132,18 +162,23 @@ def _copy_keys(cache, work, stages, KIND: gl.constexpr, CHOSEN_ROW: gl.constexpr
         item = items + index * ITEM_FIELDS
         begin = gl.load(item + 1)
         end = gl.load(item + 2)
-        table = block_tables + gl.load(item + 6).to(gl.int64) * block_table_stride
+        slot = gl.load(item + 6).to(gl.int64)
+        table = block_tables + slot * block_table_stride
+        row = gl.load(item)
+        near = of_window
+        if NEAR is not None:
+            near = _near_keys(numbers, of_window, row, slot, block_table_stride, NEAR)
         own = chosen
         if CHOSEN_ROW > 0:
-            own = chosen + gl.load(item).to(gl.int64) * CHOSEN_ROW
+            own = chosen + row.to(gl.int64) * CHOSEN_ROW
         last = gl.maximum(end - 1, 0)
         # The next tile's places are loaded ahead of their use.
-        next_rows = _rows_of_keys(numbers, own, table, begin + lanes, last, KIND, CHOSEN_ROW)
+        next_rows = _rows_of_keys(numbers, own, table, near, begin + lanes, last, KIND, CHOSEN_ROW, NEAR)
         for start in range(begin, end, KEYS):
             stage, phase = stage_of(i, STAGES)
             i += 1
             rows = next_rows[:, None]
-            next_rows = _rows_of_keys(numbers, own, table, start + KEYS + lanes, last, KIND, CHOSEN_ROW)
+            next_rows = _rows_of_keys(numbers, own, table, near, start + KEYS + lanes, last, KIND, CHOSEN_ROW, NEAR)
             mbarrier.wait(free.index(stage), phase ^ 1)
             async_copy.async_copy_global_to_shared(k_parts[0].index(stage), rows + body[None, :])
             if KIND.tail_dim > 0:
@@ -153,9 +188,11 @@ def _copy_keys(cache, work, stages, KIND: gl.constexpr, CHOSEN_ROW: gl.constexpr
 
 
 @gluon.jit
-def load_keys(cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr, CHOSEN_ROW: gl.constexpr):
+def load_keys(
+    cache, work, stages, KIND: gl.constexpr, AHEAD: gl.constexpr, CHOSEN_ROW: gl.constexpr, NEAR: gl.constexpr
+):  # fmt: skip
     """Run the group of warps that loads keys."""
     if stages[1] is None:
-        _copy_keys(cache, work, stages, KIND, CHOSEN_ROW)
+        _copy_keys(cache, work, stages, KIND, CHOSEN_ROW, NEAR)
     else:
         _load_fp8(cache, work, stages, KIND, AHEAD)

@@ -10,11 +10,14 @@ Shapes: B rows, T tokens, H heads, G queries of a row, D numbers of a value.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.chosen_keys import WindowKeys
 from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.attention.attention_launch import AttentionLauncher, AttentionShape, LayerInputs
 from nvcli.kernels.triton.attention.decode_work_list import RowTokens
@@ -38,18 +41,33 @@ _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
 """The rows of a planning program, and the rows with which it compares them at a time."""
 
 
+class NearKeys(NamedTuple):
+    """The keys of a window in a cache of their own, as a compile-time constant."""
+
+    size: int
+    """The most of them."""
+    block_size: int
+    block_stride: int
+    row_size: int
+    """Numbers from one token of a block to the next."""
+
+
 @triton.jit
-def _tiles(seq_lens, rows, num_rows, most_keys):
+def _tiles(seq_lens, near_seen, rows, num_rows, most_keys, most_near):
     """Count the tiles of rows: one at least, as a row without keys, which is padding, has a result too."""
     lens = tl.minimum(tl.load(seq_lens + rows, mask=rows < num_rows, other=0), most_keys)
+    if near_seen is not None:
+        lens += tl.minimum(tl.load(near_seen + rows, mask=rows < num_rows, other=0), most_near)
     return tl.where(rows < num_rows, tl.maximum(tl.cdiv(lens, _KEYS), 1), 0), lens
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_shares", "most_keys"], do_not_specialize_on_alignment=["seq_lens", "slots"]
+    do_not_specialize=["num_rows", "num_shares", "most_keys", "most_near"],
+    do_not_specialize_on_alignment=["seq_lens", "near_seen", "slots"],
 )
 def plan_shares_kernel(
     seq_lens,  # [num_rows] int32, keys of each row
+    near_seen,  # [num_rows] int32, of which it has a window's beside them; None: it has none
     slots,  # [num_rows] int64
     # [num_rows + num_shares, ITEM_FIELDS] int32, written: row, first key, end of the keys, number of the row's chunks,
     # the share of its first one, number of this chunk, the row's slot, and the row's keys
@@ -58,16 +76,17 @@ def plan_shares_kernel(
     num_rows,
     num_shares,
     most_keys,  # of a row
+    most_near,  # of its window
 ):
     """Program i lists the chunks of _ROWS rows. The chunk of row r in share s is item r + s."""
     columns = tl.arange(0, _COLUMNS)
     rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
-    num_tiles, lens = _tiles(seq_lens, rows, num_rows, most_keys)
+    num_tiles, lens = _tiles(seq_lens, near_seen, rows, num_rows, most_keys, most_near)
     first = tl.zeros([_ROWS], tl.int32)
     total = tl.zeros([_COLUMNS], tl.int32)
     for start in range(0, num_rows, _COLUMNS):
         others = start + columns
-        of_others, _ = _tiles(seq_lens, others, num_rows, most_keys)
+        of_others, _ = _tiles(seq_lens, near_seen, others, num_rows, most_keys, most_near)
         total += of_others
         first += tl.sum(tl.where(others[None, :] < rows[:, None], of_others[None, :], 0), 1)
     all_tiles = tl.sum(total, 0)
@@ -107,7 +126,7 @@ def plan_shares_kernel(
 
 
 def serves_latents(shape: AttentionShape) -> bool:
-    """Tell whether the kernel for Hopper GPUs serves such heads, without windows."""
+    """Tell whether the kernel for Hopper GPUs serves such heads."""
     return (
         shape.device.type == "cuda"
         and torch.cuda.get_device_capability(shape.device) == (9, 0)
@@ -115,10 +134,9 @@ def serves_latents(shape: AttentionShape) -> bool:
         and not shape.has_values
         and shape.tail_dim in (0, 64)
         and shape.head_dim in (256, 512)
-        and shape.block_size % 64 == 0
         and shape.num_kv_heads == 1
         and shape.dtype.itemsize == 2
-        and (shape.is_fp8 or shape.kv_dtype == shape.dtype)
+        and (shape.block_size % 64 == 0 if shape.is_fp8 else shape.kv_dtype == shape.dtype)
     )
 
 
@@ -128,15 +146,19 @@ class HopperLatents:
     Call `plan` each step, then `run` in each layer, as for `DecodeAttention`.
 
     max_width: the most tokens of a row.
-    top_k: the most keys of a row, which are chosen; rows then have one token, and a cache in 16 bits. None: rows attend
-    to all their keys.
+    top_k: the most keys of a row, which are chosen; None: rows attend to all their keys.
+    window: the most keys of a row's last tokens, to which it attends besides; 0: it has no window. With either, rows
+    have one token, and a cache in 16 bits.
     """
 
-    def __init__(self, shape: AttentionShape, *, max_rows: int, max_width: int = 1, top_k: int | None = None) -> None:
+    def __init__(
+        self, shape: AttentionShape, *, max_rows: int, max_width: int = 1, top_k: int | None = None, window: int = 0
+    ) -> None:
         from nvcli.kernels.triton.attention import hopper_latent_kernel as kernels
 
-        self._shape, self._kernel, self._top_k = shape, kernels.hopper_latent_kernel, top_k
-        self._launch = AttentionLauncher(shape, has_gaps=top_k is not None).launch
+        self._shape, self._kernel, self._top_k, self._window = shape, kernels.hopper_latent_kernel, top_k, window
+        self._is_of_tokens = top_k is not None or window > 0
+        self._launch = AttentionLauncher(shape, has_gaps=self._is_of_tokens).launch
         self._num_programs = num_multiprocessors(shape.device)
         most_queries = next_power_of_2(shape.group * max_width)
         num_tiles = ceil_div(most_queries, _MOST_ROWS)
@@ -152,7 +174,7 @@ class HopperLatents:
         """Tell whether steps of this many rows are served, as they take less time than with `decode_kernel.py`, or with
         `attend_chosen.py`."""
         shape = self._shape
-        if self._top_k is not None:
+        if self._is_of_tokens:
             return num_rows >= _FEWEST_CHOOSING_ROWS
         return shape.is_fp8 or shape.group > 32 or num_rows <= _MOST_ROWS_IN_16_BITS
 
@@ -163,13 +185,26 @@ class HopperLatents:
         num_tiles = ceil_div(num_queries, rows)
         return rows, num_tiles, max(1, self._num_programs // num_tiles)
 
-    def plan(self, seq_lens: Tensor, slots: Tensor, tokens: RowTokens | None = None) -> None:
-        """List the step's work; the arguments are those of `DecodeAttention.plan`."""
+    def plan(
+        self, seq_lens: Tensor, slots: Tensor, tokens: RowTokens | None = None, near_seen: Tensor | None = None
+    ) -> None:
+        """List the step's work; the arguments are those of `DecodeAttention.plan`. near_seen: with a window, [B] int32,
+        the keys of tokens that each row sees, of which it has the last ones."""
+        assert (near_seen is not None) == (self._window > 0)
         num_rows = len(seq_lens)
         _, _, num_shares = self._tile(tokens)
         most_keys = _ALL_KEYS if self._top_k is None else self._top_k
         plan_shares_kernel[(triton.cdiv(num_rows, _ROWS.value),)](
-            seq_lens, slots, self._items, self._shares, num_rows, num_shares, most_keys, num_warps=4
+            seq_lens,
+            near_seen,
+            slots,
+            self._items,
+            self._shares,
+            num_rows,
+            num_shares,
+            most_keys,
+            self._window,
+            num_warps=4,
         )
 
     def run_chosen(
@@ -177,29 +212,41 @@ class HopperLatents:
         queries: Tensor,
         keys: Tensor,
         tables: Tensor,
-        chosen: Tensor,
+        chosen: Tensor | None,
         out: Tensor,
         *,
         scale: float,
         sinks: Tensor | None = None,
+        window: WindowKeys | None = None,
     ) -> None:
-        """Attend to the chosen keys as planned; keys: [blocks, block_size, 1, D and the tail], the rest as of
-        `nvcli.kernels.chosen_keys.attend_chosen`."""
-        self.run(LayerInputs(queries, keys, keys, tables, scale, sinks=sinks), out, chosen=chosen)
+        """Attend to the chosen keys and those of the window as planned; keys: [blocks, block_size, 1, D and the tail],
+        the rest as of `nvcli.kernels.chosen_keys.attend_chosen`."""
+        self.run(LayerInputs(queries, keys, keys, tables, scale, sinks=sinks), out, chosen=chosen, window=window)
 
     def run(
-        self, layer: LayerInputs, out: Tensor, tokens: RowTokens | None = None, chosen: Tensor | None = None
+        self,
+        layer: LayerInputs,
+        out: Tensor,
+        tokens: RowTokens | None = None,
+        chosen: Tensor | None = None,
+        window: WindowKeys | None = None,
     ) -> None:
         """Attend as planned; the arguments are those of `DecodeAttention.run`. chosen: [B, top_k] int32, the positions
-        of each row's keys."""
+        of each row's keys; window: the keys of the window."""
         assert layer.window is None
         assert layer.soft_cap is None
         rows, num_tiles, num_shares = self._tile(tokens)
         starts = None if tokens is None else tokens.starts
-        words = scales = None
+        words = scales = near = None
         if self._shape.is_fp8:
             words, scales = layer.k_cache.view(torch.int32), layer.k_cache.view(torch.bfloat16)
+        of_window: tuple[Tensor | None, ...] = None, None, None
+        if window is not None:
+            cache, (seen, _, tables), size = window
+            assert size == self._window
+            assert tables.stride() == layer.block_tables.stride()
+            near, of_window = NearKeys(size, cache.shape[1], cache.stride(0), cache.stride(1)), (cache, tables, seen)
         lists = out, self._items, self._shares, starts, self._partial_out, self._partial_lse, self._arrivals, chosen
-        memory = words, scales, *lists
-        constants = rows, num_tiles, 0 if chosen is None else chosen.stride(0)
+        memory = words, scales, *lists, *of_window
+        constants = rows, num_tiles, 0 if chosen is None else chosen.stride(0), near
         self._launch(self._kernel, (num_shares * num_tiles,), layer, memory, None, *constants, launch_pdl=True)
