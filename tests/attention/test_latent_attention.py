@@ -165,13 +165,22 @@ def test_shares(num_shares: int) -> None:
     """Each tile of each row is in one share, no share has many more than others, and no two partial results have one
     place."""
     rng = random.Random(num_shares)
-    for most_keys, num_rows in ((10, 20), (3000, 5), (40_000, 1), (700, 300)):
+    for most_keys, num_rows, stride in ((10, 20, 1), (3000, 5, 3), (40_000, 1, 1), (700, 300, 133)):
         lens = [rng.randint(0, most_keys) for _ in range(num_rows)]
         items = torch.full((num_rows + num_shares, 8), -1, dtype=torch.int32)
         shares = torch.full((num_shares, 2), -1, dtype=torch.int32)
         slots = torch.arange(num_rows) + 5
         plan_shares_kernel[(-(-num_rows // 16),)](
-            torch.tensor(lens, dtype=torch.int32), None, slots, items, shares, num_rows, num_shares, 2**31 - 1, 0
+            torch.tensor(lens, dtype=torch.int32),
+            None,
+            slots,
+            items,
+            shares,
+            num_rows,
+            num_shares,
+            stride,
+            2**31 - 1,
+            0,
         )
         ends, chunks, places, sizes = [0] * num_rows, [0] * num_rows, set(), []
         for share, (first, end) in enumerate(shares.tolist()):

@@ -1,15 +1,19 @@
-"""Attention over latents on Hopper GPUs, of decode rows to all their keys and of any tokens to a choice of them: the
-work list of `hopper_latent_kernel.py`, and its launch.
+"""Attention over latents on Hopper GPUs, of decode rows to all their keys and of any tokens to a choice of them or to
+compressed ones and a window: the work list of `hopper_latent_kernel.py`, and its launch.
 
 There is one program for each multiprocessor, and each takes an equal share of all rows' tiles of keys, one row behind
-another. A row that lies in several shares is reduced by the last of their programs to finish. A share of few long rows
-is not below the square root of their tiles, as otherwise there were more results to reduce than keys to attend.
+another. Where programs have several rows, those of one lie apart: each row takes some time besides, and the tokens at a
+prompt's beginning have few keys (the first 8,192 tokens of a prompt, 64 heads and 2,048 chosen keys: 3.9 ms on an H200,
+and 6.5 with rows side by side). A row that lies in several shares is reduced by the last of their programs to finish.
+A share of few long rows is not below the square root of their tiles, as otherwise there were more results to reduce
+than keys to attend.
 
 Shapes: B rows, T tokens, H heads, G queries of a row, D numbers of a value.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -53,16 +57,18 @@ class NearKeys(NamedTuple):
 
 
 @triton.jit
-def _tiles(seq_lens, near_seen, rows, num_rows, most_keys, most_near):
-    """Count the tiles of rows: one at least, as a row without keys, which is padding, has a result too."""
-    lens = tl.minimum(tl.load(seq_lens + rows, mask=rows < num_rows, other=0), most_keys)
+def _tiles(seq_lens, near_seen, places, stride, num_rows, most_keys, most_near):
+    """Return the rows in some places of the order, their tiles, and their keys. A row has one tile at least, as one
+    without keys, which is padding, has a result too."""
+    rows = places * stride % num_rows
+    lens = tl.minimum(tl.load(seq_lens + rows, mask=places < num_rows, other=0), most_keys)
     if near_seen is not None:
-        lens += tl.minimum(tl.load(near_seen + rows, mask=rows < num_rows, other=0), most_near)
-    return tl.where(rows < num_rows, tl.maximum(tl.cdiv(lens, _KEYS), 1), 0), lens
+        lens += tl.minimum(tl.load(near_seen + rows, mask=places < num_rows, other=0), most_near)
+    return rows, tl.where(places < num_rows, tl.maximum(tl.cdiv(lens, _KEYS), 1), 0), lens
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_shares", "most_keys", "most_near"],
+    do_not_specialize=["num_rows", "num_shares", "stride", "most_keys", "most_near"],
     do_not_specialize_on_alignment=["seq_lens", "near_seen", "slots"],
 )
 def plan_shares_kernel(
@@ -75,37 +81,38 @@ def plan_shares_kernel(
     shares,  # [num_shares, 2] int32, written: the first item of each share, and the end of its items
     num_rows,
     num_shares,
+    stride,  # the row in place i of the order is number i × stride % num_rows
     most_keys,  # of a row
     most_near,  # of its window
 ):
-    """Program i lists the chunks of _ROWS rows. The chunk of row r in share s is item r + s."""
+    """Program i lists the chunks of _ROWS rows. The chunk of the row in place r that is in share s is item r + s."""
     columns = tl.arange(0, _COLUMNS)
-    rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
-    num_tiles, lens = _tiles(seq_lens, near_seen, rows, num_rows, most_keys, most_near)
+    places = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
+    rows, num_tiles, lens = _tiles(seq_lens, near_seen, places, stride, num_rows, most_keys, most_near)
     first = tl.zeros([_ROWS], tl.int32)
     total = tl.zeros([_COLUMNS], tl.int32)
     for start in range(0, num_rows, _COLUMNS):
         others = start + columns
-        of_others, _ = _tiles(seq_lens, near_seen, others, num_rows, most_keys, most_near)
+        _, of_others, _ = _tiles(seq_lens, near_seen, others, stride, num_rows, most_keys, most_near)
         total += of_others
-        first += tl.sum(tl.where(others[None, :] < rows[:, None], of_others[None, :], 0), 1)
+        first += tl.sum(tl.where(others[None, :] < places[:, None], of_others[None, :], 0), 1)
     all_tiles = tl.sum(total, 0)
     longest = tl.max(total, 0)  # where rows are few, each is alone in its column
     share = tl.maximum(tl.cdiv(all_tiles, num_shares), tl.sqrt(longest.to(tl.float32)).to(tl.int32))
     if num_rows > _COLUMNS:
         share = tl.cdiv(all_tiles, num_shares)
 
-    is_row = rows < num_rows
+    is_row = places < num_rows
     row_slots = tl.load(slots + rows, mask=is_row, other=0).to(tl.int32)
     end = first + num_tiles
     first_share = first // share
     num_chunks = tl.where(is_row, (end - 1) // share - first_share + 1, 0)
     for index in range(tl.max(num_chunks, 0)):
         is_mine = index < num_chunks
-        place = first_share + index
-        chunk_first = tl.maximum(place * share, first)
-        chunk_end = tl.minimum((place + 1) * share, end)
-        item = items + (rows + place) * ITEM_FIELDS
+        number = first_share + index
+        chunk_first = tl.maximum(number * share, first)
+        chunk_end = tl.minimum((number + 1) * share, end)
+        item = items + (places + number) * ITEM_FIELDS
         tl.store(item, rows, mask=is_mine)
         tl.store(item + 1, (chunk_first - first) * _KEYS, mask=is_mine)
         tl.store(item + 2, tl.minimum((chunk_end - first) * _KEYS, lens), mask=is_mine)
@@ -114,9 +121,9 @@ def plan_shares_kernel(
         tl.store(item + 5, tl.zeros([_ROWS], tl.int32) + index, mask=is_mine)
         tl.store(item + 6, row_slots, mask=is_mine)
         tl.store(item + 7, lens, mask=is_mine)
-        tl.store(shares + 2 * place, rows + place, mask=is_mine & (place * share >= first))
-        is_end = ((place + 1) * share <= end) | (rows == num_rows - 1)
-        tl.store(shares + 2 * place + 1, rows + place + 1, mask=is_mine & is_end)
+        tl.store(shares + 2 * number, places + number, mask=is_mine & (number * share >= first))
+        is_end = ((number + 1) * share <= end) | (places == num_rows - 1)
+        tl.store(shares + 2 * number + 1, places + number + 1, mask=is_mine & is_end)
     if tl.program_id(0) == 0:
         for start in range(tl.cdiv(all_tiles, share), num_shares, _COLUMNS):
             unused = start + columns
@@ -194,6 +201,9 @@ class HopperLatents:
         num_rows = len(seq_lens)
         _, _, num_shares = self._tile(tokens)
         most_keys = _ALL_KEYS if self._top_k is None else self._top_k
+        stride = num_shares if num_rows > num_shares else 1
+        while math.gcd(stride, num_rows) > 1:
+            stride += 1
         plan_shares_kernel[(triton.cdiv(num_rows, _ROWS.value),)](
             seq_lens,
             near_seen,
@@ -202,6 +212,7 @@ class HopperLatents:
             self._shares,
             num_rows,
             num_shares,
+            stride,
             most_keys,
             self._window,
             num_warps=4,
