@@ -32,9 +32,9 @@ for the second, 41 (85) for the fourth and 80 (130) for the fifth; 20 heads 407 
 
 To 2,048 chosen keys, against `attend_chosen.py`, 128 heads take 9.6 ms for 8,192 tokens of a prompt (486 TFLOP/s;
 against 18.9), 4.6 for 4,096 (9.1), and 85 µs for 64 rows (170); 16 heads 1.46 ms for 4,096 tokens (1.93) and 48 µs for
-64 rows (62). With a window of 128 and 64 heads without tails, as in DeepSeek-V4, 512 chosen keys take 1.64 ms for the
-first 8,192 tokens of a prompt (3.27) and 35 µs for 64 rows (51), and a key for every 128 tokens 1.01 ms (1.22) and 29 µs
-for 64 rows of 32,000 tokens (36).
+64 rows (62). 64 heads without tails and a window of 128, as in DeepSeek-V4, take 1.64 ms with 512 chosen keys for the
+first 8,192 tokens of a prompt (3.27) and 35 µs for 64 rows (51), and with a key for every 128 tokens 1.01 ms (1.22) and
+29 µs for 64 rows of 32,000 tokens (36).
 
 Gluon has no interpreter: tests simulate it. Shapes: T tokens, H heads, D numbers of a value, ROWS queries of a tile.
 """
