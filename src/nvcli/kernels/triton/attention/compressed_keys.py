@@ -14,8 +14,8 @@ from torch import Tensor
 from nvcli.kernels.chosen_keys import KeyWeights, TokenKeys
 from nvcli.kernels.whole_numbers import next_power_of_2
 
-_ROWS = 4
-"""The tokens of a window that are read at a time."""
+_ROWS, _WARPS = 16, 8
+"""The most tokens of a window that are read at a time."""
 _STORED = 1024
 """The numbers of a token that are stored at a time."""
 
@@ -111,8 +111,7 @@ def _compress_keys_kernel(
     CACHE_ROW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     KEY_ROW: tl.constexpr,
-    BLOCK_PLAIN: tl.constexpr,  # the numbers that are not rotated, rounded up to a power of two
-    BLOCK_PAIRS: tl.constexpr,  # ROTATED / 2 likewise
+    BLOCK: tl.constexpr,  # SIZE, rounded up to a power of two
     ROWS: tl.constexpr,
 ):
     """Program (token)."""
@@ -123,35 +122,30 @@ def _compress_keys_kernel(
     slot = tl.load(slots + token)
     table = tables + slot * table_stride
     first = count - SERIES * RATE
-    PLAIN: tl.constexpr = SIZE - ROTATED
+    numbers = tl.arange(0, BLOCK)
+    inside = numbers < SIZE
+    mean = _mean(
+        inputs, table, bias, first, block_stride, numbers, inside, SIZE, RATE, SERIES, BLOCK_SIZE, CACHE_ROW, ROWS
+    )
+    mean *= tl.rsqrt(tl.sum(mean * mean, 0) / SIZE + eps)
+    mean *= tl.load(weights + numbers, mask=inside, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(mean, [BLOCK // 2, 2]))
     HALF: tl.constexpr = ROTATED // 2
-    plain, pair = tl.arange(0, BLOCK_PLAIN), tl.arange(0, BLOCK_PAIRS)
-    is_plain, is_pair = plain < PLAIN, pair < HALF
-    even = PLAIN + 2 * pair
-    of_plain = _mean(
-        inputs, table, bias, first, block_stride, plain, is_plain, SIZE, RATE, SERIES, BLOCK_SIZE, CACHE_ROW, ROWS
-    )
-    of_even = _mean(
-        inputs, table, bias, first, block_stride, even, is_pair, SIZE, RATE, SERIES, BLOCK_SIZE, CACHE_ROW, ROWS
-    )
-    of_odd = _mean(
-        inputs, table, bias, first, block_stride, even + 1, is_pair, SIZE, RATE, SERIES, BLOCK_SIZE, CACHE_ROW, ROWS
-    )
-    squares = tl.sum(of_plain * of_plain, 0) + tl.sum(of_even * of_even, 0) + tl.sum(of_odd * of_odd, 0)
-    factor = tl.rsqrt(squares / SIZE + eps)
-    of_plain *= factor * tl.load(weights + plain, mask=is_plain, other=0.0).to(tl.float32)
-    of_even *= factor * tl.load(weights + even, mask=is_pair, other=0.0).to(tl.float32)
-    of_odd *= factor * tl.load(weights + even + 1, mask=is_pair, other=0.0).to(tl.float32)
-    angle = angles + (count - RATE).to(tl.int64) * ROTATED + pair
-    cosine = tl.load(angle, mask=is_pair, other=0.0)
-    sine = tl.load(angle + HALF, mask=is_pair, other=0.0)
+    FIRST: tl.constexpr = SIZE // 2 - HALF
+    pair = tl.arange(0, BLOCK // 2)
+    turned, is_pair, is_turned = pair - FIRST, pair < SIZE // 2, pair >= FIRST
+    angle = angles + (count - RATE).to(tl.int64) * ROTATED + turned
+    cosine = tl.load(angle, mask=is_pair & is_turned, other=1.0)
+    sine = tl.load(angle + HALF, mask=is_pair & is_turned, other=0.0)
     number = count // RATE - 1
     block = tl.load(key_tables + slot * key_table_stride + number // BLOCK_KEYS).to(tl.int64)
     key = keys + block * key_block_stride + number % BLOCK_KEYS * KEY_ROW
     dtype = keys.dtype.element_ty
-    tl.store(key + plain, of_plain.to(dtype), mask=is_plain)
-    tl.store(key + PLAIN + pair, (of_even * cosine - of_odd * sine).to(dtype), mask=is_pair)
-    tl.store(key + PLAIN + HALF + pair, (of_odd * cosine + of_even * sine).to(dtype), mask=is_pair)
+    # Rotated numbers are left in the order of pairs (i, i + ROTATED / 2).
+    first_place = tl.where(is_turned, 2 * FIRST + turned, 2 * pair)
+    second_place = tl.where(is_turned, first_place + HALF, first_place + 1)
+    tl.store(key + first_place, (even * cosine - odd * sine).to(dtype), mask=is_pair)
+    tl.store(key + second_place, (odd * cosine + even * sine).to(dtype), mask=is_pair)
 
 
 def store_inputs(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
@@ -183,6 +177,7 @@ def compress_keys(
     """See `nvcli.kernels.compressed_keys.compress_keys`."""
     rate, width = weights.bias.shape
     size, rotated = keys.shape[2], angles.shape[1]
+    assert size % 2 == rotated % 2 == 0
     assert weights.bias.is_contiguous()
     assert angles.is_contiguous()
     assert inputs.stride(2) == keys.stride(2) == tables.stride(1) == tokens.tables.stride(1) == 1
@@ -205,8 +200,7 @@ def compress_keys(
         CACHE_ROW=inputs.stride(1),
         BLOCK_KEYS=keys.shape[1],
         KEY_ROW=keys.stride(1),
-        BLOCK_PLAIN=next_power_of_2(size - rotated),
-        BLOCK_PAIRS=next_power_of_2(rotated // 2),
-        ROWS=_ROWS,
-        num_warps=4,
+        BLOCK=next_power_of_2(size),
+        ROWS=min(_ROWS, next_power_of_2(width // size * rate)),
+        num_warps=_WARPS,
     )
