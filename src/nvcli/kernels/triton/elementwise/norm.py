@@ -28,12 +28,13 @@ def _sum_of_parts(x_ptrs, part_stride, inside, NUM_PARTS: tl.constexpr):
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,  # [NUM_PARTS, T, SIZE], parts x_part_stride apart, rows x_row_stride
-    residual_ptr,  # [T, SIZE], rows residual_row_stride apart, written with ADD
+    residual_ptr,  # [T, SIZE], rows residual_row_stride apart, written with ADD, and where there is no out_ptr
     weight_ptr,  # [SIZE]
     bias_ptr,  # [SIZE], added to the result; None: there is none
-    out_ptr,  # [T, SIZE], written
+    out_ptr,  # [T, SIZE], written; None: the result is added to the residual
     scales_ptr,  # see `store_row`
     values_ptr,  # None, or [T, SIZE], the result before it is quantised, written
+    scalar_ptr,  # None, or [1], a factor of that sum
     eps,
     x_part_stride,
     x_row_stride,
@@ -46,19 +47,22 @@ def _rms_norm_kernel(
     BY_GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (row). out = norm(x) × weight. With ADD: residual += x, rounded as it is stored, and the norm is that of
-    the sum. x is the sum of NUM_PARTS parts; with CENTERED its mean is taken from it before it is normed. BLOCK
-    is a power of two, at least SIZE."""
+    """Program (row). out = norm(x) × weight, or residual = (residual + norm(x) × weight) × scalar, rounded after each
+    step. With ADD: residual += x, rounded as it is stored, and the norm is that of the sum. x is the sum of NUM_PARTS
+    parts; with CENTERED its mean is taken from it before it is normed. BLOCK is a power of two, at least SIZE."""
     row = tl.program_id(0).to(tl.int64)
     await_kernel_before(DEPENDENT)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    # Both loads are on their way before either is waited for.
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    residual_ptrs = residual_ptr + row * residual_row_stride + columns
+    # The loads are on their way before any is waited for.
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if out_ptr is None:
+        residual = tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)
     x = _sum_of_parts(x_ptr + row * x_row_stride + columns, x_part_stride, inside, NUM_PARTS)
     if ADD:
-        residual_ptrs = residual_ptr + row * residual_row_stride + columns
-        total = (tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
+        total = (tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32) + x).to(dtype)
         tl.store(residual_ptrs, total, mask=inside)
         x = total.to(tl.float32)
     if CENTERED:
@@ -67,44 +71,16 @@ def _rms_norm_kernel(
     normed = x * tl.rsqrt(mean_square + eps) * weight
     if bias_ptr is not None:
         normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    values = normed.to(residual_ptr.dtype.element_ty)
+    values = normed.to(dtype)
     if values_ptr is not None:
         tl.store(values_ptr + row * SIZE + columns, values, mask=inside)
-    store_row(values, row, out_ptr, scales_ptr, SIZE, BLOCK, BY_GROUPS)
-
-
-@triton.jit
-def _add_normed_kernel(
-    x_ptr,  # [NUM_PARTS, T, SIZE], parts x_part_stride apart, rows x_row_stride
-    residual_ptr,  # [T, SIZE], rows residual_row_stride apart, read and written
-    weight_ptr,  # [SIZE]
-    scalar_ptr,  # None, or [1]
-    eps,
-    x_part_stride,
-    x_row_stride,
-    residual_row_stride,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Program (row). residual = (residual + norm(x) × weight) × scalar, rounded after each step; x is the sum of
-    NUM_PARTS parts. BLOCK is a power of two, at least SIZE."""
-    row = tl.program_id(0).to(tl.int64)
-    await_kernel_before(DEPENDENT)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    dtype: tl.constexpr = residual_ptr.dtype.element_ty
-    residual_ptrs = residual_ptr + row * residual_row_stride + columns
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)
-    x = _sum_of_parts(x_ptr + row * x_row_stride + columns, x_part_stride, inside, NUM_PARTS)
-    mean_square = tl.sum(x * x, axis=0) / SIZE
-    normed = x * tl.rsqrt(mean_square + eps) * weight
-    total = (residual + normed.to(dtype).to(tl.float32)).to(dtype)
-    if scalar_ptr is not None:
-        total = (total.to(tl.float32) * tl.load(scalar_ptr).to(tl.float32)).to(dtype)
-    tl.store(residual_ptrs, total, mask=inside)
+    if out_ptr is None:
+        total = (residual + values.to(tl.float32)).to(dtype)
+        if scalar_ptr is not None:
+            total = (total.to(tl.float32) * tl.load(scalar_ptr).to(tl.float32)).to(dtype)
+        tl.store(residual_ptrs, total, mask=inside)
+    else:
+        store_row(values, row, out_ptr, scales_ptr, SIZE, BLOCK, BY_GROUPS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -227,7 +203,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False
     """See `nvcli.kernels.norm.rms_norm`. x: [..., H], its last dimension dense → [..., H], contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(rows.unsqueeze(0), rows, weight, out, eps, add=False, is_centered=is_centered, bias=bias)
+    _launch(rows, rows, weight, out, eps, is_centered=is_centered, bias=bias)
     return out
 
 
@@ -242,39 +218,20 @@ def add_rms_norm(
 ) -> Tensor:
     """See `nvcli.kernels.norm.add_rms_norm`. The last dimensions are dense → [T, H], contiguous."""
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    parts = delta if delta.dim() == 3 else delta.unsqueeze(0)
-    _launch(parts, residual, weight, out, eps, add=True, is_centered=is_centered, bias=bias)
+    _launch(delta, residual, weight, out, eps, add=True, is_centered=is_centered, bias=bias)
     return out
 
 
 def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """See `nvcli.kernels.norm.sum_rms_norm`. The last dimension is dense → [T, H], contiguous."""
     out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
-    _launch(parts, out, weight, out, eps, add=False, is_centered=False)
+    _launch(parts, out, weight, out, eps)
     return out
 
 
 def add_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> None:
     """See `nvcli.kernels.norm.add_normed`. Last dimensions are dense."""
-    parts = x if x.dim() == 3 else x.unsqueeze(0)
-    num_parts, num_rows, size = parts.shape
-    assert parts.stride(-1) == residual.stride(-1) == 1
-    block = next_power_of_2(size)
-    _add_normed_kernel[(num_rows,)](
-        parts,
-        residual,
-        weight,
-        scalar,
-        eps,
-        parts.stride(0),
-        parts.stride(1),
-        residual.stride(0),
-        SIZE=size,
-        BLOCK=block,
-        NUM_PARTS=num_parts,
-        **dependent(x.device),
-        num_warps=warps_of_row(block),
-    )
+    _launch(x, residual, weight, None, eps, scalar=scalar)
 
 
 def norm_and_quantise(
@@ -293,8 +250,7 @@ def norm_and_quantise(
     if keeps_values:
         out = out._replace(values=torch.empty(num_rows, size, dtype=residual.dtype, device=residual.device))
     x = residual if delta is None else delta
-    parts = x if x.dim() == 3 else x.unsqueeze(0)
-    _launch(parts, residual, weight, out, eps, add=delta is not None, is_centered=is_centered)
+    _launch(x, residual, weight, out, eps, add=delta is not None, is_centered=is_centered)
     return out
 
 
@@ -302,36 +258,39 @@ def _launch(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    out: Activations,
+    out: Activations | None,
     eps: float,
     *,
-    add: bool,
-    is_centered: bool,
+    add: bool = False,
+    is_centered: bool = False,
     bias: Tensor | None = None,
+    scalar: Tensor | None = None,
 ) -> None:
-    """Launch the kernel."""
-    result, scales, values = (out, None, None) if isinstance(out, Tensor) else (out.codes, out.scales, out.values)
-    num_parts, num_rows, size = x.shape
-    assert x.stride(-1) == residual.stride(-1) == 1
-    block = next_power_of_2(size) if scales is None else max(FP8_BLOCK, next_power_of_2(size))
+    """Launch the kernel for rows [T, H], or for parts of them [P, T, H]."""
+    codes = out if isinstance(out, QuantisedRows) else None
+    parts = x if x.dim() == 3 else x.unsqueeze(0)
+    num_parts, num_rows, size = parts.shape
+    assert parts.stride(-1) == residual.stride(-1) == 1
+    block = next_power_of_2(size) if codes is None else max(FP8_BLOCK, next_power_of_2(size))
     _rms_norm_kernel[(num_rows,)](
-        x,
+        parts,
         residual,
         weight,
         bias,
-        result,
-        scales,
-        values,
+        out if codes is None else codes.codes,
+        None if codes is None else codes.scales,
+        None if codes is None else codes.values,
+        scalar,
         eps,
-        x.stride(0),
-        x.stride(1),
+        parts.stride(0),
+        parts.stride(1),
         residual.stride(0),
         SIZE=size,
         BLOCK=block,
         ADD=add,
         NUM_PARTS=num_parts,
         CENTERED=is_centered,
-        BY_GROUPS=scales is not None and scales.dim() == 2,
-        **(dependent(x.device) if scales is None else {"DEPENDENT": False}),
+        BY_GROUPS=codes is not None and codes.scaling == "block",
+        **(dependent(x.device) if codes is None else {"DEPENDENT": False}),
         num_warps=warps_of_row(block),
     )
