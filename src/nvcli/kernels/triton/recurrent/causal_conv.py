@@ -1,6 +1,6 @@
-"""The short causal convolution in Triton, in four kernels: one for rows of one token, which also updates their states;
-one for rows with drafts, which leaves the states unchanged; one for the tokens of all chunks, which reads the states;
-and one, launched last, that stores the chunks' new states.
+"""The short causal convolution in Triton, in three kernels: one for decode rows, which also updates the states of rows
+without drafts; one for the tokens of all chunks, which reads the states; and one, launched last, that stores the new
+states of chunks.
 
 A row may read its state from a block and write its new state to the same block, so no program of a launch reads what
 another one writes.
@@ -41,12 +41,13 @@ def _silu(x):
 
 
 @triton.jit
-def _step_kernel(
+def _decode_kernel(
     x_ptr,  # [T, NUM_CHANNELS], rows x_stride apart
     weight_ptr,  # [NUM_CHANNELS, TAPS]
     bias_ptr,  # None, or [NUM_CHANNELS]
-    pool_ptr,  # [num_blocks, TAPS - 1, NUM_CHANNELS], blocks pool_stride apart, read and written
+    pool_ptr,  # [num_blocks, TAPS - 1, NUM_CHANNELS], blocks pool_stride apart, read, and written without drafts
     out_ptr,  # [T, NUM_CHANNELS], written
+    kept_ptr,  # [T, NUM_CHANNELS], written; None: rows have no drafts
     rows,  # `RowTensors`
     x_stride,
     pool_stride,
@@ -58,68 +59,46 @@ def _step_kernel(
     CHANNELS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (row, tile of channels), for a row of one token. TAPS_TILE is the next power of two of TAPS."""
+    """Program (row, tile of channels), for a row of one token, or for one with drafts, whose tokens are computed one
+    after another. TAPS_TILE is the next power of two of TAPS."""
     await_kernel_before(DEPENDENT)
-    token, _, _, source = row_of(tl.program_id(0), rows, BLOCK_SIZE)
-    target = tl.load(rows.places + token) // BLOCK_SIZE
-    tap = tl.arange(0, TAPS_TILE)[:, None]
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    inside = channel < NUM_CHANNELS
-    is_before = inside & (tap < TAPS - 1) & (source > 0)
-    before = tl.load(pool_ptr + source * pool_stride + tap * NUM_CHANNELS + channel, mask=is_before, other=0.0)
-    own = tl.load(x_ptr + token.to(tl.int64) * x_stride + channel, mask=inside, other=0.0).to(before.dtype)
-    value = tl.where(tap == TAPS - 1, own, before)
-    weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0)
-    total = tl.sum(value.to(tl.float32) * weight.to(tl.float32), 0)[None, :]
-    total += _bias_of(bias_ptr, channel, inside)
-    out = _silu(total) if ACTIVATES else total
-    out_ptr += token.to(tl.int64) * NUM_CHANNELS + channel
-    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
-    # Input i becomes entry i - 1 of the next state. A row may write to the block that it read, hence the barrier.
-    tl.debug_barrier()
-    is_kept = inside & (tap > 0) & (tap < TAPS) & (target > 0)
-    tl.store(pool_ptr + target * pool_stride + (tap - 1) * NUM_CHANNELS + channel, value, mask=is_kept)
-
-
-@triton.jit
-def _draft_kernel(
-    x_ptr,  # as in _step_kernel
-    weight_ptr,
-    bias_ptr,
-    pool_ptr,  # read
-    out_ptr,
-    kept_ptr,  # [T, NUM_CHANNELS], written
-    rows,
-    x_stride,
-    pool_stride,
-    NUM_CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ACTIVATES: tl.constexpr,
-    TAPS_TILE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    """Program (row, tile of channels), for a row with drafts: computes one token after another, each as `_step_kernel`
-    does."""
     start, end, _, source = row_of(tl.program_id(0), rows, BLOCK_SIZE)
     tap = tl.arange(0, TAPS_TILE)[:, None]
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     inside = channel < NUM_CHANNELS
-    weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0).to(tl.float32)
-    bias = _bias_of(bias_ptr, channel, inside)
-    for index in range(end - start):
-        place = tap + index  # the state's entries, then the row's tokens
-        is_before = inside & (tap < TAPS) & (place < TAPS - 1) & (source > 0)
-        is_own = inside & (tap < TAPS) & (place >= TAPS - 1)
-        before = tl.load(pool_ptr + source * pool_stride + place * NUM_CHANNELS + channel, mask=is_before, other=0.0)
-        at = (start + place - (TAPS - 1)).to(tl.int64)
-        own = tl.load(x_ptr + at * x_stride + channel, mask=is_own, other=0.0)
-        value = tl.where(place >= TAPS - 1, own.to(before.dtype), before)
-        total = tl.sum(value.to(tl.float32) * weight, 0)[None, :] + bias
+    if kept_ptr is None:
+        target = tl.load(rows.places + start) // BLOCK_SIZE
+        is_before = inside & (tap < TAPS - 1) & (source > 0)
+        before = tl.load(pool_ptr + source * pool_stride + tap * NUM_CHANNELS + channel, mask=is_before, other=0.0)
+        own = tl.load(x_ptr + start.to(tl.int64) * x_stride + channel, mask=inside, other=0.0).to(before.dtype)
+        value = tl.where(tap == TAPS - 1, own, before)
+        weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0)
+        total = tl.sum(value.to(tl.float32) * weight.to(tl.float32), 0)[None, :]
+        total += _bias_of(bias_ptr, channel, inside)
         out = _silu(total) if ACTIVATES else total
-        places = (start.to(tl.int64) + index) * NUM_CHANNELS + channel
-        tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=inside)
-        tl.store(kept_ptr + places + 0 * tap, own, mask=is_own & (tap == TAPS - 1))
+        out_ptr += start.to(tl.int64) * NUM_CHANNELS + channel
+        tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
+        # Input i becomes entry i - 1 of the next state. A row may write to the block that it read, hence the barrier.
+        tl.debug_barrier()
+        is_kept = inside & (tap > 0) & (tap < TAPS) & (target > 0)
+        tl.store(pool_ptr + target * pool_stride + (tap - 1) * NUM_CHANNELS + channel, value, mask=is_kept)
+    else:
+        weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0).to(tl.float32)
+        bias = _bias_of(bias_ptr, channel, inside)
+        for index in range(end - start):
+            place = tap + index  # the state's entries, then the row's tokens
+            is_before = inside & (tap < TAPS) & (place < TAPS - 1) & (source > 0)
+            is_own = inside & (tap < TAPS) & (place >= TAPS - 1)
+            entries = pool_ptr + source * pool_stride + place * NUM_CHANNELS + channel
+            before = tl.load(entries, mask=is_before, other=0.0)
+            at = (start + place - (TAPS - 1)).to(tl.int64)
+            own = tl.load(x_ptr + at * x_stride + channel, mask=is_own, other=0.0)
+            value = tl.where(place >= TAPS - 1, own.to(before.dtype), before)
+            total = tl.sum(value.to(tl.float32) * weight, 0)[None, :] + bias
+            out = _silu(total) if ACTIVATES else total
+            places = (start.to(tl.int64) + index) * NUM_CHANNELS + channel
+            tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(kept_ptr + places + 0 * tap, own, mask=is_own & (tap == TAPS - 1))
 
 
 @triton.jit
@@ -137,7 +116,7 @@ def _row_of_token(token, starts_ptr, first_row, num_rows, num_halvings):
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "num_halvings", "num_tokens"])
 def _chunk_kernel(
-    x_ptr,  # as in _step_kernel
+    x_ptr,  # as in _decode_kernel
     weight_ptr,
     bias_ptr,
     pool_ptr,  # read
@@ -212,7 +191,7 @@ def _chunk_kernel(
 
 @triton.jit(do_not_specialize=["first_row"])
 def _keep_inputs_kernel(
-    x_ptr,  # as in _step_kernel
+    x_ptr,  # as in _decode_kernel
     pool_ptr,
     rows,
     first_row,
@@ -234,7 +213,7 @@ def _keep_inputs_kernel(
         first = tl.minimum(first + BLOCK_SIZE - (before + first - start) % BLOCK_SIZE, end)
         block = tl.load(rows.places + first - 1) // BLOCK_SIZE
         if block > 0:
-            # As in _step_kernel, no entry is read after it was overwritten.
+            # As in _decode_kernel, no entry is read after it was overwritten.
             for tap in tl.static_range(1, TAPS):
                 at = first - (TAPS - tap)
                 value = tl.load(
@@ -265,44 +244,30 @@ def causal_conv(
     assert weight.is_contiguous()
     assert bias is None or bias.is_contiguous()
     assert pool[0].is_contiguous()
-    num_rows, num_single = len(rows.slots), rows.num_single_rows
+    num_rows, first_chunk = len(rows.slots), rows.num_decode_rows
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     strides, tensors = (x.stride(0), pool.stride(0)), RowTensors.of(rows)
     sizes = {"NUM_CHANNELS": num_channels, "TAPS": taps, "BLOCK_SIZE": rows.block_size}
-    if num_single:
-        grid = num_single, ceil_div(num_channels, _STEP_CHANNELS)
-        _step_kernel[grid](
+    if first_chunk:
+        has_drafts = rows.num_draft_rows > 0
+        assert not has_drafts or (kept is not None and kept.inputs.is_contiguous())
+        channels = _DRAFT_CHANNELS if has_drafts else _STEP_CHANNELS
+        _decode_kernel[first_chunk, ceil_div(num_channels, channels)](
             x,
             weight,
             bias,
             pool,
             out,
+            kept.inputs if kept is not None and has_drafts else None,
             tensors,
             *strides,
             **sizes,
             ACTIVATES=activates,
             TAPS_TILE=next_power_of_2(taps),
-            CHANNELS=_STEP_CHANNELS,
-            **dependent(x.device),
+            CHANNELS=channels,
+            **({"DEPENDENT": False} if has_drafts else dependent(x.device)),
         )
-    if rows.num_draft_rows:
-        assert kept is not None
-        assert kept.inputs.is_contiguous()
-        _draft_kernel[rows.num_draft_rows, ceil_div(num_channels, _DRAFT_CHANNELS)](
-            x,
-            weight,
-            bias,
-            pool,
-            out,
-            kept.inputs,
-            tensors,
-            *strides,
-            **sizes,
-            ACTIVATES=activates,
-            TAPS_TILE=next_power_of_2(taps),
-            CHANNELS=_DRAFT_CHANNELS,
-        )
-    if num_rows > (first_chunk := rows.num_decode_rows):
+    if num_rows > first_chunk:
         num_tokens, tiles = len(x) - first_chunk, ceil_div(num_channels, _CHANNELS)
         _chunk_kernel[ceil_div(num_tokens, _TOKENS), tiles](
             x,

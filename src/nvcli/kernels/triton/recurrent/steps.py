@@ -100,12 +100,15 @@ def _add_token(state, token, head, i, j, rates, qkv_ptr, gates, beta_stride, ste
 
 
 @triton.jit
-def _step_kernel(
+def _decode_kernel(
     qkv_ptr,  # [T, NUM_CHANNELS]
     gates,  # `DeltaGates`, `ScanGates` or `ChannelGates`, rows beta_stride (by channels: of keys) and step_stride apart
     pool_ptr,  # [num_blocks, VALUE_HEADS, KEY_DIM, VALUE_DIM] float32, blocks pool_stride apart, read and written
     out_ptr,  # [T, VALUE_HEADS, VALUE_DIM], written
+    kept,  # `KeptInputs` of the layer; all but its inputs are read and written. None, and so the next two: no drafts
     rows,  # `RowTensors`
+    pending,  # `PendingTokens`
+    num_tokens,  # that a step can keep
     qkv_stride,
     beta_stride,
     step_stride,
@@ -116,100 +119,70 @@ def _step_kernel(
     VALUE_TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (row, value head, tile of the state's columns). KEY_TILE is the next power of two of KEY_DIM."""
-    VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
-    KEY_DIM: tl.constexpr = HEADS.key_dim
-    VALUE_DIM: tl.constexpr = HEADS.value_dim
-    await_kernel_before(DEPENDENT)
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    token, _, _, source = row_of(row, rows, BLOCK_SIZE)
-    token = token.to(tl.int64)
-    i = tl.arange(0, KEY_TILE)
-    j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
-    in_value = j < VALUE_DIM
-    qkv_ptr += token * qkv_stride
-    places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
-    inside = (i < KEY_DIM)[:, None] & in_value[None, :]
-    state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
-    rates = _read_rates(gates, i, j, inside, HEADS)
-    state, out, _, _ = _add_token(state, token, head, i, j, rates, qkv_ptr, gates, beta_stride, step_stride, HEADS)
-    out_ptr += (token * VALUE_HEADS + head) * VALUE_DIM
-    tl.store(out_ptr + j, out.to(out_ptr.dtype.element_ty), mask=in_value)
-    target = tl.load(rows.places + token) // BLOCK_SIZE
-    tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & (target > 0))
-
-
-@triton.jit
-def _draft_kernel(
-    qkv_ptr,  # as in _step_kernel
-    gates,
-    pool_ptr,  # read and written
-    out_ptr,
-    kept,  # `KeptInputs` of the layer; all but its inputs are read and written
-    rows,
-    pending,  # `PendingTokens`
-    num_tokens,
-    qkv_stride,
-    beta_stride,
-    step_stride,
-    pool_stride,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-):
-    """Program (row, value head, tile of the state's columns), for a row with drafts. `num_tokens`: the tokens that a
-    step can keep."""
+    """Program (row, value head, tile of the state's columns), for a row of one token, or with drafts. KEY_TILE is the
+    next power of two of KEY_DIM."""
     KEY_HEADS: tl.constexpr = HEADS.num_key_heads
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     KEY_DIM: tl.constexpr = HEADS.key_dim
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     HEADS_OF_KEY: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    head = tl.program_id(1)
+    await_kernel_before(DEPENDENT)
     row = tl.program_id(0)
+    head = tl.program_id(1)
     start, end, _, source = row_of(row, rows, BLOCK_SIZE)
-    earlier = tl.load(pending.earlier + row)
-    target = tl.load(pending.targets + earlier, mask=earlier >= 0, other=0)
-    is_behind = target > 0
-    source = tl.where(is_behind, tl.load(pending.sources + earlier, mask=is_behind, other=0), source)
-    first = tl.load(pending.starts + earlier, mask=is_behind, other=0).to(tl.int64)
-    count = tl.load(pending.counts + earlier, mask=is_behind, other=0)
+    if kept is not None:
+        earlier = tl.load(pending.earlier + row)
+        behind = tl.load(pending.targets + earlier, mask=earlier >= 0, other=0)
+        is_behind = behind > 0
+        source = tl.where(is_behind, tl.load(pending.sources + earlier, mask=is_behind, other=0), source)
+        first = tl.load(pending.starts + earlier, mask=is_behind, other=0).to(tl.int64)
+        count = tl.load(pending.counts + earlier, mask=is_behind, other=0)
     i = tl.arange(0, KEY_TILE)
     j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
     in_key, in_value = i < KEY_DIM, j < VALUE_DIM
     inside = in_key[:, None] & in_value[None, :]
+    values = head * VALUE_DIM + j
     places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
     state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
     rates = _read_rates(gates, i, j, inside, HEADS)
-    state = add_pending(state, first, count, head, i, j, rates, kept, HEADS)
-    if HEADS.rule == "channel scan":
-        tl.store(kept.rates + i[:, None] * VALUE_DIM + j[None, :], rates, mask=inside & (row == 0))
-    tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & is_behind)
-    own = tl.load(pending.turn).to(tl.int64) * num_tokens
-    keeps_head = tl.program_id(2) == 0
-    keeps_key = keeps_head & (head % HEADS_OF_KEY == 0)
-    for index in range(end - start):
-        token = start.to(tl.int64) + index
+    if kept is None:
+        token = start.to(tl.int64)
         token_ptr = qkv_ptr + token * qkv_stride
-        state, out, written, decay = _add_token(
+        state, out, _, _ = _add_token(
             state, token, head, i, j, rates, token_ptr, gates, beta_stride, step_stride, HEADS
         )
-        key_ptr = _key_ptr(token_ptr, gates, token, beta_stride, HEADS)
-        values = head * VALUE_DIM + j
         tl.store(out_ptr + token * VALUE_HEADS * VALUE_DIM + values, out.to(out_ptr.dtype.element_ty), mask=in_value)
-        token += own
-        tl.store(kept.written + token * VALUE_HEADS * VALUE_DIM + values, written, mask=in_value)
+        target = tl.load(rows.places + token) // BLOCK_SIZE
+        tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & (target > 0))
+    else:
+        state = add_pending(state, first, count, head, i, j, rates, kept, HEADS)
         if HEADS.rule == "channel scan":
-            tl.store(kept.decay + token * VALUE_HEADS * VALUE_DIM + values, decay, mask=in_value)
-        elif HEADS.decays_by_channel:
-            decay_ptrs = kept.decay + (token * VALUE_HEADS + head) * KEY_DIM + i
-            tl.store(decay_ptrs, decay, mask=in_key & keeps_head)
-        else:
-            tl.store(kept.decay + token * VALUE_HEADS + head, decay, mask=keeps_head)
-        key = (head // HEADS_OF_KEY) * KEY_DIM + i
-        k = tl.load(key_ptr + key, mask=in_key & keeps_key, other=0.0)
-        tl.store(kept.keys + token * KEY_HEADS * KEY_DIM + key, k, mask=in_key & keeps_key)
+            tl.store(kept.rates + i[:, None] * VALUE_DIM + j[None, :], rates, mask=inside & (row == 0))
+        tl.store(pool_ptr + behind * pool_stride + places, state, mask=inside & is_behind)
+        own = tl.load(pending.turn).to(tl.int64) * num_tokens
+        keeps_head = tl.program_id(2) == 0
+        keeps_key = keeps_head & (head % HEADS_OF_KEY == 0)
+        for index in range(end - start):
+            token = start.to(tl.int64) + index
+            token_ptr = qkv_ptr + token * qkv_stride
+            state, out, written, decay = _add_token(
+                state, token, head, i, j, rates, token_ptr, gates, beta_stride, step_stride, HEADS
+            )
+            key_ptr = _key_ptr(token_ptr, gates, token, beta_stride, HEADS)
+            out_ptrs = out_ptr + token * VALUE_HEADS * VALUE_DIM + values
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_value)
+            token += own
+            tl.store(kept.written + token * VALUE_HEADS * VALUE_DIM + values, written, mask=in_value)
+            if HEADS.rule == "channel scan":
+                tl.store(kept.decay + token * VALUE_HEADS * VALUE_DIM + values, decay, mask=in_value)
+            elif HEADS.decays_by_channel:
+                decay_ptrs = kept.decay + (token * VALUE_HEADS + head) * KEY_DIM + i
+                tl.store(decay_ptrs, decay, mask=in_key & keeps_head)
+            else:
+                tl.store(kept.decay + token * VALUE_HEADS + head, decay, mask=keeps_head)
+            key = (head // HEADS_OF_KEY) * KEY_DIM + i
+            k = tl.load(key_ptr + key, mask=in_key & keeps_key, other=0.0)
+            tl.store(kept.keys + token * KEY_HEADS * KEY_DIM + key, k, mask=in_key & keeps_key)
 
 
 def compute_decode_rows(
@@ -232,38 +205,26 @@ def compute_decode_rows(
     assert qkv.stride(1) == beta.stride(1) == gates.step.stride(1) == 1
     strides = qkv.stride(0), beta.stride(0), gates.step.stride(0), pool.stride(0)
     out = torch.empty(len(qkv), heads.num_value_heads, heads.value_dim, dtype=qkv.dtype, device=qkv.device)
-    sizes = {"BLOCK_SIZE": rows.block_size, "HEADS": heads, "KEY_TILE": next_power_of_2(heads.key_dim)}
-    if rows.num_single_rows:
-        tile = _WIDE_STEP_TILE if heads.key_dim <= _SHORT_KEYS else _STEP_TILE
-        tile = min(tile, next_power_of_2(heads.value_dim))
-        _step_kernel[rows.num_single_rows, heads.num_value_heads, ceil_div(heads.value_dim, tile)](
+    if rows.num_decode_rows:
+        has_drafts = rows.num_draft_rows > 0
+        assert not has_drafts or (kept is not None and rows.pending is not None)
+        usual_tile = _WIDE_STEP_TILE if heads.key_dim <= _SHORT_KEYS else _STEP_TILE
+        tile = min(_DRAFT_TILE if has_drafts else usual_tile, next_power_of_2(heads.value_dim))
+        _decode_kernel[rows.num_decode_rows, heads.num_value_heads, ceil_div(heads.value_dim, tile)](
             qkv,
             gates,
             pool,
             out,
+            kept if has_drafts else None,
             RowTensors.of(rows),
+            rows.pending if has_drafts else None,
+            len(kept.inputs) if kept is not None and has_drafts else None,
             *strides,
-            **sizes,
+            BLOCK_SIZE=rows.block_size,
+            HEADS=heads,
+            KEY_TILE=next_power_of_2(heads.key_dim),
             VALUE_TILE=tile,
-            **dependent(qkv.device),
-            num_warps=_STEP_WARPS,
-        )
-    if rows.num_draft_rows:
-        assert kept is not None
-        assert rows.pending is not None
-        tile = min(_DRAFT_TILE, next_power_of_2(heads.value_dim))
-        _draft_kernel[rows.num_draft_rows, heads.num_value_heads, ceil_div(heads.value_dim, tile)](
-            qkv,
-            gates,
-            pool,
-            out,
-            kept,
-            RowTensors.of(rows),
-            rows.pending,
-            len(kept.inputs),
-            *strides,
-            **sizes,
-            VALUE_TILE=tile,
-            num_warps=_DRAFT_WARPS,
+            **({"DEPENDENT": False} if has_drafts else dependent(qkv.device)),
+            num_warps=_DRAFT_WARPS if has_drafts else _STEP_WARPS,
         )
     return out
