@@ -94,6 +94,13 @@ class Tile:
 
 
 @triton.jit
+def store_item(item, fields, mask):
+    """Write the first fields of entries of a work list, for all of `item` or one for each."""
+    for number in tl.static_range(len(fields)):
+        tl.store(item + number, fields[number], mask=mask)
+
+
+@triton.jit
 def soft_capped(scores, CAP: tl.constexpr):
     """Compute CAP × tanh(scores / CAP), with tanh(x) = 2 sigmoid(2 x) - 1."""
     return 2 * CAP * tl.sigmoid(scores * (2 / CAP)) - CAP

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS, store_item
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 
 SPLIT = tl.constexpr(512)
@@ -162,13 +162,8 @@ def plan_decode_kernel(
     for index in range(tl.max(num_chunks, 0)):
         item = items + (first_item + index) * ITEM_FIELDS
         is_mine = (index < num_chunks) & (rows < num_rows)
-        tl.store(item, rows, mask=is_mine)
-        tl.store(item + 1, first_keys + index * size, mask=is_mine)
-        tl.store(item + 2, tl.minimum(first_keys + (index + 1) * size, lens), mask=is_mine)
-        tl.store(item + 3, num_chunks, mask=is_mine)
-        tl.store(item + 4, first_partial, mask=is_mine)
-        tl.store(item + 5, tl.zeros([_ROWS], tl.int32) + index, mask=is_mine)
-        tl.store(item + 6, row_slots, mask=is_mine)
+        begin, end = first_keys + index * size, tl.minimum(first_keys + (index + 1) * size, lens)
+        store_item(item, (rows, begin, end, num_chunks, first_partial, index, row_slots), is_mine)
         if starts is not None:
             tl.store(item + 7, lens, mask=is_mine)
         elif HAS_WINDOW:
@@ -260,7 +255,6 @@ class DecodeWorkList:
             TILE=self._tile,
             HAS_SPLITS=self._has_splits,
             SHORT_DIVISOR=self._short_divisor,
-            num_warps=4,
         )
 
     @property

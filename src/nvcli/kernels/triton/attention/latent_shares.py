@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.chosen_keys import WindowKeys
-from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS, store_item
 from nvcli.kernels.triton.attention.attention_launch import AttentionLauncher, AttentionShape, LayerInputs
 from nvcli.kernels.triton.attention.decode_work_list import RowTokens
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
@@ -113,14 +113,8 @@ def plan_shares_kernel(
         chunk_first = tl.maximum(number * share, first)
         chunk_end = tl.minimum((number + 1) * share, end)
         item = items + (places + number) * ITEM_FIELDS
-        tl.store(item, rows, mask=is_mine)
-        tl.store(item + 1, (chunk_first - first) * _KEYS, mask=is_mine)
-        tl.store(item + 2, tl.minimum((chunk_end - first) * _KEYS, lens), mask=is_mine)
-        tl.store(item + 3, num_chunks, mask=is_mine)
-        tl.store(item + 4, first_share, mask=is_mine)
-        tl.store(item + 5, tl.zeros([_ROWS], tl.int32) + index, mask=is_mine)
-        tl.store(item + 6, row_slots, mask=is_mine)
-        tl.store(item + 7, lens, mask=is_mine)
+        begin, end_key = (chunk_first - first) * _KEYS, tl.minimum((chunk_end - first) * _KEYS, lens)
+        store_item(item, (rows, begin, end_key, num_chunks, first_share, index, row_slots, lens), is_mine)
         tl.store(shares + 2 * number, places + number, mask=is_mine & (number * share >= first))
         is_end = ((number + 1) * share <= end) | (places == num_rows - 1)
         tl.store(shares + 2 * number + 1, places + number + 1, mask=is_mine & is_end)

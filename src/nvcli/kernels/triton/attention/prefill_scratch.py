@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS, store_item
 from nvcli.kernels.triton.attention.attention_launch import AttentionShape, LayerInputs
 from nvcli.kernels.triton.attention.fp8_kv import scale_pointers
 from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
@@ -65,11 +65,8 @@ def plan_scratch_kernel(
         finds_room = is_tile & (units_so_far <= MAX_UNITS)
         copy = copied_tiles + index * ITEM_FIELDS
         # Padding has no units, and must not read behind the table's end.
-        tl.store(copy, tl.where(num_keys > 0, units_so_far - own_units, 0), mask=finds_room)
-        tl.store(copy + 1, first_row, mask=finds_room)
-        tl.store(copy + 2, first_token, mask=finds_room)
-        tl.store(copy + 3, num_tokens, mask=finds_room)
-        tl.store(copy + 4, num_keys, mask=finds_room)
+        first_unit = tl.where(num_keys > 0, units_so_far - own_units, 0)
+        store_item(copy, (first_unit, first_row, first_token, num_tokens, num_keys), finds_room)
         units = tl.max(units_so_far, 0)
         copied += tl.sum(finds_room.to(tl.int32), 0)
         copied_units = tl.maximum(copied_units, tl.max(tl.where(finds_room, units_so_far, 0), 0))
@@ -95,8 +92,7 @@ def list_units_kernel(
         for first in range(0, own_units, _LANES):
             unit = first + tl.arange(0, _LANES)
             entry = units + (first_unit + unit) * 2
-            tl.store(entry, tl.zeros([_LANES], tl.int32) + slot, mask=unit < own_units)
-            tl.store(entry + 1, unit, mask=unit < own_units)
+            store_item(entry, (slot, unit), unit < own_units)
 
 
 @triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
@@ -167,7 +163,6 @@ class ScratchTiles(PrefillTiles):
             GROUP=self._group,
             ROWS=self._rows,
             MAX_UNITS=self._num_units,
-            num_warps=4,
         )
         list_units_kernel[(self.capacity,)](
             self.items,
@@ -223,7 +218,6 @@ class ScratchPrefillAttention:
             HEAD_DIM=shape.head_dim,
             BLOCK_SIZE=shape.block_size,
             BLOCK_STRIDE=layer.k_cache.stride(0),
-            num_warps=4,
         )
         copies = layer._replace(k_cache=self._k, v_cache=self._v, block_tables=self._block_table)
         self._copies.run(copies, tiles.copied, out)

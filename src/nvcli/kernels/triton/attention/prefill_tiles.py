@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
-from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS, store_item
 
 _COLUMNS = tl.constexpr(256)
 """The chunks with which a planning program compares its own at a time."""
@@ -144,14 +144,9 @@ def plan_prefill_kernel(
         index = first + tl.arange(0, _LANES)
         is_mine = index < own_tiles
         tile = tiles + (first_tile + index) * ITEM_FIELDS
-        zeros = tl.zeros([_LANES], tl.int32)
-        tl.store(tile, zeros + slot, mask=is_mine)
-        tl.store(tile + 1, (own_tiles - 1 - index) * ROWS, mask=is_mine)
-        tl.store(tile + 2, zeros + start, mask=is_mine)
-        tl.store(tile + 3, zeros + own_tokens, mask=is_mine)
-        tl.store(tile + 4, zeros + num_keys, mask=is_mine)
+        store_item(tile, (slot, (own_tiles - 1 - index) * ROWS, start, own_tokens, num_keys), is_mine)
         if IS_REST:
-            tl.store(tile + 5, zeros + prefix_end, mask=is_mine)
+            tl.store(tile + 5, prefix_end, mask=is_mine)
     if chunk == num_chunks:
         tl.store(num_tiles, first_tile + own_tiles)  # nothing comes behind a length of 0 and the highest number
 
@@ -283,7 +278,6 @@ class PrefillTiles(TileList):
             IS_REST=self.part is TilePart.REST,
             GROUP=self._group,
             ROWS=self._rows,
-            num_warps=4,
         )
         if self._by_chunks is not self.items:
             self._sort(self._by_chunks, self)
@@ -296,7 +290,6 @@ class PrefillTiles(TileList):
             target.items,
             GROUP=self._group,
             ROWS=self._rows,
-            num_warps=4,
         )
 
     def _most_tiles(self, num_tokens: int, num_chunks: int) -> int:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.segment_tables import SEGMENT_FIELDS
-from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS, store_item
 from nvcli.kernels.triton.attention.decode_work_list import cut
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 
@@ -220,13 +220,10 @@ def plan_segments_kernel(
         for index in range(tl.max(num_chunks, 0)):
             item = lists.items + (first_item + index) * ITEM_FIELDS
             is_mine = index < num_chunks
-            tl.store(item, tl.full([_ROWS], level, tl.int32) * max_rows, mask=is_mine)
-            tl.store(item + 1, place, mask=is_mine)
-            tl.store(item + 2, tl.minimum(num_members - rank, TILE_ROWS), mask=is_mine)
-            tl.store(item + 3, begin + index * size, mask=is_mine)
-            tl.store(item + 4, tl.minimum(begin + (index + 1) * size, end), mask=is_mine)
-            tl.store(item + 5, tl.zeros([_ROWS], tl.int32) + index, mask=is_mine)
-            tl.store(item + 6, row_slots, mask=is_mine)
+            num_rows_of_tile = tl.minimum(num_members - rank, TILE_ROWS)
+            keys = begin + index * size
+            keys_end = tl.minimum(keys + size, end)
+            store_item(item, (level * max_rows, place, num_rows_of_tile, keys, keys_end, index, row_slots), is_mine)
     tl.store(lists.num_partials + rows, count, mask=is_row)
     tl.atomic_add(lists.work, tl.sum(tile_keys, 0), sem="relaxed")
 
@@ -288,7 +285,6 @@ class SegmentWorkList:
             num_rows,
             TILE_ROWS=self._tile_rows,
             HAS_WINDOW=self._window is not None,
-            num_warps=4,
         )
         plan_segments_kernel[grid](
             slots,
@@ -302,5 +298,4 @@ class SegmentWorkList:
             NUM_KV_HEADS=self._num_kv_heads,
             TILE_ROWS=self._tile_rows,
             KEYS=self._keys,
-            num_warps=4,
         )
