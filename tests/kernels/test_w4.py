@@ -116,9 +116,9 @@ def test_plain_products_of_few_rows_are_cut_into_parts(has_out: bool) -> None:
     words, scales, values = (one.to(DEVICE) for one in make(160, 1024, format))
     x = torch.randn(5, 1024, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     out = torch.full((5, 160), torch.nan, device=DEVICE) if has_out else None
-    with patch.object(kernels, "add_parts", wraps=kernels.add_parts) as add_parts:
+    with patch.object(kernels, "sum_results", wraps=kernels.sum_results) as sum_results:
         found = kernels.linear("plain", x, words, scales, format, out)
-    assert len(add_parts.call_args.args[0]) == 4, "two tiles of input features for each"
+    assert len(sum_results.call_args.args[0]) == 4, "two tiles of input features for each"
     assert found is not None
     assert out is None or found is out
     torch.testing.assert_close(found, x @ values.t(), rtol=1e-4, atol=1e-4)

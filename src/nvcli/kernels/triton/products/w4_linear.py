@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nvcli.kernels.activation import Activation
 from nvcli.kernels.expert_types import ExpertMatrix
+from nvcli.kernels.triton.elementwise.results import sum_results
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
 from nvcli.kernels.triton.products.product_launch import HopperW4Launch, Kind, ProductLaunch, fit, for_format
@@ -63,8 +64,6 @@ _HOPPER_GROUP = 128
 
 _DEQUANTISED_ROWS = tl.constexpr(32)
 """Rows of a weight that a program converts."""
-_SUMMED = tl.constexpr(1024)
-"""Numbers of a result for which a program adds up the parts."""
 _WARPS = 8
 """Warps of a multiprocessor that are enough to keep the memory busy."""
 
@@ -97,7 +96,11 @@ def linear(
         in_parts = kind == "sum" or launch.num_parts > 1
         out_alone = None if in_parts else out
         result = multiply(x, words, launch, out_alone, scales=scales, format=format, gate=gate, in_parts=in_parts)
-    return add_parts(result, x.dtype, out) if in_parts and kind == "plain" else result
+    if not in_parts or kind != "plain":
+        return result
+    if out is None:
+        out = torch.empty(result.shape[1:], dtype=x.dtype, device=x.device)
+    return sum_results(result, out=out)
 
 
 def choose_w4_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> ProductLaunch | HopperW4Launch | None:
@@ -137,31 +140,6 @@ def choose_parts(num_rows: int, out_features: int, in_features: int, launch: Pro
     programs = ceil_div(num_rows, launch.row_tile) * ceil_div(out_features, launch.out_tile)
     wanted = num_sms * _WARPS // launch.num_warps
     return max(1, min(wanted // programs, ceil_div(in_features, launch.in_tile) // 2))
-
-
-@triton.jit(do_not_specialize=["size"])
-def _add_parts_kernel(
-    parts_ptr,  # [NUM_PARTS, size] float32
-    out_ptr,  # [size], written
-    size,
-    NUM_PARTS: tl.constexpr,
-):
-    """Program (piece of the result)."""
-    places = tl.program_id(0).to(tl.int64) * _SUMMED + tl.arange(0, _SUMMED)
-    is_there = places < size
-    total = tl.zeros([_SUMMED], tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        total += tl.load(parts_ptr + part * size + places, mask=is_there, other=0.0)
-    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=is_there)
-
-
-def add_parts(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Add up parts [P, T, out] float32: [T, out] of `dtype`, in `out` (contiguous) if that is given."""
-    if out is None:
-        out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
-    assert out.is_contiguous()
-    _add_parts_kernel[(ceil_div(out.numel(), _SUMMED.value),)](parts, out, out.numel(), NUM_PARTS=len(parts))
-    return out
 
 
 @triton.jit
