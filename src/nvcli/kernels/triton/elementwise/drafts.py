@@ -24,13 +24,10 @@ _DRAFTS = tl.constexpr(16)
 
 @triton.jit(do_not_specialize=["stride"])
 def _find_drafts_kernel(
-    slots_ptr,  # [R] int32
-    most_ptr,  # [R] int32
+    rows,  # `StepRows`
+    drafts,  # `DraftRows`; num_drafts, sources and matches are written
     lengths_ptr,  # [S] int32
     token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
-    num_drafts_ptr,  # [R] int32, written
-    sources_ptr,  # [R] int32, written
-    matches_ptr,  # [R] int32, written
     answers,  # `AnswerTable`, whose time is advanced; None: there is no table
     stride,
     NUM_ENTRIES: tl.constexpr,
@@ -38,16 +35,16 @@ def _find_drafts_kernel(
 ):
     """Program (row)."""
     row = tl.program_id(0)
-    most = tl.load(most_ptr + row)
+    most = tl.load(drafts.most + row)
     if answers is not None:  # noqa: SIM102  # known when the kernel is compiled, unlike the row
         if row == 0:
             tl.store(answers.time, tl.load(answers.time) + 1)
     if most == 0:
-        tl.store(num_drafts_ptr + row, 0)
-        tl.store(sources_ptr + row, 0)
-        tl.store(matches_ptr + row, 0)
+        tl.store(drafts.num_drafts + row, 0)
+        tl.store(drafts.sources + row, 0)
+        tl.store(drafts.matches + row, 0)
     else:
-        slot = tl.load(slots_ptr + row).to(tl.int64)
+        slot = tl.load(rows.slots + row).to(tl.int64)
         last = tl.load(lengths_ptr + slot)
         tokens_ptr = token_ids_ptr + slot * stride
         best = tl.full((), 0, tl.int64)
@@ -75,9 +72,9 @@ def _find_drafts_kernel(
         inside = (index >= num_others) & (index < num_drafts)
         draft = tl.load(tokens_ptr + found + 1 + index % tl.maximum(last - found, 1), mask=inside, other=0)
         tl.store(tokens_ptr + last + 1 + index, draft, mask=inside)
-        tl.store(num_drafts_ptr + row, num_drafts)
-        tl.store(sources_ptr + row, tl.where(num_others > 0, 1, 0))
-        tl.store(matches_ptr + row, tl.where(is_found, (best >> 32).to(tl.int32), 0))
+        tl.store(drafts.num_drafts + row, num_drafts)
+        tl.store(drafts.sources + row, tl.where(num_others > 0, 1, 0))
+        tl.store(drafts.matches + row, tl.where(is_found, (best >> 32).to(tl.int32), 0))
 
 
 def find_drafts(
@@ -85,18 +82,14 @@ def find_drafts(
 ) -> None:
     """See `nvcli.kernels.drafts.find_drafts`."""
     _find_drafts_kernel[(len(rows.slots),)](
-        rows.slots,
-        drafts.most,
+        rows,
+        drafts,
         state.lengths,
         state.token_ids,
-        drafts.num_drafts,
-        drafts.sources,
-        drafts.matches,
         answers,
         state.token_ids.stride(0),
         NUM_ENTRIES=0 if answers is None else len(answers.entries),
         FOR_ALL=for_all,
-        num_warps=4,
     )
 
 
@@ -111,19 +104,13 @@ def _coins(slot, positions):
 
 @triton.jit(do_not_specialize=["stride", "padding_slot", "accepted"])
 def _accept_drafts_kernel(
-    slots_ptr,  # [R] int32
-    num_logits_ptr,  # [R] int32
-    logits_start_ptr,  # [R + 1] int32
-    num_drafts_ptr,  # [R] int32
-    limits_ptr,  # [R] int32
-    input_ids_ptr,  # [T] int32
-    logits_rows_ptr,  # [N] int64
-    sample_positions_ptr,  # [N] int32
+    rows,  # `StepRows`
+    drafts,  # `DraftRows`; counts are written
+    inputs,  # `StepInputs`
     ids_ptr,  # [N] int32
     held_ptr,  # None, or [N] int32
     lengths_ptr,  # [S] int32, written
     token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
-    counts_ptr,  # [R] int32, written
     answers,  # `AnswerTable`; its entries and ends are written. None: there is no table
     stride,
     padding_slot,
@@ -133,13 +120,13 @@ def _accept_drafts_kernel(
 ):
     """Program (row)."""
     row = tl.program_id(0)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    num_logits = tl.load(num_logits_ptr + row)
+    slot = tl.load(rows.slots + row).to(tl.int64)
+    num_logits = tl.load(rows.num_logits + row)
     count = 0
     if (num_logits > 0) & (slot != padding_slot):
-        start = tl.load(logits_start_ptr + row)
-        first = tl.load(sample_positions_ptr + start)
-        tried = tl.minimum(tl.load(num_drafts_ptr + row), num_logits - 1)
+        start = tl.load(rows.logits_start_loc + row)
+        first = tl.load(inputs.sample_positions + start)
+        tried = tl.minimum(tl.load(drafts.num_drafts + row), num_logits - 1)
         index = tl.arange(0, _DRAFTS)
         inside = index < num_logits
         sampled = tl.load(ids_ptr + start + index, mask=inside, other=0)
@@ -147,11 +134,11 @@ def _accept_drafts_kernel(
         if THROWS_COINS:
             is_right = _coins(slot, first + 1 + index) < accepted
         else:
-            place = tl.load(logits_rows_ptr + start + 1 + index, mask=has_draft, other=0)
-            is_right = sampled == tl.load(input_ids_ptr + place, mask=has_draft, other=-2)
+            place = tl.load(inputs.logits_rows + start + 1 + index, mask=has_draft, other=0)
+            is_right = sampled == tl.load(inputs.input_ids + place, mask=has_draft, other=-2)
         count = 1 + tl.min(tl.where(has_draft & is_right, _DRAFTS, index), axis=0)
         if num_logits > 1:
-            count = tl.maximum(tl.minimum(count, tl.load(limits_ptr + row) - first + 1), 0)
+            count = tl.maximum(tl.minimum(count, tl.load(drafts.limits + row) - first + 1), 0)
         if held_ptr is not None:
             count = tl.where(tl.load(held_ptr + start) != 0, 0, count)
         tokens_ptr = token_ids_ptr + slot * stride
@@ -165,7 +152,7 @@ def _accept_drafts_kernel(
                 time = tl.load(answers.time)
                 enter_answer(answers.entries, tokens_ptr, enter_from, last, time, NUM_ENTRIES, _DRAFTS)
                 tl.store(answers.ends + slot, last + 1)
-    tl.store(counts_ptr + row, count)
+    tl.store(drafts.counts + row, count)
 
 
 def accept_drafts(
@@ -181,19 +168,13 @@ def accept_drafts(
 ) -> None:
     """See `nvcli.kernels.drafts.accept_drafts`."""
     _accept_drafts_kernel[(len(rows.slots),)](
-        rows.slots,
-        rows.num_logits,
-        rows.logits_start_loc,
-        drafts.num_drafts,
-        drafts.limits,
-        inputs.input_ids,
-        inputs.logits_rows,
-        inputs.sample_positions,
+        rows,
+        drafts,
+        inputs,
         ids,
         held,
         state.lengths,
         state.token_ids,
-        drafts.counts,
         answers,
         state.token_ids.stride(0),
         state.padding_slot,
