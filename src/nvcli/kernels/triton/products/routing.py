@@ -16,7 +16,6 @@ from nvcli.kernels.expert_settings import TINY, Routing
 from nvcli.kernels.expert_types import Routes
 from nvcli.kernels.triton.elementwise.activation import softplus
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
-from nvcli.kernels.whole_numbers import next_power_of_2
 
 _TINY = tl.constexpr(TINY)
 
@@ -46,27 +45,22 @@ def _route_kernel(
     chosen_ptr,  # None, or [T, EXPERTS_PER_TOKEN] int32, the experts of each token
     routes,  # `Routes`, written
     part_stride,
-    NUM_EXPERTS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
-    EXPERTS_PER_TOKEN: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUPS_PER_TOKEN: tl.constexpr,
-    SUMS_TWO_BEST: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    MEMBER_TILE: tl.constexpr,
-    SCORING: tl.constexpr,
-    TOLERANCE: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    SCALE: tl.constexpr,
+    ROUTING: tl.constexpr,  # `Routing`
     DEPENDENT: tl.constexpr,
 ):
-    """Program (token). GROUP_TILE and MEMBER_TILE are the next powers of two of the number of groups and of a group's
-    size. TOLERANCE is None unless experts are weighed by SparseMixer."""
+    """Program (token)."""
+    NUM_EXPERTS: tl.constexpr = ROUTING.num_experts
+    EXPERTS_PER_TOKEN: tl.constexpr = ROUTING.experts_per_token
+    NUM_GROUPS: tl.constexpr = ROUTING.num_groups
+    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    GROUP_TILE: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
+    MEMBER_TILE: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
+    IS_MIXED: tl.constexpr = ROUTING.scoring == "sparsemixer"
     await_kernel_before(DEPENDENT)
     token = tl.program_id(0)
     group = tl.arange(0, GROUP_TILE)[:, None]
     member = tl.arange(0, MEMBER_TILE)[None, :]
-    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     expert = group * GROUP_SIZE + member
     exists = (group < NUM_GROUPS) & (member < GROUP_SIZE)
     logits = tl.zeros([GROUP_TILE, MEMBER_TILE], tl.float32)
@@ -75,34 +69,34 @@ def _route_kernel(
         logits += tl.load(source, mask=exists, other=0.0)
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + expert, mask=exists, other=0.0)
-    if SCORING == "sigmoid":
+    if ROUTING.scoring == "sigmoid":
         scores = tl.sigmoid(logits)
         choice = scores
-    elif SCORING == "sqrtsoftplus":
+    elif ROUTING.scoring == "sqrtsoftplus":
         scores = tl.sqrt(softplus(logits))
         choice = scores
-    elif TOLERANCE is not None:
+    elif IS_MIXED:
         scores = logits
         choice = logits
     else:
         largest = tl.max(tl.max(tl.where(exists, logits, float("-inf")), 1), 0)
         scores = tl.where(exists, tl.exp(logits - largest), 0.0)
-        if correction_ptr is not None or not RENORMALISE:
+        if correction_ptr is not None or not ROUTING.renormalise:
             scores = scores / tl.sum(tl.sum(scores, 1), 0)
         choice = logits
     if correction_ptr is not None:
         choice = scores + tl.load(correction_ptr + expert, mask=exists, other=0.0)
     may_be_chosen = exists
-    if GROUPS_PER_TOKEN < NUM_GROUPS:
+    if ROUTING.groups_per_token < NUM_GROUPS:
         valid = tl.where(exists & (choice == choice), choice, float("-inf"))
         group_scores = tl.max(valid, 1)
-        if SUMS_TWO_BEST:
+        if ROUTING.sums_two_best:
             place_of_first = tl.argmax(valid, 1)
             group_scores += tl.max(tl.where(member == place_of_first[:, None], float("-inf"), valid), 1)
         groups = tl.arange(0, GROUP_TILE)
         ranked_groups = _ranked(_ordered(group_scores, groups < NUM_GROUPS), groups)
         is_best = groups < 0
-        for _ in tl.static_range(GROUPS_PER_TOKEN):
+        for _ in tl.static_range(ROUTING.groups_per_token):
             best_group = tl.max(ranked_groups, 0)
             is_best = is_best | (ranked_groups == best_group)
             ranked_groups = tl.where(ranked_groups == best_group, -9223372036854775808, ranked_groups)
@@ -111,9 +105,9 @@ def _route_kernel(
     place = tl.full([GROUP_TILE, MEMBER_TILE], -1, tl.int32)
     for number in tl.static_range(EXPERTS_PER_TOKEN if chosen_ptr is None else 0):
         best = tl.max(tl.max(ranked, 1), 0)
-        if TOLERANCE is not None:
+        if IS_MIXED:
             own = tl.sum(tl.sum(tl.where(ranked == best, logits, 0.0), 1), 0)
-            is_far = own - logits > TOLERANCE * tl.maximum(tl.abs(logits), own)
+            is_far = own - logits > ROUTING.tolerance * tl.maximum(tl.abs(logits), own)
             near = tl.where(is_far | (place >= 0) | (exists == 0), 0.0, tl.exp(logits - own))
             scores = tl.where(ranked == best, 1.0 / tl.sum(tl.sum(near, 1), 0), scores)
         place = tl.where(ranked == best, number, place)
@@ -123,13 +117,13 @@ def _route_kernel(
             own_expert = tl.load(chosen_ptr + token.to(tl.int64) * EXPERTS_PER_TOKEN + number)
             place = tl.where(exists & (expert == own_expert), number, place)
     is_chosen = place >= 0
-    if RENORMALISE:
+    if ROUTING.renormalise:
         scores = scores / (tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0) + _TINY)
     if factors_ptr is not None:
         scores *= tl.load(factors_ptr + expert, mask=exists, other=0.0)
     target = token.to(tl.int64) * EXPERTS_PER_TOKEN + place
     tl.store(routes.experts + target, expert, mask=is_chosen)
-    tl.store(routes.weights + target, scores * SCALE, mask=is_chosen)
+    tl.store(routes.weights + target, scores * ROUTING.scale, mask=is_chosen)
 
 
 def route(
@@ -157,18 +151,8 @@ def route(
         chosen,
         routes,
         logits.stride(0),
-        NUM_EXPERTS=num_experts,
         NUM_PARTS=num_parts,
-        EXPERTS_PER_TOKEN=routing.experts_per_token,
-        NUM_GROUPS=routing.num_groups,
-        GROUPS_PER_TOKEN=routing.groups_per_token,
-        SUMS_TWO_BEST=routing.sums_two_best,
-        GROUP_TILE=next_power_of_2(routing.num_groups),
-        MEMBER_TILE=next_power_of_2(num_experts // routing.num_groups),
-        SCORING=routing.scoring,
-        TOLERANCE=routing.tolerance if routing.scoring == "sparsemixer" else None,
-        RENORMALISE=routing.renormalise,
-        SCALE=routing.scale,
+        ROUTING=routing,
         num_warps=1,
         **dependent(logits.device),
     )
