@@ -10,8 +10,10 @@ from torch import Tensor
 
 from nvcli.kernels.fp8_kv import KVScales
 from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.key_copies import COPY_FIELDS
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
+_FIELDS = tl.constexpr(COPY_FIELDS)
 _PROGRAM_NUMBERS = 4096
 """The approximate number of elements that a program copies: 32 for each thread."""
 
@@ -27,16 +29,13 @@ def _copy_keys_kernel(
     layer_stride: tl.int64,
     scale_layer_stride: tl.int64,
     TOKEN_NUMBERS: tl.constexpr,
-    ROW: tl.constexpr,  # TOKEN_NUMBERS, rounded up to a power of two
     TOKENS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,  # NUM_KV_HEADS, rounded up likewise
     BLOCK_SIZE: tl.constexpr,
-    FIELDS: tl.constexpr,
 ):
     """Program (copy, some tokens of a block, keys or values of a layer); many have nothing to do, as most copies are
     shorter than a block."""
-    copy = copies_ptr + tl.program_id(0) * FIELDS
+    copy = copies_ptr + tl.program_id(0) * _FIELDS
     first, end = tl.load(copy + 2), tl.load(copy + 3)
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_copied = (tokens >= first) & (tokens < end)
@@ -44,13 +43,13 @@ def _copy_keys_kernel(
     is_key = tl.program_id(2) % 2 == 0
     layer = (tl.program_id(2) // 2).to(tl.int64)
     cache = tl.where(is_key, k_cache_ptr, v_cache_ptr) + layer * layer_stride
-    numbers = tl.arange(0, ROW)
+    numbers = tl.arange(0, triton.next_power_of_2(TOKEN_NUMBERS))
     places = tokens[:, None] * TOKEN_NUMBERS + numbers[None, :]
     mask = is_copied[:, None] & (numbers < TOKEN_NUMBERS)[None, :]
     tl.store(cache + target * block_stride + places, tl.load(cache + source * block_stride + places, mask=mask), mask)
     if scales is not None:
         scales_ptr = tl.where(is_key, scales.k, scales.v) + layer * scale_layer_stride
-        heads = tl.arange(0, HEADS)
+        heads = tl.arange(0, triton.next_power_of_2(NUM_KV_HEADS))
         places = heads[:, None] * BLOCK_SIZE + tokens[None, :]
         mask = (heads < NUM_KV_HEADS)[:, None] & is_copied[None, :]
         found = tl.load(scales_ptr + source * scale_block_stride + places, mask=mask)
@@ -77,8 +76,7 @@ def copy_keys(
     assert scales is None or scales.k.stride()[1:] == (block_size, 1)
     if k_cache.dtype == FP8:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    row = next_power_of_2(token_numbers)
-    tokens = max(1, min(_PROGRAM_NUMBERS // row, next_power_of_2(block_size)))
+    tokens = max(1, min(_PROGRAM_NUMBERS // next_power_of_2(token_numbers), next_power_of_2(block_size)))
     _copy_keys_kernel[(len(copies), ceil_div(block_size, tokens), 2 * num_layers)](
         k_cache,
         v_cache,
@@ -89,11 +87,7 @@ def copy_keys(
         layer_stride,
         layer_stride // 2,
         TOKEN_NUMBERS=token_numbers,
-        ROW=row,
         TOKENS=tokens,
         NUM_KV_HEADS=num_kv_heads,
-        HEADS=next_power_of_2(num_kv_heads),
         BLOCK_SIZE=block_size,
-        FIELDS=copies.shape[1],
-        num_warps=4,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nvcli.kernels.chosen_keys import TokenKeys
 from nvcli.kernels.pool_settings import Pools
-from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+from nvcli.kernels.whole_numbers import ceil_div
 
 _PLACES = 1024
 """The chosen keys that a program lists."""
@@ -31,15 +31,13 @@ def _pool_keys_kernel(
     POOL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CACHE_ROW: tl.constexpr,
-    BLOCK_NUMBERS: tl.constexpr,  # SIZE, rounded up to a power of two
-    BLOCK_POOL: tl.constexpr,  # POOL likewise
 ):
     """Program (token)."""
     token = tl.program_id(0).to(tl.int64)
     count = tl.load(seen + token)
     if (count == 0) | (count % POOL != 0):
         return
-    lane, number = tl.arange(0, BLOCK_POOL), tl.arange(0, BLOCK_NUMBERS)
+    lane, number = tl.arange(0, triton.next_power_of_2(POOL)), tl.arange(0, triton.next_power_of_2(SIZE))
     is_key, is_number = lane < POOL, number < SIZE
     position = count - POOL + tl.where(is_key, lane, 0)
     table = tables + tl.load(slots + token) * table_stride
@@ -66,14 +64,14 @@ def _expand_pools_kernel(
     chosen_stride,
     MOST: tl.constexpr,
     TOP_K: tl.constexpr,
-    POOL: tl.constexpr,
-    NUM_LAST: tl.constexpr,
+    POOLS: tl.constexpr,  # `Pools`
     PLACES: tl.constexpr,
 ):
     """Program (token, PLACES of its chosen keys)."""
     token = tl.program_id(0).to(tl.int64)
     count = tl.load(seen + token)
-    num_pools = tl.maximum(count - NUM_LAST, 0) // POOL
+    POOL: tl.constexpr = POOLS.size
+    num_pools = tl.maximum(count - POOLS.num_last, 0) // POOL
     in_pools = tl.minimum(num_pools, MOST) * POOL
     total = in_pools + count - num_pools * POOL
     place = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
@@ -97,9 +95,6 @@ def pool_keys(cache: Tensor, tokens: TokenKeys, bias: Tensor) -> None:
         POOL=pool,
         BLOCK_SIZE=cache.shape[1],
         CACHE_ROW=cache.stride(1),
-        BLOCK_NUMBERS=next_power_of_2(size),
-        BLOCK_POOL=next_power_of_2(pool),
-        num_warps=4,
     )
 
 
@@ -115,8 +110,6 @@ def expand_pools(chosen_pools: Tensor, tokens: TokenKeys, chosen: Tensor, pools:
         chosen.stride(0),
         MOST=chosen_pools.shape[1],
         TOP_K=top_k,
-        POOL=pools.size,
-        NUM_LAST=pools.num_last,
+        POOLS=pools,
         PLACES=_PLACES,
-        num_warps=4,
     )

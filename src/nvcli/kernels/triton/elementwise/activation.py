@@ -112,6 +112,5 @@ def _launch(gate: Tensor, up: Tensor | None, activation: ExpertActivation) -> Te
         SIZE=size,
         ACTIVATION=activation,
         **dependent(gate.device),
-        num_warps=4,
     )
     return out

@@ -18,12 +18,11 @@ def _embed_part_kernel(
     start,
     num_tokens,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Program (row); BLOCK is the next power of two of SIZE."""
+    """Program (row)."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids_ptr + row).to(tl.int64) - start
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, triton.next_power_of_2(SIZE))
     inside = columns < SIZE
     is_mine = (token >= 0) & (token < num_tokens)
     values = tl.load(weight_ptr + token * SIZE + columns, mask=inside & is_mine, other=0.0)
@@ -37,7 +36,6 @@ def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None = Non
         out = torch.empty(len(ids), size, dtype=weight.dtype, device=weight.device)
     assert weight.is_contiguous()
     assert out.is_contiguous()
-    block = next_power_of_2(size)
     _embed_part_kernel[(len(ids),)](
         ids,
         weight,
@@ -45,7 +43,6 @@ def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None = Non
         start,
         num_tokens,
         SIZE=size,
-        BLOCK=block,
-        num_warps=warps_of_row(block),
+        num_warps=warps_of_row(next_power_of_2(size)),
     )
     return out

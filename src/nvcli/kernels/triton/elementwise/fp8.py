@@ -241,13 +241,12 @@ def _share_scales_kernel(
     scales_ptr,  # [T] float32, written
     num_rows,
     GROUPS: tl.constexpr,
-    ALL_GROUPS: tl.constexpr,  # at least GROUPS
     PART: tl.constexpr,  # groups that are held at a time
     ROWS: tl.constexpr,
 ):
     """Program (ROWS rows)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    groups = tl.arange(0, ALL_GROUPS)
+    groups = tl.arange(0, triton.next_power_of_2(GROUPS))
     inside = (rows < num_rows)[:, None] & (groups < GROUPS)[None, :]
     exponents_ptrs = exponents_ptr + rows[:, None] * GROUPS + groups[None, :]
     shared = tl.max(tl.load(exponents_ptrs, mask=inside, other=0).to(tl.int32), axis=1)
@@ -273,8 +272,7 @@ def share_scales(codes: Tensor, exponents: Tensor) -> Tensor:
     assert exponents.is_contiguous()
     assert codes.shape == (num_rows, num_groups * FP8_BLOCK)
     scales = torch.empty(num_rows, dtype=torch.float32, device=codes.device)
-    all_groups = int(triton.next_power_of_2(num_groups))
-    part = min(all_groups, _SHARING_GROUPS)
+    part = min(next_power_of_2(num_groups), _SHARING_GROUPS)
     rows = _rows_together(num_rows, codes.shape[1])
     _share_scales_kernel[(ceil_div(num_rows, rows),)](
         codes,
@@ -282,7 +280,6 @@ def share_scales(codes: Tensor, exponents: Tensor) -> Tensor:
         scales,
         num_rows,
         GROUPS=num_groups,
-        ALL_GROUPS=all_groups,
         PART=part,
         ROWS=rows,
         num_warps=warps_of_row(rows * part * FP8_BLOCK),

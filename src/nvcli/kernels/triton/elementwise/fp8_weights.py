@@ -13,11 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.fp8_types import FP8_MAX, LEAST_MAX
-from nvcli.kernels.whole_numbers import next_power_of_2
 
 _MAX = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(LEAST_MAX)
-_COLUMNS = 4096
+_COLUMNS = tl.constexpr(4096)
 
 
 @triton.jit
@@ -37,10 +36,10 @@ def _quantise_rows_kernel(
     scales_ptr,  # [R] float32, written
     factor,
     SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     """Program (row)."""
+    COLUMNS: tl.constexpr = min(_COLUMNS, triton.next_power_of_2(SIZE))
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([COLUMNS], tl.float32)
     for first in tl.static_range(0, SIZE, COLUMNS):
@@ -80,7 +79,6 @@ def quantise_rows(
         scales,
         factor,
         SIZE=size,
-        COLUMNS=min(_COLUMNS, next_power_of_2(size)),
         ON_GPU=values.is_cuda,
         num_warps=8,
     )

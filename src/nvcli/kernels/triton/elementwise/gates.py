@@ -25,7 +25,6 @@ def _gate_kernel(
     NEIGHBOURS: tl.constexpr,
     FUNCTION: tl.constexpr,
     IN_SIZE: tl.constexpr,
-    IN_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (row, chunk of BLOCK columns)."""
@@ -36,7 +35,7 @@ def _gate_kernel(
     values_ptrs = values_ptr + row * SIZE + columns
     values = tl.load(values_ptrs, mask=inside, other=0.0).to(tl.float32)
     if weight_ptr is not None:
-        features = tl.arange(0, IN_BLOCK)
+        features = tl.arange(0, triton.next_power_of_2(IN_SIZE))
         is_feature = features < IN_SIZE
         x = tl.load(source_ptr + row * source_stride + features, mask=is_feature, other=0.0).to(tl.float32)
         gate = tl.sum(x * tl.load(weight_ptr + features, mask=is_feature, other=0.0).to(tl.float32), 0)
@@ -77,7 +76,5 @@ def _launch(values: Tensor, source: Tensor, weight: Tensor | None, function: Gat
         NEIGHBOURS=1 if weight is not None else size // source.shape[1],
         FUNCTION=function,
         IN_SIZE=in_size,
-        IN_BLOCK=next_power_of_2(in_size),
         **dependent(values.device),
-        num_warps=4,
     )

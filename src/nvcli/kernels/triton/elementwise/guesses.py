@@ -139,7 +139,6 @@ def keep_guesses(
         states,
         kept.states.shape[1],
         states.stride(0) if states is not None else 0,
-        num_warps=4,
     )
 
 

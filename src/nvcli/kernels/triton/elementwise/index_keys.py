@@ -40,8 +40,6 @@ def _store_index_keys_kernel(
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     ROPE: tl.constexpr,
-    BLOCK_SIZES: tl.constexpr,  # SIZE, rounded up to a power of two
-    BLOCK_HALF: tl.constexpr,  # ROPE / 2, rounded up likewise
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CACHE_ROW: tl.constexpr,
@@ -53,12 +51,12 @@ def _store_index_keys_kernel(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     angles = None if cos_sin_ptr is None else cos_sin_ptr + token * ROPE
-    pair = tl.arange(0, BLOCK_HALF)
+    pair = tl.arange(0, triton.next_power_of_2(max(1, HALF)))
     first_place = 2 * pair if INTERLEAVED else pair
     second_place = 2 * pair + 1 if INTERLEAVED else pair + HALF
     await_kernel_before(DEPENDENT)
     if part == 0:
-        numbers = tl.arange(0, BLOCK_SIZES)
+        numbers = tl.arange(0, triton.next_power_of_2(SIZE))
         is_number = numbers < SIZE
         key_row = keys_ptr + token * key_stride
         values = tl.load(key_row + numbers, mask=is_number, other=0.0).to(tl.float32)
@@ -136,12 +134,9 @@ def store_index_keys(
         NUM_HEADS=num_heads,
         SIZE=size,
         ROPE=rope,
-        BLOCK_SIZES=next_power_of_2(size),
-        BLOCK_HALF=next_power_of_2(max(1, rope // 2)),
         HEADS=of_program,
         BLOCK_SIZE=cache.shape[1],
         CACHE_ROW=cache.stride(1),
         INTERLEAVED=is_interleaved,
-        num_warps=4,
         **dependent(cache.device),
     )

@@ -46,19 +46,19 @@ def _rotate_and_store_kernel(
     latent_stride,
     cache_block_stride,
     num_absorbed,  # the queries of tokens from here on are rotated where they stand
-    NUM_HEADS: tl.constexpr,
-    PLAIN: tl.constexpr,
-    ROPE: tl.constexpr,
-    LATENT: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_LATENT: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr,  # `LatentHeads`
+    PROGRAM_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CACHE_ROW: tl.constexpr,  # elements from one token to the next
-    INTERLEAVED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (token, part): the first part is the token's key, and the others are HEADS query heads each."""
+    """Program (token, part): the first part is the token's key, and the others are PROGRAM_HEADS query heads
+    each."""
+    NUM_HEADS: tl.constexpr = HEADS.num_heads
+    PLAIN: tl.constexpr = HEADS.plain_dim
+    ROPE: tl.constexpr = HEADS.rope_dim
+    LATENT: tl.constexpr = HEADS.latent_dim
+    INTERLEAVED: tl.constexpr = HEADS.is_interleaved
     HALF: tl.constexpr = ROPE // 2
     KEY: tl.constexpr = LATENT + ROPE
     token = tl.program_id(0).to(tl.int64)
@@ -66,10 +66,10 @@ def _rotate_and_store_kernel(
     angles = None if cos_sin_ptr is None else cos_sin_ptr + token * ROPE
     await_kernel_before(DEPENDENT)
     if part == 0:
-        key_pair = tl.arange(0, BLOCK_HALF)
+        key_pair = tl.arange(0, triton.next_power_of_2(max(1, HALF)))
         is_pair = key_pair < HALF
         latent_row = latents_ptr + token * latent_stride
-        numbers = tl.arange(0, BLOCK_LATENT)
+        numbers = tl.arange(0, triton.next_power_of_2(LATENT))
         is_latent = numbers < LATENT
         latent = tl.load(latent_row + numbers, mask=is_latent, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + numbers, mask=is_latent, other=0.0).to(tl.float32)
@@ -91,9 +91,9 @@ def _rotate_and_store_kernel(
         tl.store(place + LATENT + key_pair, key_first.to(cache_ptr.dtype.element_ty), mask=is_pair)
         tl.store(place + LATENT + HALF + key_pair, key_second.to(cache_ptr.dtype.element_ty), mask=is_pair)
     else:
-        pair = tl.arange(0, BLOCK_HALF)[None, :]
+        pair = tl.arange(0, triton.next_power_of_2(max(1, HALF)))[None, :]
         inside = pair < HALF
-        heads = ((part - 1) * HEADS + tl.arange(0, HEADS))[:, None]
+        heads = ((part - 1) * PROGRAM_HEADS + tl.arange(0, PROGRAM_HEADS))[:, None]
         mask = (heads < NUM_HEADS) & inside
         source = queries_ptr + token * query_stride + heads * (PLAIN + ROPE) + PLAIN
         first, second = _turn(source, mask, angles, inside, pair, HALF, INTERLEAVED)
@@ -140,16 +140,9 @@ def rotate_and_store(
         latents.stride(0),
         cache.stride(0),
         len(absorbed),
-        NUM_HEADS=heads.num_heads,
-        PLAIN=heads.plain_dim,
-        ROPE=heads.rope_dim,
-        LATENT=heads.latent_dim,
-        BLOCK_HALF=next_power_of_2(heads.rope_dim // 2),
-        BLOCK_LATENT=next_power_of_2(heads.latent_dim),
-        HEADS=of_program,
+        HEADS=heads,
+        PROGRAM_HEADS=of_program,
         BLOCK_SIZE=block_size,
         CACHE_ROW=cache.stride(1),
-        INTERLEAVED=heads.is_interleaved,
-        num_warps=4,
         **dependent(cache.device),
     )

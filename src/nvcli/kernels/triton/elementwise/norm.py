@@ -94,7 +94,6 @@ def _gated_rms_norm_kernel(
     num_rows,
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     OWN_WEIGHTS: tl.constexpr,
     GATES_FIRST: tl.constexpr,
@@ -102,10 +101,10 @@ def _gated_rms_norm_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Program (tile of ROWS heads): out = norm(x) × weight × FUNCTION(gate), or with GATES_FIRST norm(x ×
-    FUNCTION(gate)) × weight. BLOCK is the next power of two of SIZE."""
+    FUNCTION(gate)) × weight."""
     await_kernel_before(DEPENDENT)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
     inside = (row < num_rows) & (column < SIZE)
     x = tl.load(x_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     gate_ptrs = gate_ptr + (row // NUM_HEADS) * gate_stride + (row % NUM_HEADS) * SIZE + column
@@ -147,7 +146,6 @@ def gated_rms_norm(
         num_rows,
         NUM_HEADS=num_heads,
         SIZE=size,
-        BLOCK=block,
         ROWS=rows,
         OWN_WEIGHTS=weight.dim() == 2,
         GATES_FIRST=gates_first,
@@ -166,15 +164,14 @@ def _norm_parts_kernel(
     eps,
     SIZE: tl.constexpr,
     SIZES: tl.constexpr,
-    BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (row). SIZES are those of the parts, whose sum is SIZE and BLOCK its next power of two."""
+    """Program (row). SIZES are those of the parts, whose sum is SIZE."""
     await_kernel_before(DEPENDENT)
     place = tl.program_id(0).to(tl.int64) * SIZE
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, triton.next_power_of_2(SIZE))
     x = tl.load(x_ptr + place + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    factor = tl.zeros([BLOCK], tl.float32)
+    factor = tl.zeros(column.shape, tl.float32)
     start = 0
     for part in tl.static_range(len(SIZES)):
         end = start + SIZES[part]
@@ -194,7 +191,7 @@ def norm_parts(x: Tensor, weight: Tensor | None, eps: float, sizes: tuple[int, .
     out, size = torch.empty_like(x), sum(sizes)
     block = next_power_of_2(size)
     _norm_parts_kernel[(len(x),)](
-        x, weight, out, eps, SIZE=size, SIZES=sizes, BLOCK=block, **dependent(x.device), num_warps=warps_of_row(block)
+        x, weight, out, eps, SIZE=size, SIZES=sizes, **dependent(x.device), num_warps=warps_of_row(block)
     )
     return out
 

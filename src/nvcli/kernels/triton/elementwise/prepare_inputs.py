@@ -98,7 +98,6 @@ def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
         state.padding_slot,
         NUM_GROUPS=len(state.block_tables),
         BLOCK_SIZE=state.block_size,
-        num_warps=4,
     )
 
 

@@ -63,7 +63,6 @@ def sum_results(
             CHOICES=0 if experts is None else experts.shape[1],
             FIRST_EXPERT=held[0],
             NUM_EXPERTS=held[1],
-            num_warps=4,
             **dependent(parts.device),
         )
     return out

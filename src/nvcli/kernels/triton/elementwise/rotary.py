@@ -87,14 +87,13 @@ def _norm_rope_kernel(
     row_stride,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
     NORM_LAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (token, group of heads)."""
     token = tl.program_id(0).to(tl.int64)
-    halves = tl.arange(0, BLOCK_HALF)
+    halves = tl.arange(0, triton.next_power_of_2(HEAD_DIM // 2))
     angles = None if cos_sin_ptr is None else cos_sin_ptr + token * HEAD_DIM + halves
     await_kernel_before(DEPENDENT)
     _norm_rope_queries(
@@ -123,7 +122,6 @@ def _qk_norm_rope_store_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,  # numbers of a value, up to HEAD_DIM
     VALUE_FACTOR: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
     NORM_LAST: tl.constexpr,
     NORM_VALUES: tl.constexpr,
@@ -136,7 +134,7 @@ def _qk_norm_rope_store_kernel(
     Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    halves = tl.arange(0, BLOCK_HALF)
+    halves = tl.arange(0, triton.next_power_of_2(HALF))
     inside = halves < HALF
     ROTATE: tl.constexpr = cos_sin_ptr is not None
     angles = cos_sin_ptr + token * HEAD_DIM + halves if ROTATE else None
@@ -218,7 +216,6 @@ def norm_rope(
         heads.stride(0),
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_HALF=block_half,
         HEADS_PER_PROGRAM=heads_per_program,
         NORM_LAST=norms_last,
         **dependent(heads.device),
@@ -281,7 +278,6 @@ def qk_norm_rope_store(
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         VALUE_FACTOR=value_factor,
-        BLOCK_HALF=block_half,
         HEADS_PER_PROGRAM=heads_per_program,
         NORM_LAST=norms_last,
         NORM_VALUES=norms_values,
@@ -303,16 +299,14 @@ def _rotate_kernel(
     eps,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
     NORM_VALUES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (token). Blocks are powers of two, at least 2 NUM_HEADS and HEAD_DIM / 2."""
+    """Program (token)."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, BLOCK_HEADS)[:, None]
-    halves = tl.arange(0, BLOCK_HALF)
+    heads = tl.arange(0, triton.next_power_of_2(2 * NUM_HEADS))[:, None]
+    halves = tl.arange(0, triton.next_power_of_2(HALF))
     inside = halves < HALF
     mask = (heads < 2 * NUM_HEADS) & inside[None, :]
     source = qkv_ptr + token * (3 * NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves[None, :]
@@ -327,7 +321,7 @@ def _rotate_kernel(
     tl.store(source, (first * cos - second * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
     tl.store(source + HALF, (second * cos + first * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
     if NORM_VALUES:
-        heads = tl.arange(0, BLOCK_HEADS // 2)[:, None]
+        heads = tl.arange(0, triton.next_power_of_2(NUM_HEADS))[:, None]
         mask = (heads < NUM_HEADS) & inside[None, :]
         source = qkv_ptr + (3 * token + 2) * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves[None, :]
         first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
@@ -351,8 +345,6 @@ def rotate_patches(qkv: Tensor, cos_sin: Tensor, norms: HeadNorms | None = None)
         0.0 if norms is None else norms.eps,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=block_half,
         NORM_VALUES=norms is not None and norms.of_values,
         **dependent(qkv.device),
         num_warps=max(1, min(8, block_heads * block_half // 256)),

@@ -17,12 +17,13 @@ _HEADS_PER_PROGRAM = 8
 @triton.jit
 def _norm_and_turn(
     heads, exists, weight_ptr, angles, eps,
-    PLAIN: tl.constexpr, ROPE: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    PLAIN: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """Load heads from where `heads` [n, 1] point, norm them, by a weight unless that is None, and turn their last
-    numbers: → plain numbers [n, BLOCK_PLAIN], first and second of each pair [n, BLOCK_HALF], float32."""
+    numbers: → plain numbers [n, PLAIN], first and second of each pair [n, ROPE / 2], both rounded up, float32."""
     HALF: tl.constexpr = ROPE // 2
-    number, pair = tl.arange(0, BLOCK_PLAIN)[None, :], tl.arange(0, BLOCK_HALF)[None, :]
+    number = tl.arange(0, triton.next_power_of_2(max(1, PLAIN)))[None, :]
+    pair = tl.arange(0, triton.next_power_of_2(ROPE // 2))[None, :]
     is_plain, is_pair = number < PLAIN, pair < HALF
     plain = tl.load(heads + number, mask=exists & is_plain, other=0.0).to(tl.float32)
     first = tl.load(heads + PLAIN + 2 * pair, mask=exists & is_pair, other=0.0).to(tl.float32)
@@ -42,10 +43,11 @@ def _norm_and_turn(
 @triton.jit
 def _store(
     heads, exists, plain, first, second,
-    PLAIN: tl.constexpr, ROPE: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    PLAIN: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """Write heads to where `heads` [n, 1] point, the first of all pairs before the second ones."""
-    number, pair = tl.arange(0, BLOCK_PLAIN)[None, :], tl.arange(0, BLOCK_HALF)[None, :]
+    number = tl.arange(0, triton.next_power_of_2(max(1, PLAIN)))[None, :]
+    pair = tl.arange(0, triton.next_power_of_2(ROPE // 2))[None, :]
     dtype = heads.dtype.element_ty
     tl.store(heads + number, plain.to(dtype), mask=exists & (number < PLAIN))
     is_pair = exists & (pair < ROPE // 2)
@@ -67,8 +69,6 @@ def _norm_rotate_store_kernel(
     NUM_HEADS: tl.constexpr,
     PLAIN: tl.constexpr,
     ROPE: tl.constexpr,
-    BLOCK_PLAIN: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CACHE_ROW: tl.constexpr,  # elements from one token to the next
@@ -83,7 +83,7 @@ def _norm_rotate_store_kernel(
     if part == 0:
         key = tl.arange(0, 1)[:, None]
         key_plain, key_first, key_second = _norm_and_turn(
-            keys_ptr + token * key_stride + key, key == 0, weight_ptr, angles, eps, PLAIN, ROPE, BLOCK_PLAIN, BLOCK_HALF
+            keys_ptr + token * key_stride + key, key == 0, weight_ptr, angles, eps, PLAIN, ROPE
         )
         slot = tl.load(slot_mapping_ptr + token)
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
@@ -96,13 +96,13 @@ def _norm_rotate_store_kernel(
             place = scale_pointers(cache_ptr, block, offset, key, 1, SIZE, BLOCK_SIZE, cache_block_stride)
             tl.store(place, scale)
         target = cache_ptr + block * cache_block_stride + offset * CACHE_ROW + key
-        _store(target, key == 0, key_plain, key_first, key_second, PLAIN, ROPE, BLOCK_PLAIN, BLOCK_HALF)
+        _store(target, key == 0, key_plain, key_first, key_second, PLAIN, ROPE)
     else:
         head = ((part - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         heads, exists = queries_ptr + (token * NUM_HEADS + head) * SIZE, head < NUM_HEADS
-        plain, first, second = _norm_and_turn(heads, exists, None, angles, eps, PLAIN, ROPE, BLOCK_PLAIN, BLOCK_HALF)
+        plain, first, second = _norm_and_turn(heads, exists, None, angles, eps, PLAIN, ROPE)
         tl.debug_barrier()  # all threads have loaded what another one overwrites
-        _store(heads, exists, plain, first, second, PLAIN, ROPE, BLOCK_PLAIN, BLOCK_HALF)
+        _store(heads, exists, plain, first, second, PLAIN, ROPE)
 
 
 @triton.jit
@@ -112,7 +112,6 @@ def _turn_kernel(
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     ROPE: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
     HEADS: tl.constexpr,
     IS_BACK: tl.constexpr,  # by the negative of each angle, from the order of pairs (i, i + ROPE / 2) to neighbours
     DEPENDENT: tl.constexpr,
@@ -121,7 +120,7 @@ def _turn_kernel(
     HALF: tl.constexpr = ROPE // 2
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    pair = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     is_pair = pair < HALF
     mask = (head < NUM_HEADS) & is_pair
     tails = heads_ptr + (token * NUM_HEADS + head) * SIZE + SIZE - ROPE
@@ -170,12 +169,9 @@ def norm_rotate_store(
         NUM_HEADS=num_heads,
         PLAIN=size - rope,
         ROPE=rope,
-        BLOCK_PLAIN=next_power_of_2(size - rope),
-        BLOCK_HALF=next_power_of_2(rope // 2),
         HEADS=of_program,
         BLOCK_SIZE=cache.shape[1],
         CACHE_ROW=cache.stride(1),
-        num_warps=4,
         **dependent(cache.device),
     )
 
@@ -201,9 +197,7 @@ def _turn(heads: Tensor, cos_sin: Tensor, *, is_back: bool) -> None:
         NUM_HEADS=num_heads,
         SIZE=size,
         ROPE=cos_sin.shape[1],
-        BLOCK_HALF=next_power_of_2(cos_sin.shape[1] // 2),
         HEADS=of_program,
         IS_BACK=is_back,
-        num_warps=4,
         **dependent(heads.device),
     )

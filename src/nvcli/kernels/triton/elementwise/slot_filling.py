@@ -65,12 +65,11 @@ def _fill_columns_kernel(
     num_slots,
     NUM_WORDS: tl.constexpr,
     NUM_LONGS: tl.constexpr,
-    FIELDS: tl.constexpr,
 ):
     """Program (slot)."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    field = tl.arange(0, FIELDS)
+    field = tl.arange(0, triton.next_power_of_2(NUM_WORDS + 2 * NUM_LONGS))
     half = field - NUM_WORDS
     is_half = (half >= 0) & (half < 2 * NUM_LONGS)
     value = tl.load(values_ptr + row * (NUM_WORDS + 2 * NUM_LONGS) + field, mask=(half < 0) | is_half, other=0)
@@ -91,7 +90,6 @@ def fill_columns(words: Tensor, longs: Tensor, slots: Tensor, values: Tensor) ->
         words.shape[1],
         NUM_WORDS=len(words),
         NUM_LONGS=len(longs),
-        FIELDS=triton.next_power_of_2(len(words) + 2 * len(longs)),
         num_warps=1,
     )
 

@@ -65,14 +65,13 @@ def _group_kernel(
     num_rows,
     num_projections,
     NUM_PLACES: tl.constexpr,
-    BINS: tl.constexpr,  # at least NUM_PLACES + 2
     COLUMNS: tl.constexpr,
-    COLUMNS_MASKED: tl.constexpr,  # a power of two
     ROW_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     PROJECTIONS: tl.constexpr,  # at a time
 ):
     """Program (place); the last one is for the rows without an adapter."""
+    BINS: tl.constexpr = triton.next_power_of_2(NUM_PLACES + 2)
     place = tl.program_id(0)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, num_rows, ROWS):
@@ -94,7 +93,7 @@ def _group_kernel(
             tl.store(tiles.order + target + tl.cumsum(is_mine, 0) - is_mine, rows, mask=is_mine > 0)
             target += tl.sum(is_mine, 0)
         has_adapter = place < NUM_PLACES
-        columns = tl.arange(0, COLUMNS_MASKED)
+        columns = tl.arange(0, triton.next_power_of_2(COLUMNS))
         pages = tl.load(page_table_ptr + place * COLUMNS + columns, mask=has_adapter & (columns < COLUMNS), other=0)
         for tile in range(first_tile, last_tile):
             tl.store(tiles.counts + tile, tl.minimum(count - (tile - first_tile) * ROW_TILE, ROW_TILE))
@@ -142,13 +141,10 @@ def group_rows(adapters: Tensor, bank: AdapterBank, *, batch_invariant: bool = F
         num_rows,
         num_projections,
         NUM_PLACES=num_places,
-        BINS=next_power_of_2(num_places + 2),
         COLUMNS=columns,
-        COLUMNS_MASKED=next_power_of_2(columns),
         ROW_TILE=row_tile,
         ROWS=min(_ROWS_AT_ONCE, next_power_of_2(num_rows)),
         PROJECTIONS=min(_PROJECTIONS_AT_ONCE, next_power_of_2(num_projections)),
-        num_warps=4,
     )
     return AdapterRows(adapters, tiles, row_tile, batch_invariant)
 

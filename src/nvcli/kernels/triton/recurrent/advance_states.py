@@ -83,7 +83,6 @@ def _advance_kernel(
     layer_stride,
     pool_stride,
     HEADS: tl.constexpr,  # `RecurrentHeads`
-    KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
     """Program (tile of a state's columns and value head, chosen row, layer)."""
@@ -97,7 +96,7 @@ def _advance_kernel(
     if target > 0:
         source = tl.load(pending.sources + row)
         first = layer * num_tokens + tl.load(pending.starts + row)
-        i = tl.arange(0, KEY_TILE)
+        i = tl.arange(0, triton.next_power_of_2(KEY_DIM))
         j = tl.program_id(0) % TILES * VALUE_TILE + tl.arange(0, VALUE_TILE)
         inside = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
         places = layer * layer_stride + head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
@@ -124,10 +123,9 @@ def _end_drafts_kernel(
     NUM_CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TAPS_TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Program (tile of channels, row, layer). TAPS_TILE is the next power of two of TAPS - 1."""
+    """Program (tile of channels, row, layer)."""
     row, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     start, count, source, target = _blocks_of(row, rows, counts_ptr, BLOCK_SIZE)
     if (tl.program_id(0) == 0) & (layer == 0):
@@ -136,7 +134,7 @@ def _end_drafts_kernel(
         tl.store(pending.sources + row, source)
         tl.store(pending.targets + row, target)
     if target > 0:
-        tap = tl.arange(0, TAPS_TILE)[:, None]
+        tap = tl.arange(0, triton.next_power_of_2(max(1, TAPS - 1)))[:, None]
         channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
         inside = (channel < NUM_CHANNELS) & (tap < TAPS - 1)
         place = tap + count  # the state's entries, then the row's tokens
@@ -174,7 +172,6 @@ def end_drafts(kept: KeptInputs, conv_pool: Tensor, rows: StateRows, counts: Ten
         NUM_CHANNELS=num_channels,
         TAPS=num_inputs + 1,
         BLOCK_SIZE=rows.block_size,
-        TAPS_TILE=next_power_of_2(max(1, num_inputs)),
         CHANNELS=channels,
     )
 
@@ -206,7 +203,6 @@ def advance_states(
         pool.stride(0),
         pool.stride(1),
         HEADS=heads,
-        KEY_TILE=next_power_of_2(key_dim),
         VALUE_TILE=tile,
         num_warps=_WARPS,
     )

@@ -18,13 +18,13 @@ from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.recurrent.gates import LOG2_E
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
-from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+from nvcli.kernels.whole_numbers import ceil_div
 
 _STEP_CHANNELS = 1024
 """Measured on an H200 with 256 rows of 8,192 channels: 9.3 µs; 12.4 with 512, 11 with 2,048."""
 _DRAFT_CHANNELS = 512
 """Measured on an H200 with 128 rows of 8 tokens and 8,192 channels: 29 µs; 49 with 256."""
-_TOKENS, _CHANNELS = 16, 512
+_TOKENS, _CHANNELS = tl.constexpr(16), tl.constexpr(512)
 """Measured on an H200 with 8,204 tokens of 14 rows and 8,192 channels: 114 µs; 130 with 1,024 channels, 169 with twice
 the tokens. Memory traffic alone takes 62."""
 
@@ -55,15 +55,14 @@ def _decode_kernel(
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ACTIVATES: tl.constexpr,
-    TAPS_TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (row, tile of channels), for a row of one token, or for one with drafts, whose tokens are computed one
-    after another. TAPS_TILE is the next power of two of TAPS."""
+    after another."""
     await_kernel_before(DEPENDENT)
     start, end, _, source = row_of(tl.program_id(0), rows, BLOCK_SIZE)
-    tap = tl.arange(0, TAPS_TILE)[:, None]
+    tap = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     inside = channel < NUM_CHANNELS
     if kept_ptr is None:
@@ -132,16 +131,14 @@ def _chunk_kernel(
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ACTIVATES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
 ):
     """Program (tile of tokens, tile of channels), for the tokens of the rows from `first_row` on. Tokens after the last
     row get zeros. A row is found in `num_halvings` steps; this is not a constant, because each new number of rows would
     then be compiled. Every input is read once: the last ones stay in registers from token to token."""
-    first = tl.load(rows.starts + first_row) + tl.program_id(0) * TOKENS
+    first = tl.load(rows.starts + first_row) + tl.program_id(0) * _TOKENS
     end = tl.load(rows.starts + num_rows)
-    last = tl.minimum(first + TOKENS, end)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    last = tl.minimum(first + _TOKENS, end)
+    channel = tl.program_id(1) * _CHANNELS + tl.arange(0, _CHANNELS)
     inside = channel < NUM_CHANNELS
     bias = _bias_of(bias_ptr, channel, inside)
     weights = ()
@@ -169,10 +166,10 @@ def _chunk_kernel(
             inputs += (value,)  # type: ignore[assignment]
         # All loads are on their way before the first store, which the compiler moves none ahead of.
         own = ()
-        for index in tl.static_range(TOKENS):
+        for index in tl.static_range(_TOKENS):
             mask = inside & (begin + index < part_end)
             own += (tl.load(part_ptr + index * x_stride, mask=mask, other=0.0),)  # type: ignore[assignment]
-        for index in tl.static_range(TOKENS):
+        for index in tl.static_range(_TOKENS):
             inputs += (own[index].to(tl.float32),)  # type: ignore[assignment]
             total = bias
             for tap in tl.static_range(TAPS):
@@ -183,9 +180,9 @@ def _chunk_kernel(
             inputs = inputs[1:]
         begin = tl.maximum(begin, row_end)
         row += 1
-    for index in tl.static_range(TOKENS):
+    for index in tl.static_range(_TOKENS):
         is_nobody = (first + index >= end) & (first + index < num_tokens)
-        nothing = tl.zeros([CHANNELS], out_ptr.dtype.element_ty)
+        nothing = tl.zeros([_CHANNELS], out_ptr.dtype.element_ty)
         tl.store(out_ptr + (first + index).to(tl.int64) * NUM_CHANNELS, nothing, mask=inside & is_nobody)
 
 
@@ -200,13 +197,12 @@ def _keep_inputs_kernel(
     NUM_CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
 ):
     """Program (row - first_row, tile of channels): stores the last inputs of each of the row's columns that has a
     block."""
     row = tl.program_id(0) + first_row
     start, end, before, source = row_of(row, rows, BLOCK_SIZE)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    channel = tl.program_id(1) * _CHANNELS + tl.arange(0, _CHANNELS)
     inside = channel < NUM_CHANNELS
     first = start
     while first < end:
@@ -263,13 +259,12 @@ def causal_conv(
             *strides,
             **sizes,
             ACTIVATES=activates,
-            TAPS_TILE=next_power_of_2(taps),
             CHANNELS=channels,
             **({"DEPENDENT": False} if has_drafts else dependent(x.device)),
         )
     if num_rows > first_chunk:
-        num_tokens, tiles = len(x) - first_chunk, ceil_div(num_channels, _CHANNELS)
-        _chunk_kernel[ceil_div(num_tokens, _TOKENS), tiles](
+        num_tokens, tiles = len(x) - first_chunk, ceil_div(num_channels, _CHANNELS.value)
+        _chunk_kernel[ceil_div(num_tokens, _TOKENS.value), tiles](
             x,
             weight,
             bias,
@@ -283,10 +278,6 @@ def causal_conv(
             *strides,
             **sizes,
             ACTIVATES=activates,
-            TOKENS=_TOKENS,
-            CHANNELS=_CHANNELS,
         )
-        _keep_inputs_kernel[num_rows - first_chunk, tiles](
-            x, pool, tensors, first_chunk, *strides, **sizes, CHANNELS=_CHANNELS
-        )
+        _keep_inputs_kernel[num_rows - first_chunk, tiles](x, pool, tensors, first_chunk, *strides, **sizes)
     return out

@@ -19,9 +19,10 @@ from nvcli.kernels.recurrent_chunks import CHUNK
 from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.recurrent.chunk_walk import (
+    CHUNK_TOKENS,
     ChunkParts,
-    chunk_key_tile,
     find_chunk,
+    key_tile,
     load_queries_keys,
     num_chunk_programs,
     walk_chunks,
@@ -30,7 +31,7 @@ from nvcli.kernels.triton.recurrent.delta_chunks import inverse_lengths, on_diag
 from nvcli.kernels.triton.recurrent.gates import read_beta, read_decays
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors
 
-_CHANNELS, _WARPS = 16, 4
+_CHANNELS, _WARPS = tl.constexpr(16), 4
 """The channels of queries and keys that a program holds at a time, and its warps. 8,192 tokens of 32 heads of 128 take
 an H200 891 µs; with 32 channels 1,290, and with 8 warps besides 1,510."""
 
@@ -84,9 +85,6 @@ def _solve_channels_kernel(
     scale,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # `RecurrentHeads`
-    KEY_TILE: tl.constexpr,
-    CHANNELS: tl.constexpr,  # of a key at a time
-    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,  # "float16", or the precision of products in float32
     INVERSE_PRECISION: tl.constexpr,
 ):
@@ -94,24 +92,24 @@ def _solve_channels_kernel(
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     KEY_DIM: tl.constexpr = HEADS.key_dim
     head = tl.program_id(1)
-    first, count = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
+    first, count = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK_TOKENS)
     if count > 0:
         DOT_PRECISION: tl.constexpr = None if PRECISION == "float16" else PRECISION
-        n = tl.arange(0, CHUNK)
+        n = tl.arange(0, CHUNK_TOKENS)
         is_token = n < count
         token = (first + n).to(tl.int64)
-        whole_q, whole_k = load_queries_keys(qkv_ptr, qkv_stride, token, is_token, head, HEADS, KEY_TILE)
+        whole_q, whole_k = load_queries_keys(qkv_ptr, qkv_stride, token, is_token, head, HEADS)
         q_scale, k_scale = inverse_lengths(whole_q), inverse_lengths(whole_k)
         tl.debug_barrier()  # all threads have loaded what another one overwrites
-        tl.static_assert(CHUNK == 64)
+        tl.static_assert(CHUNK_TOKENS == 64)
         r = tl.arange(0, 16)
-        overlap = tl.zeros([CHUNK, CHUNK], tl.float32)
-        similarity = tl.zeros([CHUNK, CHUNK], tl.float32)
-        near_overlap = tl.zeros([CHUNK // 16, 16, 16], tl.float32)
-        near_similarity = tl.zeros([CHUNK // 16, 16, 16], tl.float32)
-        own_similarity = tl.zeros([CHUNK], tl.float32)
-        for first_channel in range(0, KEY_TILE, CHANNELS):
-            i = first_channel + tl.arange(0, CHANNELS)
+        overlap = tl.zeros([CHUNK_TOKENS, CHUNK_TOKENS], tl.float32)
+        similarity = tl.zeros([CHUNK_TOKENS, CHUNK_TOKENS], tl.float32)
+        near_overlap = tl.zeros([CHUNK_TOKENS // 16, 16, 16], tl.float32)
+        near_similarity = tl.zeros([CHUNK_TOKENS // 16, 16, 16], tl.float32)
+        own_similarity = tl.zeros([CHUNK_TOKENS], tl.float32)
+        for first_channel in range(0, key_tile(HEADS), _CHANNELS):
+            i = first_channel + tl.arange(0, _CHANNELS)
             in_key = i < KEY_DIM
             mask = is_token[:, None] & in_key[None, :]
             q_ptrs = qkv_ptr + token[:, None] * qkv_stride + head * KEY_DIM + i[None, :]
@@ -145,13 +143,13 @@ def _solve_channels_kernel(
             tl.debug_barrier()  # as above
             tl.store(q_ptrs, (q * passed * scale).to(qkv_ptr.dtype.element_ty), mask=mask)
             tl.store(k_ptrs, (k * passed).to(qkv_ptr.dtype.element_ty), mask=mask)
-        similarity += on_diagonal(near_similarity, CHUNK)
+        similarity += on_diagonal(near_similarity, CHUNK_TOKENS)
         similarity += tl.where(n[:, None] == n[None, :], own_similarity[:, None], 0.0)
-        square = (token[:, None] * VALUE_HEADS + head) * CHUNK + n[None, :]
+        square = (token[:, None] * VALUE_HEADS + head) * CHUNK_TOKENS + n[None, :]
         tl.store(scores_ptr + square, (similarity * scale).to(scores_ptr.dtype.element_ty), mask=is_token[:, None])
         beta = read_beta(gates, token, head, is_token, beta_stride, HEADS.beta_scale)
-        overlap += on_diagonal(near_overlap, CHUNK)
-        solved = unit_lower_inverse(overlap * beta[:, None], CHUNK, INVERSE_PRECISION) * beta[None, :]
+        overlap += on_diagonal(near_overlap, CHUNK_TOKENS)
+        solved = unit_lower_inverse(overlap * beta[:, None], CHUNK_TOKENS, INVERSE_PRECISION) * beta[None, :]
         tl.store(solved_ptr + square, solved.to(solved_ptr.dtype.element_ty), mask=is_token[:, None])
 
 
@@ -184,9 +182,6 @@ def compute_chunks(
         heads.key_dim**-0.5,
         BLOCK_SIZE=rows.block_size,
         HEADS=heads,
-        KEY_TILE=chunk_key_tile(heads),
-        CHANNELS=min(_CHANNELS, chunk_key_tile(heads)),
-        CHUNK=CHUNK,
         PRECISION="float16" if qkv.element_size() == 2 else precision,
         INVERSE_PRECISION=inverse_precision,
         num_warps=_WARPS,

@@ -9,8 +9,6 @@ joins these, and then the parts are computed from the states that they really be
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,9 +20,9 @@ from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.recurrent.chunk_walk import find_chunk, first_program, num_chunk_programs
 from nvcli.kernels.triton.recurrent.gates import LOG2_E, read_rates, read_step_sizes
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_of, chunk_tokens, row_of
-from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+from nvcli.kernels.whole_numbers import ceil_div
 
-_TILE, _TOKENS, _WARPS = 32, 4, 1
+_TILE, _TOKENS, _WARPS = tl.constexpr(32), tl.constexpr(4), 1
 """Channels of a program, the tokens that it reads at a time, and its warps: with one, no sum over a channel's state
 waits for other warps, and with as many channels as threads a step size is computed once."""
 _PART = 256
@@ -37,15 +35,14 @@ parts of 128 and of 512 tokens take 1.4 and 1.3, tiles of 16 and of 64 channels 
 
 @triton.jit
 def _walk(
-    state,  # [TILE, KEY_TILE] float32
+    state,  # [_TILE, keys, rounded up to a power of two] float32
     first,
     count,
     tensors,  # as in _rows_kernel: x_ptr, gates, out_ptr, x_stride, key_stride, step_stride
     i,
     j,
-    rates,  # [TILE, KEY_TILE], logarithms to base 2
+    rates,  # [_TILE, keys, rounded up to a power of two], logarithms to base 2
     HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
     WRITES: tl.constexpr,
 ):
     """Add `count` tokens, from number `first` (int64) on, to the states of channels `j`, and with WRITES store their
@@ -56,7 +53,7 @@ def _walk(
     bias = tl.load(gates.step_bias + j, mask=in_value, other=0.0).to(tl.float32)
     skip = tl.load(gates.skip + j, mask=in_value, other=0.0).to(tl.float32)
     total = tl.zeros_like(bias)
-    for some in range(0, count, TOKENS):
+    for some in range(0, count, _TOKENS):
         token = first + some
         value_ptr, step_ptr = x_ptr + token * x_stride, gates.step + token * step_stride
         key_ptr, query_ptr = gates.keys + token * key_stride, gates.queries + token * key_stride
@@ -64,7 +61,7 @@ def _walk(
         steps = ()
         keys = ()
         queries = ()
-        for number in tl.static_range(TOKENS):
+        for number in tl.static_range(_TOKENS):
             is_token = some + number < count
             is_value, is_key = in_value & is_token, in_key & is_token
             value = tl.load(value_ptr + number * x_stride + j, mask=is_value, other=0.0).to(tl.float32)
@@ -76,7 +73,7 @@ def _walk(
             if WRITES:
                 query = tl.load(query_ptr + number * key_stride + i, mask=is_key, other=0.0).to(tl.float32)
                 queries += (query,)  # type: ignore[assignment]
-        for number in tl.static_range(TOKENS):
+        for number in tl.static_range(_TOKENS):
             # After the last token a step's size is 0: such tokens write nothing and decay nothing.
             state *= tl.exp2(rates * steps[number][:, None])
             state += (steps[number] * values[number])[:, None] * keys[number][None, :]
@@ -113,17 +110,14 @@ def _rows_kernel(
     pool_stride,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # `RecurrentHeads`
-    KEY_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
-    """Program (row - first_row, tile of channels). KEY_TILE is the next power of two of KEY_DIM."""
+    """Program (row - first_row, tile of channels)."""
     KEY_DIM: tl.constexpr = HEADS.key_dim
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     row = tl.program_id(0) + first_row
     start, end, before, source = row_of(row, rows, BLOCK_SIZE)
-    i = tl.arange(0, KEY_TILE)
-    j = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    i = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+    j = tl.program_id(1) * _TILE + tl.arange(0, _TILE)
     inside = (j < VALUE_DIM)[:, None] & (i < KEY_DIM)[None, :]
     places = i[None, :] * VALUE_DIM + j[:, None]
     state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
@@ -133,7 +127,7 @@ def _rows_kernel(
     while first < end:
         # The tokens of one block, at whose end the state is stored.
         last = tl.minimum(end, first + BLOCK_SIZE - (before + first - start) % BLOCK_SIZE)
-        state, _ = _walk(state, first.to(tl.int64), last - first, tensors, i, j, rates, HEADS, TOKENS, True)
+        state, _ = _walk(state, first.to(tl.int64), last - first, tensors, i, j, rates, HEADS, True)
         target = tl.load(rows.places + last - 1) // BLOCK_SIZE
         tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & (target > 0))
         first = last
@@ -157,9 +151,6 @@ def _parts_kernel(
     step_stride,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
     PART: tl.constexpr,
     WRITES: tl.constexpr,
 ):
@@ -168,8 +159,8 @@ def _parts_kernel(
     KEY_DIM: tl.constexpr = HEADS.key_dim
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     first, count = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, PART)
-    i = tl.arange(0, KEY_TILE)
-    j = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    i = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+    j = tl.program_id(1) * _TILE + tl.arange(0, _TILE)
     inside = (j < VALUE_DIM)[:, None] & (i < KEY_DIM)[None, :]
     program = tl.program_id(0).to(tl.int64)
     state_ptrs = states_ptr + program * KEY_DIM * VALUE_DIM + i[None, :] * VALUE_DIM + j[:, None]
@@ -177,7 +168,7 @@ def _parts_kernel(
         state = tl.load(state_ptrs, mask=inside & WRITES, other=0.0)
         rates = read_rates(gates, i[None, :], j[:, None], inside, KEY_DIM) * LOG2_E
         tensors = x_ptr, gates, out_ptr, x_stride, key_stride, step_stride
-        state, total = _walk(state, first.to(tl.int64), count, tensors, i, j, rates, HEADS, TOKENS, WRITES)
+        state, total = _walk(state, first.to(tl.int64), count, tensors, i, j, rates, HEADS, WRITES)
         if not WRITES:
             tl.store(state_ptrs, state, mask=inside)
             tl.store(totals_ptr + program * VALUE_DIM + j, total, mask=j < VALUE_DIM)
@@ -197,8 +188,6 @@ def _join_kernel(
     pool_stride,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    TILE: tl.constexpr,
     PART: tl.constexpr,
 ):
     """Program (row - first_row, tile of channels): the states before each part of a row, and those after blocks; the
@@ -208,8 +197,8 @@ def _join_kernel(
     PARTS: tl.constexpr = (BLOCK_SIZE + PART - 1) // PART
     row = tl.program_id(0) + first_row
     start, end, before, source = row_of(row, rows, BLOCK_SIZE)
-    i = tl.arange(0, KEY_TILE)
-    j = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    i = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+    j = tl.program_id(1) * _TILE + tl.arange(0, _TILE)
     inside = (j < VALUE_DIM)[:, None] & (i < KEY_DIM)[None, :]
     places = i[None, :] * VALUE_DIM + j[:, None]
     state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
@@ -239,7 +228,7 @@ def compute_chunks(
     """Compute the rows after the decode rows into `out`, as `nvcli.kernels.channel_scan.channel_scan` does, with zeros
     for tokens after the last row."""
     num_rows, first_row = len(rows.slots), rows.num_decode_rows
-    num_tiles = ceil_div(heads.value_dim, _TILE)
+    num_tiles = ceil_div(heads.value_dim, _TILE.value)
     if (num_rows - first_row) * num_tiles < _ENOUGH * num_multiprocessors(x.device):
         _compute_parts(x, gates, pool, rows, heads, out)
         return
@@ -256,8 +245,8 @@ def compute_chunks(
         gates.keys.stride(0),
         gates.step.stride(0),
         pool.stride(0),
-        **_sizes(rows, heads),
-        TOKENS=_TOKENS,
+        BLOCK_SIZE=rows.block_size,
+        HEADS=heads,
         num_warps=_WARPS,
     )
 
@@ -267,10 +256,10 @@ def _compute_parts(
 ) -> None:
     """Compute the rows in parts."""
     num_rows, first_row = len(rows.slots), rows.num_decode_rows
-    num_tiles, num_parts = ceil_div(heads.value_dim, _TILE), num_chunk_programs(len(x), rows, _PART)
+    num_tiles, num_parts = ceil_div(heads.value_dim, _TILE.value), num_chunk_programs(len(x), rows, _PART)
     states = torch.empty(num_parts, heads.key_dim, heads.value_dim, dtype=torch.float32, device=x.device)
     totals = torch.empty(num_parts, heads.value_dim, dtype=torch.float32, device=x.device)
-    row_tensors, sizes = RowTensors.of(rows), _sizes(rows, heads)
+    row_tensors, sizes = RowTensors.of(rows), {"BLOCK_SIZE": rows.block_size, "HEADS": heads}
 
     def walk(*, writes: bool) -> None:
         _parts_kernel[num_parts, num_tiles](
@@ -287,7 +276,6 @@ def _compute_parts(
             gates.keys.stride(0),
             gates.step.stride(0),
             **sizes,
-            TOKENS=_TOKENS,
             PART=_PART,
             WRITES=writes,
             num_warps=_WARPS,
@@ -310,13 +298,3 @@ def _compute_parts(
         num_warps=_WARPS,
     )
     walk(writes=True)
-
-
-def _sizes(rows: StateRows, heads: RecurrentHeads) -> dict[str, Any]:
-    """Return the sizes that are constants of all kernels."""
-    return {
-        "BLOCK_SIZE": rows.block_size,
-        "HEADS": heads,
-        "KEY_TILE": next_power_of_2(heads.key_dim),
-        "TILE": _TILE,
-    }

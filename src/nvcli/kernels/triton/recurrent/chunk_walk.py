@@ -24,6 +24,7 @@ from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors, sha
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_of, chunk_tokens, row_of, row_span
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
+CHUNK_TOKENS = tl.constexpr(CHUNK)
 _MORE_CHUNKS = tl.constexpr(3)
 """Maximum number of chunks of a row beyond those that its tokens fill: it may begin and end inside a chunk, and cross
 the end of a block whose size is not a multiple of a chunk."""
@@ -82,11 +83,17 @@ def find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.co
     return chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
 
 
+@triton.constexpr_function
+def key_tile(heads):
+    """Return the tile of a key: matrix products need at least 16 rows and columns."""
+    return max(16, triton.next_power_of_2(heads.key_dim))
+
+
 @triton.jit
-def load_queries_keys(qkv_ptr, qkv_stride, token, is_token, key_head, HEADS: tl.constexpr, KEY_TILE: tl.constexpr):
-    """Load a chunk's queries and keys, [CHUNK, KEY_TILE] each. After the chunk everything is zero: such tokens write
-    nothing and decay nothing."""
-    i = tl.arange(0, KEY_TILE)
+def load_queries_keys(qkv_ptr, qkv_stride, token, is_token, key_head, HEADS: tl.constexpr):
+    """Load a chunk's queries and keys, [CHUNK, tile of a key] each. Everything after the chunk is zero: such tokens
+    write nothing and decay nothing."""
+    i = tl.arange(0, key_tile(HEADS))
     q_ptrs = qkv_ptr + token[:, None] * qkv_stride + key_head * HEADS.key_dim + i[None, :]
     mask = is_token[:, None] & (i < HEADS.key_dim)[None, :]
     q = tl.load(q_ptrs, mask=mask, other=0.0)
@@ -107,9 +114,7 @@ def _walk_kernel(
     pool_stride,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # `RecurrentHeads`
-    KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -121,27 +126,27 @@ def _walk_kernel(
     IS_DELTA: tl.constexpr = HEADS.rule == "delta"
     BY_CHANNEL: tl.constexpr = HEADS.decays_by_channel
     DECAYS: tl.constexpr = 2 if IS_DELTA else 0  # in `scales`
-    CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
+    CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK_TOKENS - 1) // CHUNK_TOKENS
     row = tl.program_id(0) + first_row
     head = tl.program_id(1)
     start, end, before, source = row_of(row, rows, BLOCK_SIZE)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    i = tl.arange(0, KEY_TILE)
+    i = tl.arange(0, key_tile(HEADS))
     j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
-    n = tl.arange(0, CHUNK)
+    n = tl.arange(0, CHUNK_TOKENS)
     in_key, in_value = i < KEY_DIM, j < VALUE_DIM
     places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
     inside = in_key[:, None] & in_value[None, :]
     state = tl.trans(tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0))
     skip = 0.0 if IS_DELTA else tl.load(parts.skip + head).to(tl.float32)
-    first_chunk = chunk_of(before, BLOCK_SIZE, CHUNK)
-    num_chunks = chunk_of(before + end - start - 1, BLOCK_SIZE, CHUNK) - first_chunk + 1
+    first_chunk = chunk_of(before, BLOCK_SIZE, CHUNK_TOKENS)
+    num_chunks = chunk_of(before + end - start - 1, BLOCK_SIZE, CHUNK_TOKENS) - first_chunk + 1
     num_chunks = tl.where(end > start, num_chunks, 0)
     dtype = qkv_ptr.dtype.element_ty
     # Places behind those of a chunk's first token: 32 bits wide, and the same for all chunks.
     of_keys = n[:, None] * qkv_stride + i[None, :]
     of_values = n[:, None] * qkv_stride + j[None, :]
-    of_square = n[:, None] * (VALUE_HEADS * CHUNK) + n[None, :]
+    of_square = n[:, None] * (VALUE_HEADS * CHUNK_TOKENS) + n[None, :]
     of_out = n[:, None] * (VALUE_HEADS * VALUE_DIM) + j[None, :]
     stride = VALUE_HEADS * num_tokens
     if BY_CHANNEL:
@@ -151,7 +156,7 @@ def _walk_kernel(
         scales_ptr = parts.scales + head * num_tokens
     for number in tl.range(0, num_chunks, num_stages=NUM_STAGES):
         chunk = first_chunk + number
-        first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
+        first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK_TOKENS)
         is_token = n < count
         token_ptr = qkv_ptr + first.to(tl.int64) * qkv_stride
         head_row = first.to(tl.int64) * VALUE_HEADS + head
@@ -161,12 +166,12 @@ def _walk_kernel(
         k = tl.load(token_ptr + (KEY_HEADS + key_head) * KEY_DIM + of_keys, mask=key_mask, other=0.0)
         q = tl.load(token_ptr + key_head * KEY_DIM + of_keys, mask=key_mask, other=0.0)
         v = tl.load(token_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + of_values, mask=value_mask, other=0.0)
-        scores = tl.load(parts.scores + head_row * CHUNK + of_square, mask=is_token[:, None], other=0.0)
+        scores = tl.load(parts.scores + head_row * CHUNK_TOKENS + of_square, mask=is_token[:, None], other=0.0)
         if BY_CHANNEL:
             left_k = tl.load(parts.left_keys + head_row * KEY_DIM + of_left, mask=key_mask, other=0.0)
             whole_ptrs = parts.wholes + ((program + number) * VALUE_HEADS + head) * KEY_DIM + i
             whole = tl.load(whole_ptrs, mask=in_key, other=0.0)[None, :]
-            q_passed = tl.full([CHUNK], 1.0, tl.float32)
+            q_passed = tl.full([CHUNK_TOKENS], 1.0, tl.float32)
             k_left = q_passed
         else:
             left_k = k
@@ -176,7 +181,7 @@ def _walk_kernel(
         rounded = state.to(dtype)
         written = tl.trans(v).to(tl.float32)
         if IS_DELTA:
-            solved = tl.load(parts.solved + head_row * CHUNK + of_square, mask=is_token[:, None], other=0.0)
+            solved = tl.load(parts.solved + head_row * CHUNK_TOKENS + of_square, mask=is_token[:, None], other=0.0)
             if BY_CHANNEL:
                 k_passed = q_passed
             else:
@@ -198,11 +203,11 @@ def _walk_kernel(
         # Tokens after the last row.
         first = end
         while first < num_tokens:
-            nothing = tl.zeros([CHUNK, VALUE_TILE], out_ptr.dtype.element_ty)
+            nothing = tl.zeros([CHUNK_TOKENS, VALUE_TILE], out_ptr.dtype.element_ty)
             head_row = first.to(tl.int64) * VALUE_HEADS + head
             is_nobody = (first + n < num_tokens)[:, None] & in_value[None, :]
             tl.store(out_ptr + head_row * VALUE_DIM + of_out, nothing, mask=is_nobody)
-            first += CHUNK
+            first += CHUNK_TOKENS
 
 
 def num_chunk_programs(num_tokens: int, rows: StateRows, chunk: int = CHUNK) -> int:
@@ -212,11 +217,6 @@ def num_chunk_programs(num_tokens: int, rows: StateRows, chunk: int = CHUNK) -> 
     num_chunks: int = (num_tokens - first_row) * ceil_div(rows.block_size, chunk) // rows.block_size
     num_chunks += _MORE_CHUNKS.value * (num_rows - first_row)
     return num_chunks
-
-
-def chunk_key_tile(heads: RecurrentHeads) -> int:
-    """Return the tile of a key: matrix products need at least 16 rows and columns."""
-    return max(16, next_power_of_2(heads.key_dim))
 
 
 def walk_chunks(
@@ -240,9 +240,7 @@ def walk_chunks(
         pool.stride(0),
         BLOCK_SIZE=rows.block_size,
         HEADS=heads,
-        KEY_TILE=chunk_key_tile(heads),
         VALUE_TILE=tile,
-        CHUNK=CHUNK,
         PRECISION="tf32" if qkv.element_size() == 2 else "tf32x3",
         NUM_STAGES=num_stages,
         num_warps=_WARPS,

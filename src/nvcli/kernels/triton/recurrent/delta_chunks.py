@@ -22,8 +22,8 @@ from nvcli.kernels.recurrent_chunks import CHUNK
 from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.recurrent.chunk_walk import (
+    CHUNK_TOKENS,
     ChunkParts,
-    chunk_key_tile,
     find_chunk,
     load_queries_keys,
     num_chunk_programs,
@@ -111,8 +111,6 @@ def _solve_kernel(
     scale,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # `RecurrentHeads`
-    KEY_TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):
@@ -121,12 +119,12 @@ def _solve_kernel(
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    first, count = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
+    first, count = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK_TOKENS)
     if count > 0:
-        n = tl.arange(0, CHUNK)
+        n = tl.arange(0, CHUNK_TOKENS)
         is_token = n < count
         token = (first + n).to(tl.int64)
-        q, k = load_queries_keys(qkv_ptr, qkv_stride, token, is_token, key_head, HEADS, KEY_TILE)
+        q, k = load_queries_keys(qkv_ptr, qkv_stride, token, is_token, key_head, HEADS)
         q_scale = inverse_lengths(q) * scale
         overlap = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         k_scale = tl.rsqrt(tl.sum(tl.where(n[:, None] == n[None, :], overlap, 0.0), 1) + NORM_EPS)
@@ -138,11 +136,11 @@ def _solve_kernel(
         # Above the diagonal the difference may be too large for exp.
         between = tl.where(n[:, None] >= n[None, :], total[:, None] - total[None, :], -float("inf"))
         between = tl.exp(between) * k_scale[None, :]
-        square = (token[:, None] * VALUE_HEADS + head) * CHUNK + n[None, :]
+        square = (token[:, None] * VALUE_HEADS + head) * CHUNK_TOKENS + n[None, :]
         scores = similarity * between * q_scale[:, None]
         tl.store(scores_ptr + square, scores.to(scores_ptr.dtype.element_ty), mask=is_token[:, None])
         lower = overlap * between * (beta * k_scale)[:, None]
-        solved = unit_lower_inverse(lower, CHUNK, INVERSE_PRECISION) * beta[None, :]
+        solved = unit_lower_inverse(lower, CHUNK_TOKENS, INVERSE_PRECISION) * beta[None, :]
         tl.store(solved_ptr + square, solved.to(solved_ptr.dtype.element_ty), mask=is_token[:, None])
         passed = tl.exp(total)
         scale_ptrs = scales_ptr + head * num_tokens + token
@@ -186,8 +184,6 @@ def compute_chunks(
         heads.key_dim**-0.5,
         BLOCK_SIZE=rows.block_size,
         HEADS=heads,
-        KEY_TILE=chunk_key_tile(heads),
-        CHUNK=CHUNK,
         PRECISION=precision,
         INVERSE_PRECISION=inverse_precision,
         num_warps=_SOLVE_WARPS,

@@ -17,8 +17,8 @@ from nvcli.kernels.recurrent_chunks import CHUNK
 from nvcli.kernels.recurrent_types import RecurrentHeads, ScanGates
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.recurrent.chunk_walk import (
+    CHUNK_TOKENS,
     ChunkParts,
-    chunk_key_tile,
     find_chunk,
     load_queries_keys,
     num_chunk_programs,
@@ -48,9 +48,7 @@ def _scores_kernel(
     step_stride,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # `RecurrentHeads`
-    KEY_TILE: tl.constexpr,
     HEADS_EACH: tl.constexpr,
-    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (chunk, HEADS_EACH value heads of one key head)."""
@@ -58,15 +56,15 @@ def _scores_kernel(
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     first_head = tl.program_id(1) * HEADS_EACH
     key_head = first_head // (VALUE_HEADS // KEY_HEADS)
-    first, count = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
+    first, count = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK_TOKENS)
     if count > 0:
-        n = tl.arange(0, CHUNK)
+        n = tl.arange(0, CHUNK_TOKENS)
         is_token = n < count
         token = (first + n).to(tl.int64)
-        q, k = load_queries_keys(qkv_ptr, qkv_stride, token, is_token, key_head, HEADS, KEY_TILE)
+        q, k = load_queries_keys(qkv_ptr, qkv_stride, token, is_token, key_head, HEADS)
         similarity = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         heads = first_head + tl.arange(0, HEADS_EACH)
-        are_tokens = tl.broadcast_to(is_token[:, None], CHUNK, HEADS_EACH)
+        are_tokens = tl.broadcast_to(is_token[:, None], CHUNK_TOKENS, HEADS_EACH)
         step, decay = read_gates(gates, token[:, None], heads[None, :], are_tokens, step_stride, step_stride, "scan")
         decay = tl.where(are_tokens, decay, 0.0)
         total = tl.cumsum(decay, 0)
@@ -80,7 +78,7 @@ def _scores_kernel(
         tl.store(steps_ptr + stride + places, total * LOG2_E, mask=are_tokens)
         tl.debug_barrier()
         is_before = (n[:, None] >= n[None, :]) & is_token[:, None]
-        of_square = n[:, None] * (VALUE_HEADS * CHUNK) + n[None, :]
+        of_square = n[:, None] * (VALUE_HEADS * CHUNK_TOKENS) + n[None, :]
         for head in range(first_head, first_head + HEADS_EACH):
             head_ptr = steps_ptr + head * num_tokens + token
             steps = tl.load(head_ptr, mask=is_token, other=0.0)
@@ -88,7 +86,7 @@ def _scores_kernel(
             # Above the diagonal the difference may be too large for exp.
             between = tl.where(is_before, decays[:, None] - decays[None, :], -float("inf"))
             scores = similarity * tl.exp2(between) * steps[None, :]
-            score_ptrs = scores_ptr + (first.to(tl.int64) * VALUE_HEADS + head) * CHUNK + of_square
+            score_ptrs = scores_ptr + (first.to(tl.int64) * VALUE_HEADS + head) * CHUNK_TOKENS + of_square
             tl.store(score_ptrs, scores.to(scores_ptr.dtype.element_ty), mask=is_token[:, None])
 
 
@@ -118,9 +116,7 @@ def compute_chunks(
         gates.step.stride(0),
         BLOCK_SIZE=rows.block_size,
         HEADS=heads,
-        KEY_TILE=chunk_key_tile(heads),
         HEADS_EACH=heads_each,
-        CHUNK=CHUNK,
         PRECISION="tf32" if qkv.element_size() == 2 else "tf32x3",
         num_warps=_WARPS,
         num_stages=1,

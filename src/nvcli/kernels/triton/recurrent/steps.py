@@ -115,12 +115,10 @@ def _decode_kernel(
     pool_stride,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # `RecurrentHeads`
-    KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (row, value head, tile of the state's columns), for a row of one token, or with drafts. KEY_TILE is the
-    next power of two of KEY_DIM."""
+    """Program (row, value head, tile of the state's columns), for a row of one token, or with drafts."""
     KEY_HEADS: tl.constexpr = HEADS.num_key_heads
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     KEY_DIM: tl.constexpr = HEADS.key_dim
@@ -137,7 +135,7 @@ def _decode_kernel(
         source = tl.where(is_behind, tl.load(pending.sources + earlier, mask=is_behind, other=0), source)
         first = tl.load(pending.starts + earlier, mask=is_behind, other=0).to(tl.int64)
         count = tl.load(pending.counts + earlier, mask=is_behind, other=0)
-    i = tl.arange(0, KEY_TILE)
+    i = tl.arange(0, triton.next_power_of_2(KEY_DIM))
     j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
     in_key, in_value = i < KEY_DIM, j < VALUE_DIM
     inside = in_key[:, None] & in_value[None, :]
@@ -222,7 +220,6 @@ def compute_decode_rows(
             *strides,
             BLOCK_SIZE=rows.block_size,
             HEADS=heads,
-            KEY_TILE=next_power_of_2(heads.key_dim),
             VALUE_TILE=tile,
             **({"DEPENDENT": False} if has_drafts else dependent(qkv.device)),
             num_warps=_DRAFT_WARPS if has_drafts else _STEP_WARPS,

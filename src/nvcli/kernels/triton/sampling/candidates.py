@@ -242,17 +242,16 @@ def _choose_candidates_kernel(
     out_ptr,  # [N] int32, written
     num_rows,
     NUM_RANKS: tl.constexpr,
-    RANKS: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
-    """Program (row). RANKS is the next power of two of NUM_RANKS."""
+    """Program (row)."""
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + index)
     temperature = tl.load(columns.temperature + slot)
     top_k = tl.load(columns.top_k + slot)
     packed = tl.load(packed_ptr + index)
     if has_small_top_k(temperature, top_k) & (packed < _INFINITE_PACKED):
-        entries = tl.arange(0, RANKS * _MAX_CANDIDATES)
+        entries = tl.arange(0, triton.next_power_of_2(NUM_RANKS) * _MAX_CANDIDATES)
         rank, place = entries // _MAX_CANDIDATES, entries % _MAX_CANDIDATES
         exists, is_last = rank < NUM_RANKS, place == _MAX_CANDIDATES - 1
         lists = lists_ptr + (rank.to(tl.int64) * num_rows + index) * _LIST_WIDTH
@@ -302,8 +301,6 @@ def choose_candidates(
         ids,
         num_rows,
         NUM_RANKS=num_ranks,
-        RANKS=triton.next_power_of_2(num_ranks),
         APPROXIMATE=lists.is_cuda,
-        num_warps=4,
     )
     return ids

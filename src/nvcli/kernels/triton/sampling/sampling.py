@@ -246,7 +246,6 @@ def _launch(
         FEW_ALLOWED=few_allowed,
         SHARDED=is_sharded,
         APPROXIMATE=logits.is_cuda,
-        num_warps=4,
         maxnreg=_MAX_REGISTERS,
     )
     _sample_row_kernel[(num_rows,)](
