@@ -109,13 +109,14 @@ def shrink_kernel(
     UNITS: tl.constexpr = KIND.num_projections * KIND.rank_blocks * KIND.num_parts
     num_units = tl.load(tiles.num_tiles) * UNITS
     unit = tl.program_id(0)
-    count, tokens, pages, rank = _load_shrink_unit(tiles, unit, all_projections, first_projection, KIND)
+    work = _load_shrink_unit(tiles, unit, all_projections, first_projection, KIND)
     rows = tl.arange(0, KIND.row_tile)
     while unit < num_units:
         next_unit = unit + tl.num_programs(0)
-        next_count, next_tokens, next_pages, next_rank = _load_shrink_unit(
+        next_work = _load_shrink_unit(
             tiles, tl.minimum(next_unit, num_units - 1), all_projections, first_projection, KIND
         )
+        count, tokens, pages, rank = work
         tile = unit // UNITS
         part = unit % KIND.num_parts
         projection = unit // KIND.num_parts % KIND.num_projections
@@ -138,7 +139,7 @@ def shrink_kernel(
             slots = (part * num_slots + tile * KIND.row_tile + rows).to(tl.int64)
             targets = slots * KIND.num_projections + projection
             tl.store(parts_ptr + targets[:, None] * KIND.max_rank + ranks[None, :], low, mask=is_row[:, None])
-        count, tokens, pages, rank = next_count, next_tokens, next_pages, next_rank
+        work = next_work
         unit = next_unit
     await_kernel_before(DEPENDENT)
 
@@ -199,18 +200,12 @@ def expand_kernel(
     RANK_TILE: tl.constexpr = KIND.rank_tile
     num_units = tl.load(tiles.num_tiles) * NUM_BLOCKS
     unit = tl.program_id(0)
-    count, tokens, pages, first_feature, num_features, projection, rank, scale = _load_expand_unit(
-        tiles, blocks_ptr, unit, all_projections, first_projection, NUM_BLOCKS, KIND
-    )
+    work = _load_expand_unit(tiles, blocks_ptr, unit, all_projections, first_projection, NUM_BLOCKS, KIND)
     while unit < num_units:
         next_unit = unit + tl.num_programs(0)
-        (
-            next_count, next_tokens, next_pages, next_feature, next_num_features, next_projection, next_rank,
-            next_scale,
-        ) = _load_expand_unit(
-            tiles, blocks_ptr, tl.minimum(next_unit, num_units - 1), all_projections, first_projection, NUM_BLOCKS,
-            KIND,
-        )  # fmt: skip
+        following = tl.minimum(next_unit, num_units - 1)
+        next_work = _load_expand_unit(tiles, blocks_ptr, following, all_projections, first_projection, NUM_BLOCKS, KIND)
+        count, tokens, pages, first_feature, num_features, projection, rank, scale = work
         if rank > 0:
             tile = unit // NUM_BLOCKS
             is_row = tl.arange(0, KIND.row_tile) < count
@@ -235,9 +230,6 @@ def expand_kernel(
                     low = load_low(parts_ptr, tile, is_row, more_ranks, KIND.max_rank, projection, num_slots, KIND)
                     result = tl.dot((low * scale).to(up.dtype), up, result, input_precision="ieee")
             tl.store(targets, result.to(out_ptr.dtype.element_ty), mask=is_used)
-        count, tokens, pages, first_feature, num_features, projection, rank, scale = (
-            next_count, next_tokens, next_pages, next_feature, next_num_features, next_projection, next_rank,
-            next_scale,
-        )  # fmt: skip
+        work = next_work
         unit = next_unit
     await_kernel_before(DEPENDENT)
