@@ -248,23 +248,21 @@ def fold_keys(
             )
         row_offset = block * KIND.block_stride + (offset * KIND.num_kv_heads + kv_head) * (HEAD_DIM + KIND.tail_dim)
         cache_offset = row_offset[:, None] + dims[None, :]
+        read_mask = None
+        other: tl.constexpr = 0.0 if MASKED else None
         if MASKED:
             # What lies behind the last key or before the first may be anything: 0 × NaN would be NaN.
             is_read = keys < end
             if first_read is not None:
                 is_read = is_read & (keys >= first_read)
-            key = tl.load(k_cache + cache_offset, mask=is_read[:, None], other=0.0)
-        else:
-            key = tl.load(k_cache + cache_offset)
+            read_mask = is_read[:, None]
+        key = tl.load(k_cache + cache_offset, mask=read_mask, other=other)
         if IS_FP8:
             key = key.to(query.dtype)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if KIND.tail_dim:
             tail_offset = row_offset[:, None] + (HEAD_DIM + tl.arange(0, KIND.tail_dim))[None, :]
-            if MASKED:
-                key_tail = tl.load(k_cache + tail_offset, mask=is_read[:, None], other=0.0)
-            else:
-                key_tail = tl.load(k_cache + tail_offset)
+            key_tail = tl.load(k_cache + tail_offset, mask=read_mask, other=other)
             if IS_FP8:
                 key_tail = key_tail.to(tail.dtype)
             scores = tl.dot(tail, key_tail.T, scores, input_precision="ieee")
@@ -304,7 +302,7 @@ def fold_keys(
         if IN_WORDS:
             weights = weights.to(query.dtype)
             word_offset = (row_offset // 4)[:, None] + words[None, :]
-            value = tl.load(v_cache.to(tl.pointer_type(tl.int32)) + word_offset, mask=is_read[:, None], other=0)
+            value = tl.load(v_cache.to(tl.pointer_type(tl.int32)) + word_offset, mask=read_mask, other=0)
             value0, value1, value2, value3 = numbers_of_words(value, query.dtype, KIND.on_gpu)
             acc0 = tl.dot(weights, value0, acc0 * decay[:, None], input_precision="ieee")
             acc1 = tl.dot(weights, value1, acc1 * decay[:, None], input_precision="ieee")
@@ -312,14 +310,11 @@ def fold_keys(
             acc3 = tl.dot(weights, value3, acc3 * decay[:, None], input_precision="ieee")
         else:
             acc = acc * decay[:, None]
-            if not KIND.has_values:
-                value = key
-            elif MASKED:
-                value = tl.load(v_cache + cache_offset, mask=is_read[:, None], other=0.0)
-            else:
-                value = tl.load(v_cache + cache_offset)
-            if IS_FP8 and KIND.has_values:
-                value = value.to(query.dtype)
+            value = key
+            if KIND.has_values:
+                value = tl.load(v_cache + cache_offset, mask=read_mask, other=other)
+                if IS_FP8:
+                    value = value.to(query.dtype)
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
     if IN_WORDS:
         acc = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)).reshape(ROWS, HEAD_DIM)
