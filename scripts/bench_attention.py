@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmark import Case, Figures, gpu_microseconds, run_benchmark, wall_seconds
 from nvcli.attention import selection
 from nvcli.attention.backend import AttentionBackend, AttentionCase
-from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.forward_batch import AttentionLayer, BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.spec import AttentionSpec
 from nvcli.errors import ConfigError
@@ -154,7 +154,7 @@ class Layers:
 
     def __call__(self) -> None:
         for layer in range(self.count):
-            self.batch.backend.forward(self.spec, layer, self.q, self.k, self.v, self.batch)
+            self.batch.backend.forward(AttentionLayer(self.spec, layer), self.q, self.k, self.v, self.batch)
 
     def microseconds(self) -> float:
         return gpu_microseconds(self, 1) / self.count

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batches import Blocks, RequestState, make_batch, shape_of
 from nvcli.attention.backend import AttentionBackend, AttentionCase
-from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.forward_batch import AttentionLayer, BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.spec import AttentionSpec, HeadSizes
 from nvcli.kernels.fp8_kv import dequantise_heads, quantise_heads, store_heads
@@ -235,7 +235,9 @@ class Step:
         """Run each kind of attention, and return the results."""
         backend = self.bench.backend
         return [
-            backend.forward(spec, layer, q, k if backend.reads_new_keys else None, v, self.batch, self.bench.sinks)
+            backend.forward(
+                AttentionLayer(spec, layer, self.bench.sinks), q, k if backend.reads_new_keys else None, v, self.batch
+            )
             for spec, layer, (q, k, v) in zip(self.bench.specs, self.bench.layers, self.inputs, strict=True)
         ]
 

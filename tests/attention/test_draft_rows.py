@@ -18,7 +18,7 @@ from torch import Tensor
 from combinations import full
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.attention.backend import AttentionBackend, AttentionCase
-from nvcli.attention.forward_batch import BatchShape
+from nvcli.attention.forward_batch import AttentionLayer, BatchShape
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
 from ordered_products import products_in_one_order
@@ -52,7 +52,7 @@ def forward_of_counts(step: Step, counts: list[int]) -> tuple[list[Tensor], Tens
     for spec, layer, (q, _, v) in zip(step.bench.specs, step.bench.layers, step.inputs, strict=True):
         packed = torch.zeros_like(q)
         packed[: len(kept)] = q[kept]
-        outs.append(backend.forward(spec, layer, packed, None, v, short, step.bench.sinks)[: len(kept)])
+        outs.append(backend.forward(AttentionLayer(spec, layer, step.bench.sinks), packed, None, v, short)[: len(kept)])
     return outs, kept
 
 
@@ -135,7 +135,9 @@ def test_drafts_have_the_bits_of_tokens_that_are_decoded_one_by_one(geometry: di
         bench.backend.plan(alone)
         bench.backend.plan_on_device(alone)
         for spec, layer, (q, _, v), expected in zip(bench.specs, bench.layers, step.inputs, together, strict=True):
-            out = bench.backend.forward(spec, layer, q[token::width], None, v[token::width], alone, bench.sinks)
+            out = bench.backend.forward(
+                AttentionLayer(spec, layer, bench.sinks), q[token::width], None, v[token::width], alone
+            )
             assert torch.equal(out, expected[token::width])
 
 

@@ -17,7 +17,7 @@ from attention_setup import Bench, History
 from combinations import full
 from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
 from nvcli.attention.backend import AttentionBackend, AttentionCase
-from nvcli.attention.forward_batch import BatchShape
+from nvcli.attention.forward_batch import AttentionLayer, BatchShape
 from nvcli.attention.row_by_row_backend import RowByRowBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.triton.attention.decode_work_list import SPLIT
@@ -137,5 +137,5 @@ def test_a_row_that_is_cut_has_the_bits_of_one_that_is_not() -> None:
     backend.plan_on_device(alone)
     for _ in range(2):  # layer after layer
         for spec, layer, (q, _, v), expected in zip(bench.specs, bench.layers, step.inputs, together, strict=True):
-            out = backend.forward(spec, layer, q[7:8], None, v[7:8], alone, bench.sinks)
+            out = backend.forward(AttentionLayer(spec, layer, bench.sinks), q[7:8], None, v[7:8], alone)
             assert torch.equal(out[0], expected[7])

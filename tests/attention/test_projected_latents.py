@@ -19,7 +19,7 @@ from fp8_interpreter import exact_conversions
 from gluon_simulator import SimulatedKernel, Simulator
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.attention.backend import AttentionCase
-from nvcli.attention.forward_batch import BatchShape
+from nvcli.attention.forward_batch import AttentionLayer, BatchShape
 from nvcli.attention.spec import HeadSizes
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
@@ -63,11 +63,12 @@ def check(bench: Bench, weight: Tensor, *work: Work, shape: BatchShape) -> None:
     step = bench.batch(*work, shape=replace(shape, projects_latents=True))
     first = step.batch.num_decoded_tokens
     q, _, v = step.inputs[0]
+    attended = AttentionLayer(spec, layer, bench.sinks)
     if first:
-        decoded = bench.backend.forward(spec, layer, q[:first], None, v, step.batch, bench.sinks)
+        decoded = bench.backend.forward(attended, q[:first], None, v, step.batch)
     queries = bench.random(step.batch.num_tokens - first, spec.num_heads, sizes.key_dim)
     out = torch.full((len(queries), spec.num_heads, sizes.value_dim), torch.nan, dtype=DTYPE, device=DEVICE)
-    bench.backend.projected.forward(spec, layer, queries, weight, step.batch, out, bench.sinks)
+    bench.backend.projected.forward(attended, queries, weight, step.batch, out)
     assert out.isfinite().all()
     of_heads = weight.view(spec.num_heads, -1, LATENT)
     for (history, count), start in zip(step.work, step.starts, strict=True):

@@ -24,13 +24,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.forward_batch import BatchShape, ChosenAttention, ForwardBatch, ProjectedAttention
+from nvcli.attention.forward_batch import (
+    AttentionLayer,
+    BatchShape,
+    ChosenAttention,
+    ForwardBatch,
+    ProjectedAttention,
+)
 from nvcli.attention.spec import AttentionSpec
 
 NewKV = tuple[Tensor, Tensor] | None
@@ -77,14 +82,6 @@ class AttentionCase:
     def cache_dtype(self) -> torch.dtype:
         """The type of keys and values in the cache."""
         return self.kv_dtype or self.dtype
-
-
-class AttentionLayer(NamedTuple):
-    """A layer as a backend attends in it; the fields are the arguments of `AttentionBackend.forward`."""
-
-    spec: AttentionSpec
-    number: int
-    sinks: Tensor | None
 
 
 class AttentionBackend(ABC):
@@ -170,36 +167,26 @@ class AttentionBackend(ABC):
         if batch.shape.num_rows > batch.num_decoded_rows:
             self.plan_prefill_on_device(batch)
 
-    def forward(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor,
-        batch: ForwardBatch,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, layer: AttentionLayer, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend causally to each request's past (`spec.window` of it), the batch's own tokens included.
 
-        layer: number of the layer in the cache. K/V of all tokens of the batch are in the cache already. q: [T,
-        num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; they may be strided views of one buffer, each token's
-        heads contiguous. k may be None unless the backend has `reads_new_keys`. sinks: [num_heads] float32, the layer's
-        own, where `spec.has_sinks`; they are not scaled. → [T, num_heads, head_dim], contiguous; where values are a
-        part of the keys, v and the result have `spec.result_dim` in place of head_dim. In a batch that projects latents
-        only decode rows come here, and T counts their tokens.
+        K/V of all tokens of the batch are in the cache already. q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads,
+        head_dim]; they may be strided views of one buffer, each token's heads contiguous. k may be None unless the
+        backend has `reads_new_keys`. → [T, num_heads, head_dim], contiguous; where values are a part of the keys, v and
+        the result have `spec.result_dim` in place of head_dim. In a batch that projects latents only decode rows come
+        here, and T counts their tokens.
         """
-        num_rows, first, one = batch.num_decoded_rows, batch.num_decoded_tokens, AttentionLayer(spec, layer, sinks)
+        num_rows, first = batch.num_decoded_rows, batch.num_decoded_tokens
         if batch.shape.num_rows == 0:
-            return output_buffer(None, q, spec)
+            return output_buffer(None, q, layer.spec)
         if num_rows == batch.shape.num_rows or batch.shape.projects_latents:
-            return self.decode(one, q, batch, None)
+            return self.decode(layer, q, batch, None)
         if num_rows == 0:
-            return self.prefill(one, q, None if k is None else (k, v), batch, None)
-        out = output_buffer(None, q, spec)
-        self.decode(one, q[:first], batch, out[:first])
+            return self.prefill(layer, q, None if k is None else (k, v), batch, None)
+        out = output_buffer(None, q, layer.spec)
+        self.decode(layer, q[:first], batch, out[:first])
         new = None if k is None else (k[first:], v[first:])
-        self.prefill(one, q[first:], new, batch, out[first:])
+        self.prefill(layer, q[first:], new, batch, out[first:])
         return out
 
     # ------------------------------------------------------------------ the halves

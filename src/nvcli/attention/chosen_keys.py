@@ -19,8 +19,8 @@ from torch import Tensor
 
 from nvcli.attention.backend import AttentionCase
 from nvcli.attention.choice_sizes import ChoiceKind, ChoiceSizes
-from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
+from nvcli.attention.spec import AttentionCache, AttentionSpec
 from nvcli.errors import ConfigError
 from nvcli.kernels.chosen_keys import (
     KeyWeights,
@@ -92,29 +92,24 @@ class ChosenKeys:
                 own = self._of_rates.get(kind.rate, counts)[:num_tokens]
                 attention.plan(own, slots[:num_tokens], near_seen=seen[:num_tokens] if kind.window else None)
 
-    def store_pools(self, spec: AttentionSpec, layer: int, bias: Tensor, batch: ForwardBatch) -> None:
+    def store_pools(self, cache: AttentionCache, bias: Tensor, batch: ForwardBatch) -> None:
         """Store the index keys of the pools that a step's tokens fill, in a layer whose index keys and gates are stored
         already. bias: as for `pool_keys`."""
-        tokens = self._tokens(spec, batch, self._seen[: batch.num_tokens])
-        pool_keys(self._index_numbers(spec, layer, batch), tokens, bias)
+        tokens = self._tokens(cache.spec, batch, self._seen[: batch.num_tokens])
+        pool_keys(_index_numbers(cache, batch), tokens, bias)
 
     def store_compressed(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        rows: Tensor,
-        kinds: Sequence[KeyWeights],
-        angles: Tensor,
-        batch: ForwardBatch,
+        self, cache: AttentionCache, rows: Tensor, kinds: Sequence[KeyWeights], angles: Tensor, batch: ForwardBatch
     ) -> None:
         """Store what the keys of a layer with compressed keys are made of, and those that a step's tokens complete.
 
         rows: [T, numbers], for each of the `kinds` of keys, which lie one after the other, values and gates; angles: as
         for `compress_keys`.
         """
-        assert spec.compressed is not None
-        of_inputs, of_keys = spec.compressed
-        inputs, keys = (batch.kv_cache.layer(layer, kept.kv_group)[0][:, :, 0] for kept in spec.compressed)
+        kept = cache.spec.compressed
+        assert kept is not None
+        of_inputs, of_keys = kept
+        inputs, keys = (batch.kv_cache.layer(cache.number, each.kv_group)[0][:, :, 0] for each in kept)
         store_inputs(rows, inputs, batch.slot_mapping[of_inputs.kv_group])
         tokens = self._tokens(of_inputs, batch, self._seen[: batch.num_tokens])
         first = first_key = 0
@@ -124,14 +119,12 @@ class ChosenKeys:
             compress_keys(inputs[..., first:end], tokens, made, tables, angles, weights)
             first, first_key = end, end_key
 
-    def choose(
-        self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor | None, batch: ForwardBatch
-    ) -> None:
+    def choose(self, cache: AttentionCache, queries: Tensor, weights: Tensor | None, batch: ForwardBatch) -> None:
         """Choose the keys of the first tokens in a layer that has index keys, which are stored already, and those of
         pools. queries: [first tokens, index heads, size of an index key]; weights: [first tokens, index heads] float32,
         or None: each head has a choice of its own."""
-        num_tokens, pools = len(queries), spec.index_pools
-        keys = self._index_numbers(spec, layer, batch)[..., -queries.shape[2] :]
+        spec, num_tokens = cache.spec, len(queries)
+        pools, keys = spec.index_pools, _index_numbers(cache, batch)[..., -queries.shape[2] :]
         tokens = self._tokens(spec, batch, self._of_rates.get(spec.rate, self._seen)[:num_tokens])
         by_choice = [queries] if weights is not None else queries.transpose(0, 1).unsqueeze(2).contiguous()
         for number, of_choice in enumerate(by_choice):
@@ -141,23 +134,21 @@ class ChosenKeys:
             if pools.size > 1:
                 expand_pools(found, tokens, chosen, pools)
 
-    def attend(
-        self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, queries: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend to the keys that this layer or the last one before it has chosen, or to compressed ones. queries:
-        [first tokens, num_heads, size of a key]; sinks: as for `AttentionBackend.forward` → [first tokens, num_heads,
-        spec.result_dim]."""
+        [first tokens, num_heads, size of a key] → [first tokens, num_heads, spec.result_dim]."""
+        spec, number, sinks = layer
         if spec.row_heads:
             assert sinks is None, "no family has them"
-            return self._attend_by_heads(spec, layer, queries, batch)
+            return self._attend_by_heads(layer, queries, batch)
         num_tokens, size = len(queries), queries.shape[2]
         out = torch.empty(*queries.shape[:2], spec.result_dim, dtype=queries.dtype, device=queries.device)
         attended, window = spec.attended, None
         if spec.compressed is not None:
             assert spec.window is not None
-            own = batch.kv_cache.layer(layer)[0][:, :, 0]
+            own = batch.kv_cache.layer(number)[0][:, :, 0]
             window = WindowKeys(own, self._tokens(spec, batch, self._seen[:num_tokens]), spec.window)
-        keys = batch.kv_cache.layer(layer, attended.kv_group)[0][..., :size]
+        keys = batch.kv_cache.layer(number, attended.kv_group)[0][..., :size]
         tokens = self._tokens(attended, batch, self._of_rates.get(attended.rate, self._counts)[:num_tokens])
         chosen = None if attended.top_k is None else self._chosen[0, :num_tokens, : attended.top_k]
         attention = self._on_hopper.get(ChoiceKind.of(spec))
@@ -169,9 +160,10 @@ class ChosenKeys:
             attend_chosen(queries, keys[:, :, 0], tokens, chosen, out, scale=spec.scale, sinks=sinks, window=window)
         return out
 
-    def _attend_by_heads(self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch) -> Tensor:
+    def _attend_by_heads(self, layer: AttentionLayer, queries: Tensor, batch: ForwardBatch) -> Tensor:
         """Do what `attend` does where each KV head has made a choice."""
-        keys, values = split_rows(batch.kv_cache.layer(layer)[0][:, :, 0, : spec.key_dim], spec.row_heads)
+        spec = layer.spec
+        keys, values = split_rows(batch.kv_cache.layer(layer.number)[0][:, :, 0, : spec.key_dim], spec.row_heads)
         by_head = queries.view(len(queries), spec.row_heads, -1, spec.row_dim).transpose(0, 1).contiguous()
         out = torch.empty_like(by_head)
         tokens = self._tokens(spec, batch, self._counts[: len(queries)])
@@ -182,13 +174,14 @@ class ChosenKeys:
             )
         return out.transpose(0, 1).flatten(1, 2)
 
-    def _index_numbers(self, spec: AttentionSpec, layer: int, batch: ForwardBatch) -> Tensor:
-        """Return what tokens keep for the layer's choice, [blocks, block_size, spec.index_dim or less]."""
-        return batch.kv_cache.layer(layer, spec.kv_group)[0][:, :, 0, spec.index_place]
-
     def _tokens(self, spec: AttentionSpec, batch: ForwardBatch, counts: Tensor) -> TokenKeys:
         """Return the keys of a batch's first tokens, which see or have chosen so many."""
         return TokenKeys(counts, self._slots[: len(counts)], batch.block_tables[spec.kv_group])
+
+
+def _index_numbers(cache: AttentionCache, batch: ForwardBatch) -> Tensor:
+    """Return what tokens keep for the layer's choice, [blocks, block_size, spec.index_dim or less]."""
+    return batch.kv_cache.layer(cache.number, cache.spec.kv_group)[0][:, :, 0, cache.spec.index_place]
 
 
 def _on_hopper(case: AttentionCase) -> dict[ChoiceKind, HopperLatents]:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV, copied_to
-from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, copied_to
+from nvcli.attention.forward_batch import AttentionLayer, BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.whole_numbers import ceil_div

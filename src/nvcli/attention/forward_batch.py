@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionCache, AttentionSpec, StateCache
 from nvcli.kernels.chosen_keys import KeyWeights
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.kept_inputs import KeptInputs
@@ -105,24 +105,25 @@ class BatchShape:
         return self.tokens_per_row >= other.tokens_per_row and 0 <= num_padding <= most_padding
 
 
+class AttentionLayer(NamedTuple):
+    """A layer as backends attend in it."""
+
+    spec: AttentionSpec
+    number: int
+    """Its index in the KV cache."""
+    sinks: Tensor | None = None
+    """[num_heads] float32, the layer's own, where `spec.has_sinks`; they are not scaled."""
+
+
 class ProjectedAttention(Protocol):
     """The part of an attention backend that attends chunks to keys and values projected from latents."""
 
-    def forward(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        weight: Tensor,
-        batch: ForwardBatch,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def forward(self, layer: AttentionLayer, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor) -> None:
         """Attend the chunks of a batch that projects latents, causally, to their requests' past.
 
         q: [T, num_heads, size of a key], the chunks' tokens, rotated; they may be strided; weight: [num_heads × (plain
         numbers of a key + size of a value), size of a latent], which projects latents; out: [T, num_heads, size of a
-        value], contiguous, written; sinks: as for `AttentionBackend.forward`.
+        value], contiguous, written.
         """
 
 
@@ -132,28 +133,18 @@ class ChosenAttention(Protocol):
     def plan(self, batch: ForwardBatch) -> None:
         """Find the keys of a step's tokens, on the device."""
 
-    def store_pools(self, spec: AttentionSpec, layer: int, bias: Tensor, batch: ForwardBatch) -> None:
+    def store_pools(self, cache: AttentionCache, bias: Tensor, batch: ForwardBatch) -> None:
         """Store the index keys of the pools that a step's tokens fill; see `ChosenKeys.store_pools`."""
 
     def store_compressed(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        rows: Tensor,
-        kinds: Sequence[KeyWeights],
-        angles: Tensor,
-        batch: ForwardBatch,
+        self, cache: AttentionCache, rows: Tensor, kinds: Sequence[KeyWeights], angles: Tensor, batch: ForwardBatch
     ) -> None:
         """Store the compressed keys that a step's tokens complete; see `ChosenKeys.store_compressed`."""
 
-    def choose(
-        self, spec: AttentionSpec, layer: int, queries: Tensor, weights: Tensor | None, batch: ForwardBatch
-    ) -> None:
+    def choose(self, cache: AttentionCache, queries: Tensor, weights: Tensor | None, batch: ForwardBatch) -> None:
         """Choose the keys of the first tokens in a layer; see `ChosenKeys.choose`."""
 
-    def attend(
-        self, spec: AttentionSpec, layer: int, queries: Tensor, batch: ForwardBatch, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, queries: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend to the keys that this layer or the last one before it has chosen, or to compressed ones; see
         `ChosenKeys.attend`."""
 
@@ -177,16 +168,7 @@ class LayerAttention(Protocol):
     def plan_on_device(self, batch: ForwardBatch) -> None:
         """Prepare for another batch within a step, if the backend `plans_on_device`."""
 
-    def forward(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor,
-        batch: ForwardBatch,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, layer: AttentionLayer, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend causally in one layer; the shapes are those of `AttentionBackend.forward`."""
 
 
@@ -262,11 +244,11 @@ class ForwardBatch:
         """Return the LoRA adapters of the tokens `rows` that a stage's last layer computes further; None: of all."""
         return self.token_adapters if rows is None or self.adapters is None else self.adapters.kept
 
-    def states(self, group: int, layer: int) -> tuple[Tensor, Tensor, StateRows, KeptInputs | None]:
+    def states(self, cache: StateCache) -> tuple[Tensor, Tensor, StateRows, KeptInputs | None]:
         """Return what `KVCache.state` returns for a layer, where the rows find their states in its KV group and leave
         them, and what is kept of drafts."""
-        kept = None if self.kept_states is None else self.kept_states.layer(layer)
-        return *self.kv_cache.state(layer), self.state_rows(group), kept
+        kept = None if self.kept_states is None else self.kept_states.layer(cache.number)
+        return *self.kv_cache.state(cache.number), self.state_rows(cache.spec.kv_group), kept
 
     def state_rows(self, group: int) -> StateRows:
         """Return where the rows find their recurrent states in a KV group, and leave them."""

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV
-from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV
+from nvcli.attention.forward_batch import AttentionLayer, BatchShape, ForwardBatch
 
 
 class HybridBackend(AttentionBackend):

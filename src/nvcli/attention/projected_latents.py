@@ -8,8 +8,8 @@ from typing import Self
 import numpy as np
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionCase, AttentionLayer
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.backend import AttentionCase
+from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
 from nvcli.attention.kv_layout import SCRATCH_UNIT, projected_scratch_tokens
 from nvcli.attention.spec import AttentionSpec, HeadSizes, projected_kind
 from nvcli.attention.triton_inputs import attention_shape, layer_inputs
@@ -72,15 +72,6 @@ class ProjectedLatents:
         """List a step's work, on the device."""
         self._tiles.plan(chunks)
 
-    def forward(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        weight: Tensor,
-        batch: ForwardBatch,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def forward(self, layer: AttentionLayer, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor) -> None:
         """Attend chunks as planned; see `ProjectedAttention.forward`."""
-        self._kernels.run(layer_inputs(AttentionLayer(spec, layer, sinks), q, batch), weight, self._tiles, out)
+        self._kernels.run(layer_inputs(layer, q, batch), weight, self._tiles, out)

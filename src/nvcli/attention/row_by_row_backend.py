@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV, output_buffer
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, output_buffer
+from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
 from nvcli.attention.spec import first_seen
 from nvcli.attention.torch_backend import TorchBackend, softmax_attention
 from nvcli.kernels.whole_numbers import ceil_div

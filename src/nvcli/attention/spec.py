@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from nvcli.attention.kv_layout import KV_DTYPE_BYTES, STATE_ALIGNMENT, KVDtype, part_bytes, token_bytes
 from nvcli.kernels.pool_settings import SINGLE_KEYS, Pools
@@ -228,6 +228,20 @@ class StateSpec:
 
 CacheSpec = AttentionSpec | StateSpec
 """A layer's contents in the KV cache."""
+_Spec = TypeVar("_Spec", bound=CacheSpec, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer(Generic[_Spec]):
+    """A layer's part of this rank's KV cache."""
+
+    spec: _Spec
+    number: int
+    """Its index in the cache."""
+
+
+AttentionCache = CacheLayer[AttentionSpec]
+StateCache = CacheLayer[StateSpec]
 
 
 def attention_kinds(specs: Iterable[CacheSpec]) -> tuple[AttentionSpec, ...]:

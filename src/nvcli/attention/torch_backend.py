@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nvcli.attention import written_softmax
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV, output_buffer
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, output_buffer
+from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
 from nvcli.attention.spec import AttentionSpec, first_seen
 from nvcli.attention.torch_segments import SharedRead, plan_prefix_reads, plan_shared_reads

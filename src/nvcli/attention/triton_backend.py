@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV, output_buffer
-from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, output_buffer
+from nvcli.attention.forward_batch import AttentionLayer, BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
 from nvcli.attention.spec import Geometry
 

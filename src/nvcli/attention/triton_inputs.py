@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionCase, AttentionLayer
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.backend import AttentionCase
+from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
 from nvcli.attention.spec import Geometry
 from nvcli.kernels.triton.attention.attention_launch import AttentionShape, LayerInputs
 from nvcli.kernels.triton.attention.decode_work_list import RowTokens

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
 from nvcli.attention.image_tokens import ImageGroup
-from nvcli.attention.spec import AttentionSpec, first_seen
+from nvcli.attention.spec import first_seen
 from nvcli.attention.torch_backend import read_blocks, softmax_attention
 from nvcli.kernels.whole_numbers import ceil_div
 
@@ -59,17 +59,12 @@ def plan_both_ways(
 
 
 def attend_both_ways(
-    spec: AttentionSpec,
-    layer: int,
-    q: Tensor,
-    groups: Sequence[ImageGroup],
-    batch: ForwardBatch,
-    sinks: Tensor | None,
-    out: Tensor,
+    layer: AttentionLayer, q: Tensor, groups: Sequence[ImageGroup], batch: ForwardBatch, out: Tensor
 ) -> None:
     """Write the results of the tokens of images to their rows of `out` [T, num_heads, D]. A token sees the keys of its
     request up to its image's end, with a window only those that are less than the window before it. The arguments are
     those of `AttentionBackend.forward`."""
+    spec, number, sinks = layer
     num_kv_heads = spec.num_kv_heads
     size = spec.num_heads // num_kv_heads
     for group in groups:
@@ -80,7 +75,7 @@ def attend_both_ways(
             .transpose(1, 2)
             .reshape(count * num_kv_heads, 1, num_keys, -1)
             .expand(-1, size, -1, -1)
-            for part in read_blocks(batch.kv_cache, layer, group.block_ids, q.dtype)
+            for part in read_blocks(batch.kv_cache, number, group.block_ids, q.dtype)
         )
         own = q[group.rows].view(count, num_tokens, num_kv_heads, size, -1)
         own = own.permute(0, 2, 3, 1, 4).flatten(0, 1)  # [n × KV heads, heads of each, t, D]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
+from nvcli.attention.spec import AttentionCache
 from nvcli.kernels.chosen_keys import split_rows
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.key_copies import copy_keys
@@ -25,15 +25,9 @@ class BlockAttention(Attention):
     """[T, H] → [T, this rank's heads × D]."""
 
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: AttentionConfig,
-        norm: NormConfig,
-        spec: AttentionSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: AttentionConfig, norm: NormConfig, cache: AttentionCache
     ) -> None:
-        super().__init__(build, path, config, norm, spec, cache_layer)
+        super().__init__(build, path, config, norm, cache)
         self.index_proj = ColumnParallelLinear(build, f"{path}.index_proj", (INDEX_QUERIES, INDEX_KEYS))
         of_queries, of_keys = (Norm(build, f"{path}.{name}", norm, size=config.head_dim) for name in INDEX_NORMS)
         self.index_q_norm, self.index_k_norm = of_queries, of_keys
@@ -47,7 +41,7 @@ class BlockAttention(Attention):
         spec, cos_sin, adapters = self.spec, angles.of(self.rotation), batch.token_adapters
         slots, chosen_keys = batch.slot_mapping[spec.kv_group], batch.backend.chosen_keys
         assert chosen_keys is not None
-        cache, values = batch.kv_cache.layer(self.cache_layer)
+        cache, values = batch.kv_cache.layer(self.cache.number)
         k_cache, v_cache = split_rows(cache[:, :, 0, : spec.key_dim], spec.row_heads)
         q, _, _ = qk_norm_rope_store(
             self.qkv_proj(x, adapters),
@@ -69,5 +63,5 @@ class BlockAttention(Attention):
         cache[slots // block_size, slots % block_size, :, spec.index_place] = keys
         if batch.key_copies is not None:
             copy_keys(cache, values, None, batch.key_copies.of_groups[spec.kv_group])
-        chosen_keys.choose(spec, self.cache_layer, queries, None, batch)
-        return chosen_keys.attend(spec, self.cache_layer, q, batch).flatten(1)
+        chosen_keys.choose(self.cache, queries, None, batch)
+        return chosen_keys.attend(AttentionLayer(spec, self.cache.number), q, batch).flatten(1)

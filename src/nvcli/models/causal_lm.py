@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.image_tokens import ImageTokens
-from nvcli.attention.spec import AttentionSpec, CacheSpec, attention_kinds
+from nvcli.attention.spec import AttentionSpec, CacheLayer, CacheSpec, attention_kinds
 from nvcli.kernels.bounds import soft_cap
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.config import ModelConfig
@@ -80,8 +80,10 @@ class Decoder(nn.Module):
                     f"model.layers.{number}",
                     layers[number],
                     decoder.norm,
-                    list(islice(specs_of_layers, len(layers[number].mixers))),
-                    owners[number] - numbers.start + first_cache_layer,
+                    [
+                        CacheLayer(spec, owners[number] - numbers.start + first_cache_layer)
+                        for spec in islice(specs_of_layers, len(layers[number].mixers))
+                    ],
                     has_input=inputs is not None,
                     is_summed=number > 0 and layers[number - 1].norms.after_mlp is not None,
                 )
@@ -202,10 +204,9 @@ class CausalLM(nn.Module):
                 angles=self.model.angles,
                 vocab_size=config.vocab_size,
             )
-            num_layers = config.num_layers
-            self.draft_head = config.draft_head.build(
-                build, shared, specs[-len(config.draft_head.mixers) :], num_layers
-            )
+            of_head = specs[-len(config.draft_head.mixers) :]
+            caches = [CacheLayer(spec, config.num_layers + number) for number, spec in enumerate(of_head)]
+            self.draft_head = config.draft_head.build(build, shared, caches)
 
     def forward(self, batch: ForwardBatch, received: StageState | None = None) -> Tensor | StageState:
         """Compute the hidden states after the final norm for the tokens that need logits (`batch.logits_rows`): [N, H],

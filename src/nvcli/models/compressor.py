@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionCache, CacheLayer
 from nvcli.kernels.chosen_keys import KeyWeights
 from nvcli.kernels.routing import router_logits
 from nvcli.kernels.shared_keys import turn
@@ -45,18 +45,12 @@ class Compressor(nn.Module):
     """Stores what a layer's tokens give to the keys of their windows, and those keys that they complete."""
 
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: CompressionConfig,
-        norm: NormConfig,
-        spec: AttentionSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: CompressionConfig, norm: NormConfig, cache: AttentionCache
     ) -> None:
-        """`path`: of the token mixer; `spec`: its own."""
+        """`path` and `cache`: those of the token mixer."""
         super().__init__()
-        self.config, self.spec, self.cache_layer = config, spec, cache_layer
-        modules = (COMPRESSOR, INDEXER)[: len(config.sizes(spec.head_dim))]
+        self.config, self.cache = config, cache
+        modules = (COMPRESSOR, INDEXER)[: len(config.sizes(cache.spec.head_dim))]
         projections = tuple(f"{module}.{name}" for module in modules for name in INPUT_PROJECTIONS)
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", projections)
         self.key_maker = _KeyMaker(build, f"{path}.{COMPRESSOR}", norm)
@@ -74,13 +68,14 @@ class Compressor(nn.Module):
         """
         chosen_keys = batch.backend.chosen_keys
         assert chosen_keys is not None
-        assert self.spec.compressed is not None
+        compressed = self.cache.spec.compressed
+        assert compressed is not None
         makers = filter(None, (self.key_maker, self.index_key_maker))
         adapters, kinds = batch.token_adapters, [maker.weights for maker in makers]
-        chosen_keys.store_compressed(self.spec, self.cache_layer, self.in_proj(x, adapters), kinds, angles, batch)
+        chosen_keys.store_compressed(self.cache, self.in_proj(x, adapters), kinds, angles, batch)
         if self.index_key_maker is None:
             return
         queries = self.index_queries(query_latents, adapters).unflatten(1, (-1, self.config.index_dim))
         turn(queries, cos_sin)
         of_heads = router_logits(x, self.index_weights.weight).sum(dim=0)
-        chosen_keys.choose(self.spec.compressed.keys, self.cache_layer, queries, of_heads, batch)
+        chosen_keys.choose(CacheLayer(compressed.keys, self.cache.number), queries, of_heads, batch)

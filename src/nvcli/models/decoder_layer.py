@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import CacheSpec
+from nvcli.attention.spec import CacheLayer, CacheSpec
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import sum_in_order
@@ -31,13 +31,12 @@ class DecoderLayer(nn.Module):
         path: str,
         config: LayerConfig,
         norm: NormConfig,
-        specs: Sequence[CacheSpec],
-        cache_layer: int,
+        caches: Sequence[CacheLayer[CacheSpec]],
         *,
         has_input: bool,
         is_summed: bool = False,
     ) -> None:
-        """Build the layer. `specs`: those of its mixers; `has_input`: whether it has an input besides the residual
+        """Build the layer. `caches`: those of its mixers; `has_input`: whether it has an input besides the residual
         stream; `is_summed`: whether the layer before it ends with a norm, whose result is complete."""
         super().__init__()
         own = build.of_own_rows()
@@ -60,10 +59,10 @@ class DecoderLayer(nn.Module):
         self.adds_sum = norms.before_attention is None and not is_summed
         """Whether no norm adds up what the layer before gives."""
         self.before_attention = before(norms.before_attention, of_places[0], is_summed=is_summed)
-        self.mixer: TokenMixer = config.mixer.build(own, path, norm, specs[0], cache_layer)
+        self.mixer: TokenMixer = config.mixer.build(own, path, norm, caches[0])
         self.beside: TokenMixer | None = None
         if config.beside is not None:
-            self.beside = config.beside.build(own, path, norm, specs[1], cache_layer)
+            self.beside = config.beside.build(own, path, norm, caches[1])
         self.after_attention = after(norms.after_attention, of_places[1])
         self.before_mlp = before(norms.before_mlp, of_places[2], is_summed=norms.after_attention is not None)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import StateSpec
+from nvcli.attention.spec import StateCache
 from nvcli.kernels.delta_net import delta_rule
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import gated_rms_norm
@@ -34,16 +34,12 @@ from nvcli.models.short_conv import Convolution
 class GatedDeltaNet(TokenMixer):
     """A gated delta net: [T, H] → [T, Hv × Dv], the input of `o_proj`."""
 
+    cache: StateCache
+
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: DeltaNetConfig,
-        norm: NormConfig,
-        spec: StateSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: DeltaNetConfig, norm: NormConfig, cache: StateCache
     ) -> None:
-        super().__init__(spec, cache_layer)
+        super().__init__(cache)
         size = build.group.size
         self.heads = RecurrentHeads(
             config.num_key_heads // size,
@@ -69,7 +65,7 @@ class GatedDeltaNet(TokenMixer):
         """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to
         advance their states later."""
         assert isinstance(x, Tensor), "its input is not quantised"
-        conv_pool, pool, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
+        conv_pool, pool, rows, kept = batch.states(self.cache)
         heads, num_heads = self.heads, self.heads.num_value_heads
         projected = self.in_proj(x, batch.token_adapters)
         gate_end = heads.num_channels + num_heads * heads.value_dim

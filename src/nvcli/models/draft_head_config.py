@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
-from nvcli.attention.spec import CacheSpec
+from nvcli.attention.spec import CacheLayer, CacheSpec
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.mixers.mixer import Block, LayerContext, Mixer
 from nvcli.models.tensor_info import TensorInfo
@@ -73,10 +73,10 @@ class DraftHeadConfig(ABC):
         """Return the layout of the target's files, with the head's tensors among those that are read."""
         return layout
 
-    def build(self, build: object, shared: object, specs: Sequence[CacheSpec], cache_layer: int) -> Any:
+    def build(self, build: object, shared: object, caches: Sequence[CacheLayer[CacheSpec]]) -> Any:
         """Create the `DraftHead` that computes it. Imports torch.
 
-        `build` is a `BuildContext`; `shared` are the target's `SharedParts`; `specs` are those of `mixers` on this
-        rank, and `cache_layer` is the number of its first layer in the rank's KV cache.
+        `build` is a `BuildContext`; `shared` are the target's `SharedParts`; `caches` are the parts of
+        the rank's KV cache that `mixers` have.
         """
-        return resolve_name(self.module)(build, self, shared, specs, cache_layer)
+        return resolve_name(self.module)(build, self, shared, caches)

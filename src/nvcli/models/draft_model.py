@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import CacheSpec
+from nvcli.attention.spec import CacheLayer, CacheSpec
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.draft_model_config import PREFIX, DraftModelConfig
@@ -26,13 +26,13 @@ class DraftModel(DraftHead):
         build: BuildContext,
         config: DraftModelConfig,
         shared: SharedParts,
-        specs: Sequence[CacheSpec],
-        cache_layer: int,
+        caches: Sequence[CacheLayer[CacheSpec]],
     ) -> None:
         super().__init__()
         own = {name.removeprefix(PREFIX): spec for name, spec in build.tensors.items() if name.startswith(PREFIX)}
         build = replace(build, tensors=own, has_adapters=False)
-        self.model = CausalLM(config.model, build, specs=specs, cache_layer=cache_layer)
+        specs = [cache.spec for cache in caches]
+        self.model = CausalLM(config.model, build, specs=specs, cache_layer=caches[0].number)
 
     def forward(
         self, token_ids: Tensor, states: Tensor, batch: ForwardBatch, rows: Tensor | None

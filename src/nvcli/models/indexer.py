@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionCache
 from nvcli.kernels.chosen_keys import store_index_keys
 from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.routing import router_logits
@@ -32,11 +32,9 @@ class _LayerNorm(TensorShards):
 class Indexer(nn.Module):
     """Chooses the keys of a layer's tokens, once it has stored the tokens' own index keys."""
 
-    def __init__(
-        self, build: BuildContext, path: str, config: IndexerConfig, spec: AttentionSpec, cache_layer: int
-    ) -> None:
+    def __init__(self, build: BuildContext, path: str, config: IndexerConfig, cache: AttentionCache) -> None:
         super().__init__()
-        self.config, self.spec, self.cache_layer = config, spec, cache_layer
+        self.config, self.cache = config, cache
         self.wq_b = ColumnParallelLinear(build, f"{path}.wq_b", ("wq_b",))
         self.k_norm = _LayerNorm(build, f"{path}.k_norm")
         self.q_norm = _LayerNorm(build, f"{path}.q_input_norm") if config.reads_input else None
@@ -57,7 +55,7 @@ class Indexer(nn.Module):
         """Store the tokens' index keys, and return what `choose` needs for the first `num_choosing` tokens; None
         without any. x: [T, H], the block's input; latents: [T, Q], unless queries are projected from `x`; keys: [T, E],
         projected, or with pools [T, 2 E], their gates behind them; logs: those of positions, for `HeadScales`."""
-        config = self.config
+        config, spec = self.config, self.cache.spec
         keys, gates = keys[:, : config.head_dim], keys[:, config.head_dim :]
         queries = keys.new_empty(0, config.num_heads, config.head_dim)
         if num_choosing:  # adapters lie as the tokens of the whole step do
@@ -74,8 +72,8 @@ class Indexer(nn.Module):
             queries,
             keys,
             cos_sin,
-            batch.kv_cache.layer(self.cache_layer)[0][:, :, 0, self.spec.index_place],
-            batch.slot_mapping[self.spec.kv_group],
+            batch.kv_cache.layer(self.cache.number)[0][:, :, 0, spec.index_place],
+            batch.slot_mapping[spec.kv_group],
             weight=self.k_norm.weight,
             bias=self.k_norm.bias,
             eps=config.norm_eps,
@@ -90,9 +88,9 @@ class Indexer(nn.Module):
         """Store the index keys of the pools that the tokens fill, if keys are chosen by pools."""
         if self.pool_bias is not None:
             assert batch.backend.chosen_keys is not None
-            batch.backend.chosen_keys.store_pools(self.spec, self.cache_layer, self.pool_bias.weight, batch)
+            batch.backend.chosen_keys.store_pools(self.cache, self.pool_bias.weight, batch)
 
     def choose(self, choice: Choice, batch: ForwardBatch) -> None:
         """Choose the tokens' keys."""
         assert batch.backend.chosen_keys is not None
-        batch.backend.chosen_keys.choose(self.spec, self.cache_layer, *choice, batch)
+        batch.backend.chosen_keys.choose(self.cache, *choice, batch)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import StateSpec
+from nvcli.attention.spec import StateCache
 from nvcli.kernels.delta_net import delta_rule
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import gated_rms_norm
@@ -28,16 +28,12 @@ _QKV = "q_proj", "k_proj", "v_proj"
 class KimiDeltaAttention(TokenMixer):
     """Kimi Delta Attention: [T, H] → [T, N × D], the input of `o_proj`."""
 
+    cache: StateCache
+
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: KimiDeltaConfig,
-        norm: NormConfig,
-        spec: StateSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: KimiDeltaConfig, norm: NormConfig, cache: StateCache
     ) -> None:
-        super().__init__(spec, cache_layer)
+        super().__init__(cache)
         num_heads, dim = config.num_heads // build.group.size, config.head_dim
         self.heads = RecurrentHeads(
             num_heads, dim, num_heads, dim, decays_by_channel=True, lowest_decay=config.lowest_decay
@@ -60,7 +56,7 @@ class KimiDeltaAttention(TokenMixer):
         """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to
         advance their states later."""
         assert isinstance(x, Tensor), "its input is not quantised"
-        conv_pool, pool, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
+        conv_pool, pool, rows, kept = batch.states(self.cache)
         heads, adapters = self.heads, batch.token_adapters
         sizes = heads.num_channels, self.gate_size, self.gate_size, heads.num_value_heads
         inputs, for_decays, for_gates, beta = self.in_proj(x, adapters).split(sizes, dim=1)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
+from nvcli.attention.spec import AttentionCache, AttentionSpec
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
 from nvcli.kernels.invariant_linear import invariant_by_head
@@ -31,27 +31,22 @@ from nvcli.models.qkv import HeadScales, query_scale_table
 class LatentAttention(TokenMixer):
     """[T, H] → [T, N × size of a value], the input of `o_proj`."""
 
+    cache: AttentionCache
     spec: AttentionSpec
 
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: LatentAttentionConfig,
-        norm: NormConfig,
-        spec: AttentionSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: LatentAttentionConfig, norm: NormConfig, cache: AttentionCache
     ) -> None:
-        super().__init__(spec, cache_layer)
+        super().__init__(cache)
         self.config = config
         self.heads = LatentHeads(
-            num_heads=spec.num_heads,
+            num_heads=self.spec.num_heads,
             plain_dim=config.plain_dim,
             rope_dim=config.rope_dim,
             latent_dim=config.latent_dim,
             is_interleaved=config.rope is not None and config.rope.is_interleaved,
         )
-        self.query_size = config.query_rank or spec.num_heads * config.projected_dim
+        self.query_size = config.query_rank or self.spec.num_heads * config.projected_dim
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", config.input_projections)
         self.q_norm: Norm | None = None
         self.q_b_proj: ColumnParallelLinear | None = None
@@ -63,7 +58,7 @@ class LatentAttention(TokenMixer):
             self.gate_proj = ColumnParallelLinear(build, f"{path}.{GATE}", (GATE,))
         self.indexer: Indexer | None = None
         if config.chooser is not None:
-            self.indexer = Indexer(build, f"{path}.indexer", config.chooser, spec, cache_layer)
+            self.indexer = Indexer(build, f"{path}.indexer", config.chooser, cache)
         self.kv_norm = None if config.shares_kv else Norm(build, f"{path}.kv_a_layernorm", norm)
         self.from_latents = TensorShard(build, f"{path}.{FROM_LATENTS}.weight")
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
@@ -125,9 +120,8 @@ class LatentAttention(TokenMixer):
             self.by_head(attended, weight[:, config.plain_dim :].transpose(1, 2), out[:num_absorbed])
         if batch.shape.projects_latents:
             assert batch.backend.projected is not None
-            batch.backend.projected.forward(
-                self.spec, self.cache_layer, projected_queries, from_latents, batch, out[num_absorbed:], sinks
-            )
+            layer = AttentionLayer(self.spec, self.cache.number, sinks)
+            batch.backend.projected.forward(layer, projected_queries, from_latents, batch, out[num_absorbed:])
         if self.gate_proj is not None:
             gates = self.gate_proj(values_of(x), adapters)
         return out.flatten(1) if config.gate is None else gate_values(out.flatten(1), gates)
@@ -137,9 +131,9 @@ class LatentAttention(TokenMixer):
     ) -> Tensor | None:
         """Rotate queries, and store the tokens' keys unless an earlier layer has: see `rotate_and_store`."""
         config, spec = self.config, self.spec
-        cache, values = batch.kv_cache.layer(self.cache_layer)
+        cache, values = batch.kv_cache.layer(self.cache.number)
         rows = cache if spec.index_dim == 0 else cache[..., : config.key_dim]
-        scales, slots = batch.kv_cache.scales(self.cache_layer), batch.slot_mapping[spec.kv_group]
+        scales, slots = batch.kv_cache.scales(self.cache.number), batch.slot_mapping[spec.kv_group]
         keep_keys = batch.backend.reads_new_keys and config.top_k is None
         if self.kv_norm is None:
             rotate_queries(queries, cos_sin, absorbed, self.heads)
@@ -175,8 +169,9 @@ class LatentAttention(TokenMixer):
     def _attend(self, absorbed: Tensor, keys: Tensor | None, sinks: Tensor | None, batch: ForwardBatch) -> Tensor:
         """Attend with absorbed queries [T, N, D] to all keys, or to chosen ones: → [T, N, L]. `keys`: the tokens' own,
         if the backend reads them."""
+        layer = AttentionLayer(self.spec, self.cache.number, sinks)
         if self.config.top_k is not None:
             assert batch.backend.chosen_keys is not None
-            return batch.backend.chosen_keys.attend(self.spec, self.cache_layer, absorbed, batch, sinks)
+            return batch.backend.chosen_keys.attend(layer, absorbed, batch)
         values = absorbed if keys is None else keys[..., : self.config.latent_dim]
-        return batch.backend.forward(self.spec, self.cache_layer, absorbed, keys, values, batch, sinks)
+        return batch.backend.forward(layer, absorbed, keys, values, batch)

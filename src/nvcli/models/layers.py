@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec, CacheSpec
+from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
+from nvcli.attention.spec import AttentionCache, AttentionSpec, CacheLayer, CacheSpec
 from nvcli.attention.whole_images import attend_both_ways
 from nvcli.kernels.activation import clamped_and_mul
 from nvcli.kernels.fp8 import norm_and_quantise
@@ -173,17 +173,15 @@ class TokenMixer(nn.Module, ABC):
     """The block of a layer that mixes tokens: [T, H] → [T, this rank's features], the input of `o_proj`."""
 
     spec: CacheSpec
-    cache_layer: int
-    """The layer's index in this rank's KV cache."""
+    cache: CacheLayer[CacheSpec]
     o_proj: RowParallelLinear | GroupedOutput
     static_kv_scales: Tensor | None = None
     """[2] float32, the checkpoint's scales of all keys and all values in an FP8 cache, set when they are loaded; None:
     each token and head gets its own."""
 
-    def __init__(self, spec: CacheSpec, cache_layer: int) -> None:
+    def __init__(self, cache: CacheLayer[CacheSpec]) -> None:
         super().__init__()
-        self.spec = spec
-        self.cache_layer = cache_layer
+        self.cache, self.spec = cache, cache.spec
 
     @property
     def input_proj(self) -> ColumnParallelLinear | None:
@@ -292,18 +290,13 @@ class Attention(TokenMixer):
     With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
     """
 
+    cache: AttentionCache
     spec: AttentionSpec
 
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: AttentionConfig,
-        norm: NormConfig,
-        spec: AttentionSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: AttentionConfig, norm: NormConfig, cache: AttentionCache
     ) -> None:
-        super().__init__(spec, cache_layer)
+        super().__init__(cache)
         self.config = config
         self.rotation = config.rotation
         self.eps = norm.eps
@@ -337,7 +330,7 @@ class Attention(TokenMixer):
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Store the tokens' keys and values, and attend: [T, H] → [T, this rank's heads × D], the input of `o_proj`."""
-        k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
+        k_cache, v_cache = batch.kv_cache.layer(self.cache.number)
         qkv = self.qkv_proj(x, batch.token_adapters)
         gates: Tensor | None = None
         if self.config.has_wide_gate:
@@ -349,7 +342,7 @@ class Attention(TokenMixer):
             gates.view(len(gates), self.spec.num_heads, -1).add_(self.gate_bias.weight.unsqueeze(1))
         if self.config.shares_kv:
             return self._attend_to_cache(qkv, angles, batch)
-        scales = batch.kv_cache.scales(self.cache_layer)
+        scales = batch.kv_cache.scales(self.cache.number)
         q, k, v = qk_norm_rope_store(
             qkv if self.prepare is None else self.prepare(qkv),
             angles.of(self.rotation),
@@ -381,10 +374,11 @@ class Attention(TokenMixer):
     def _attend(self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
         """q: [T, this rank's heads, D]; k, v: as in `AttentionBackend.forward` → [T, this rank's heads × D]."""
         sinks = None if self.sinks is None else self.sinks.weight
-        attended = batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch, sinks)
+        layer = AttentionLayer(self.spec, self.cache.number, sinks)
+        attended = batch.backend.forward(layer, q, k, v, batch)
         if batch.images is not None and batch.images.whole:
             groups = batch.images.whole.get((self.spec.window, self.spec.kv_group), ())
-            attend_both_ways(self.spec, self.cache_layer, q, groups, batch, sinks, attended)
+            attend_both_ways(layer, q, groups, batch, attended)
         return attended.flatten(1)
 
     def _attend_to_cache(self, queries: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
@@ -395,7 +389,7 @@ class Attention(TokenMixer):
         k, v = None, q  # a backend that takes no keys takes no values either
         if batch.backend.reads_new_keys:
             slots = batch.slot_mapping[self.spec.kv_group]
-            k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
+            k_cache, v_cache = batch.kv_cache.layer(self.cache.number)
             places = slots // k_cache.shape[1], slots % k_cache.shape[1]
             k, v = k_cache[places].to(q.dtype), v_cache[places].to(q.dtype)
         return self._attend(q, k, v, batch)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import StateSpec
+from nvcli.attention.spec import StateCache
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
 from nvcli.kernels.norm import rms_norm
@@ -33,17 +33,13 @@ _BIAS_OF_ONE = math.log(math.e - 1)
 class LightningAttention(TokenMixer):
     """Lightning attention: [T, H] → [T, Hv × D], the input of `o_proj`."""
 
+    cache: StateCache
+
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: LightningConfig,
-        norm: NormConfig,
-        spec: StateSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: LightningConfig, norm: NormConfig, cache: StateCache
     ) -> None:
-        super().__init__(spec, cache_layer)
-        num_heads, head_dim, _ = spec.recurrent_shape
+        super().__init__(cache)
+        num_heads, head_dim, _ = cache.spec.recurrent_shape
         self.heads = RecurrentHeads(num_heads, head_dim, num_heads, head_dim, rule="scan")
         first = build.group.rank * num_heads
         self.gates = FixedGates(config.rates[first : first + num_heads])
@@ -54,7 +50,7 @@ class LightningAttention(TokenMixer):
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to
         advance their states later."""
-        _, pool, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
+        _, pool, rows, kept = batch.states(self.cache)
         projected = self.in_proj(x, batch.token_adapters)
         qkv = F.silu(projected[:, : self.heads.num_channels], inplace=True)
         out = selective_scan(qkv, self.gates(len(qkv)), pool, rows, self.heads, kept)

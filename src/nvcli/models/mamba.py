@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import StateSpec
+from nvcli.attention.spec import StateCache
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
 from nvcli.kernels.norm import gated_rms_norm
@@ -27,17 +27,13 @@ from nvcli.models.short_conv import Convolution
 class Mamba(TokenMixer):
     """A selective state space: [T, H] → [T, Hv × Dv], the input of `o_proj`."""
 
+    cache: StateCache
+
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: MambaConfig,
-        norm: NormConfig,
-        spec: StateSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: MambaConfig, norm: NormConfig, cache: StateCache
     ) -> None:
-        super().__init__(spec, cache_layer)
-        num_heads, key_dim, value_dim = spec.recurrent_shape
+        super().__init__(cache)
+        num_heads, key_dim, value_dim = cache.spec.recurrent_shape
         num_groups = config.groups_per_rank(build.group.size)
         self.heads = RecurrentHeads(num_groups, key_dim, num_heads, value_dim, rule="scan")
         order = ("in_proj_C", "in_proj_B", "in_proj_x", "in_proj_z", "in_proj_dt")
@@ -54,7 +50,7 @@ class Mamba(TokenMixer):
         """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to
         advance their states later."""
         assert isinstance(x, Tensor), "its input is not quantised"
-        conv_pool, pool, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
+        conv_pool, pool, rows, kept = batch.states(self.cache)
         heads, channels = self.heads, self.heads.num_channels
         projected = self.in_proj(x, batch.token_adapters)
         gates_end = channels + heads.num_value_heads * heads.value_dim

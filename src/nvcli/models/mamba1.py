@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import StateSpec
+from nvcli.attention.spec import StateCache
 from nvcli.kernels.channel_scan import channel_scan
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
@@ -31,17 +31,13 @@ from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, st
 class Mamba1(TokenMixer):
     """A selective state space of single channels: [T, H] → [T, C], the input of `o_proj`."""
 
+    cache: StateCache
+
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: Mamba1Config,
-        norm: NormConfig,
-        spec: StateSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: Mamba1Config, norm: NormConfig, cache: StateCache
     ) -> None:
-        super().__init__(spec, cache_layer)
-        num_heads, state_size, num_channels = spec.recurrent_shape
+        super().__init__(cache)
+        num_heads, state_size, num_channels = cache.spec.recurrent_shape
         self.heads = RecurrentHeads(num_heads, state_size, num_heads, num_channels, rule="channel scan")
         self.shared_sizes = config.shared_sizes
         self.in_proj = ColumnParallelLinear(build, f"{path}.xz_proj", FUSED["xz_proj"])
@@ -61,7 +57,7 @@ class Mamba1(TokenMixer):
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to
         advance their states later."""
-        conv_pool, pool, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
+        conv_pool, pool, rows, kept = batch.states(self.cache)
         adapters = batch.token_adapters
         inputs, output_gates = self.in_proj(x, adapters).chunk(2, dim=1)
         values = self.conv(inputs, conv_pool, rows, kept)

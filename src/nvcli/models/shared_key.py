@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
+from nvcli.attention.spec import AttentionCache, AttentionSpec
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.norm import rms_norm
@@ -25,18 +25,13 @@ from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShar
 class SharedKeyAttention(TokenMixer):
     """[T, H] → [T, N × D], the input of `o_proj`."""
 
+    cache: AttentionCache
     spec: AttentionSpec
 
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: SharedKeyConfig,
-        norm: NormConfig,
-        spec: AttentionSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: SharedKeyConfig, norm: NormConfig, cache: AttentionCache
     ) -> None:
-        super().__init__(spec, cache_layer)
+        super().__init__(cache)
         self.config = config
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", config.input_projections)
         self.q_norm = Norm(build, f"{path}.q_a_norm", norm)
@@ -45,7 +40,7 @@ class SharedKeyAttention(TokenMixer):
         self.sinks = TensorShard(build, f"{path}.sinks")
         self.compressor: Compressor | None = None
         if config.compression is not None:
-            self.compressor = Compressor(build, path, config.compression, norm, spec, cache_layer)
+            self.compressor = Compressor(build, path, config.compression, norm, cache)
         self.o_proj = GroupedOutput(build, path, config.num_groups // build.group.size)
 
     @property
@@ -63,8 +58,8 @@ class SharedKeyAttention(TokenMixer):
         latents, keys = self.in_proj(x, adapters).split([config.query_rank, config.head_dim], dim=1)
         query_latents = rms_norm(latents, self.q_norm.weight, config.norm_eps)
         queries = self.q_b_proj(query_latents, adapters).unflatten(1, (self.spec.num_heads, config.head_dim))
-        cache, values = batch.kv_cache.layer(self.cache_layer)
-        scales = batch.kv_cache.scales(self.cache_layer)
+        cache, values = batch.kv_cache.layer(self.cache.number)
+        scales = batch.kv_cache.scales(self.cache.number)
         stored = norm_rotate_store(
             queries,
             keys,
@@ -87,8 +82,9 @@ class SharedKeyAttention(TokenMixer):
     def _attend(self, queries: Tensor, keys: Tensor | None, batch: ForwardBatch) -> Tensor:
         """Attend to the keys of the window, and to compressed ones: [T, N, D] → the same shape. `keys`: the tokens' own
         [T, 1, D], if the backend reads them."""
+        layer = AttentionLayer(self.spec, self.cache.number, self.sinks.weight)
         if self.compressor is not None:
             assert batch.backend.chosen_keys is not None
-            return batch.backend.chosen_keys.attend(self.spec, self.cache_layer, queries, batch, self.sinks.weight)
+            return batch.backend.chosen_keys.attend(layer, queries, batch)
         values = queries if keys is None else keys
-        return batch.backend.forward(self.spec, self.cache_layer, queries, keys, values, batch, self.sinks.weight)
+        return batch.backend.forward(layer, queries, keys, values, batch)

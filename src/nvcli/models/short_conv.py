@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import StateSpec
+from nvcli.attention.spec import StateCache
 from nvcli.kernels.causal_conv import causal_conv
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.kept_inputs import KeptInputs
@@ -25,16 +25,12 @@ from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, le
 class ShortConv(TokenMixer):
     """c × conv(b × x), of three projections b, c and x of the input: [T, H] → [T, C], the input of `o_proj`."""
 
+    cache: StateCache
+
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: ShortConvConfig,
-        norm: NormConfig,
-        spec: StateSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: ShortConvConfig, norm: NormConfig, cache: StateCache
     ) -> None:
-        super().__init__(spec, cache_layer)
+        super().__init__(cache)
         self.in_proj = ColumnParallelLinear(build, f"{path}.bcx_proj", ("b_proj", "c_proj", "x_proj"))
         self.conv = Convolution(build, [f"{path}.conv"])
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
@@ -46,7 +42,7 @@ class ShortConv(TokenMixer):
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Compute the tokens' outputs, and store the convolution's last inputs; for rows with drafts, store what is
         needed to advance these later."""
-        pool, _, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
+        pool, _, rows, kept = batch.states(self.cache)
         projected = self.in_proj(x, batch.token_adapters)
         before, after, values = projected.chunk(3, dim=1)
         convolved: Tensor = self.conv(before * values, pool, rows, kept, activates=False)

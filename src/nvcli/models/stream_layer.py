@@ -6,19 +6,17 @@ the shares that it passes on. Every rank computes all shares. Shapes: T tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import CacheSpec
 from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.kernels.streams import ShareWeights, add_to_streams, read_streams
 from nvcli.models.decoder_layer import DecoderLayer
-from nvcli.models.layer_config import STREAMS_OF_MIXER, STREAMS_OF_MLP, LayerConfig
+from nvcli.models.layer_config import STREAMS_OF_MIXER, STREAMS_OF_MLP
 from nvcli.models.layers import Angles, InputNorm
-from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, TensorShards
 
 
@@ -49,20 +47,9 @@ class StreamShares(TensorShards):
 class StreamLayer(DecoderLayer):
     """One layer, with a norm before each of its two blocks."""
 
-    def __init__(
-        self,
-        settings: StreamSettings,
-        build: BuildContext,
-        path: str,
-        config: LayerConfig,
-        norm: NormConfig,
-        specs: Sequence[CacheSpec],
-        cache_layer: int,
-        *,
-        has_input: bool,
-        is_summed: bool = False,
-    ) -> None:
-        super().__init__(build, path, config, norm, specs, cache_layer, has_input=has_input, is_summed=is_summed)
+    def __init__(self, settings: StreamSettings, build: BuildContext, path: str, *others: Any, **flags: Any) -> None:
+        """`others` and `flags` are the other arguments of `DecoderLayer`."""
+        super().__init__(build, path, *others, **flags)
         own = build.of_own_rows()
         self.attn_hc = StreamShares(own, f"{path}.{STREAMS_OF_MIXER}", settings)
         self.ffn_hc = StreamShares(own, f"{path}.{STREAMS_OF_MLP}", settings)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import CacheSpec
+from nvcli.attention.spec import CacheLayer, CacheSpec
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.draft_heads.eagle3_config import (
     EMBEDDING,
@@ -36,12 +36,7 @@ class Eagle3Head(DraftHead):
     """A head with one layer, which is applied again for each further token."""
 
     def __init__(
-        self,
-        build: BuildContext,
-        config: Eagle3Config,
-        shared: SharedParts,
-        specs: Sequence[CacheSpec],
-        cache_layer: int,
+        self, build: BuildContext, config: Eagle3Config, shared: SharedParts, caches: Sequence[CacheLayer[CacheSpec]]
     ) -> None:
         super().__init__()
         self.config = config
@@ -58,8 +53,8 @@ class Eagle3Head(DraftHead):
         self.norms_of_states = nn.ModuleList(norm(f"{NORMS_OF_STATES}.{number}") for number in numbers)
         self.fc = TensorShard(build, f"{FC}.weight")
         self.input_norm, self.hidden_norm = norm(INPUT_NORM), norm(HIDDEN_NORM)
-        (spec,) = specs
-        self.mixer: TokenMixer = config.attention.build(build, LAYER, config.norm, spec, cache_layer)
+        (cache,) = caches
+        self.mixer: TokenMixer = config.attention.build(build, LAYER, config.norm, cache)
         self.mlp_norm = norm(MLP_NORM)
         self.mlp: FeedForward = config.mlp.build(build, LAYER, config.norm)
         self.norm = norm(NORM)

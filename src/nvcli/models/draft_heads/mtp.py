@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import CacheSpec
+from nvcli.attention.spec import CacheLayer, CacheSpec
 from nvcli.models.decoder_layer import DecoderLayer
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.layers import InputNorm
@@ -24,12 +24,7 @@ class MTPHead(DraftHead):
     """The head's layer, with the embedding and the LM head of the target."""
 
     def __init__(
-        self,
-        build: BuildContext,
-        config: MTPConfig,
-        shared: SharedParts,
-        specs: Sequence[CacheSpec],
-        cache_layer: int,
+        self, build: BuildContext, config: MTPConfig, shared: SharedParts, caches: Sequence[CacheLayer[CacheSpec]]
     ) -> None:
         super().__init__()
         self._shared = shared
@@ -38,7 +33,7 @@ class MTPHead(DraftHead):
         self.norm_of_embedding = InputNorm(build, NORM_OF_EMBEDDING, config.norm)
         self.norm_of_hidden = InputNorm(build, NORM_OF_HIDDEN, config.norm)
         self.fc = TensorShard(build, f"{FC}.weight")
-        self.layer = DecoderLayer(build, LAYER, config.layer, config.norm, specs, cache_layer, has_input=False)
+        self.layer = DecoderLayer(build, LAYER, config.layer, config.norm, caches, has_input=False)
         is_summed = config.layer.norms.after_mlp is not None
         self.norm = InputNorm(build, NORM, config.norm, is_summed=is_summed)
 
