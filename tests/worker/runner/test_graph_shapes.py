@@ -38,6 +38,8 @@ def test_steps_that_project_latents(tmp_path: Path) -> None:
         backend=cast(AttentionBackend, Projects()),
         notes=[],
         max_shared_rows=8,
+        projects_latents=True,
+        chooses_keys=False,
         prefix_tile_tokens=16,
         kv_groups=(),
         kv_spec=cast(KVCacheSpec, None),

@@ -50,12 +50,15 @@ def test_answers_of_the_built_in_model_do_not_change() -> None:
     assert num_steps > 5
 
 
-def test_no_stage_reads_segments_that_another_one_cannot() -> None:
+def test_stages_run_the_same_steps() -> None:
+    """None reads segments that another cannot read, and all warm up as the one that projects latents and chooses."""
     runner = make_runner(demo_path(), "cpu", kv_cache_memory=1 << 24)
     assert runner.ready.reads_segments
     other = SimpleNamespace(min=lambda value: 0)
     found = RankAttention.of(runner.config, runner.model, runner.device, runner.dtype, other)  # type: ignore[arg-type]
     assert found.max_shared_rows == 0
+    assert found.projects_latents
+    assert found.chooses_keys
 
 
 @pytest.mark.parametrize("key", ["enable_cascade_attention", "enable_prefix_caching"])

@@ -27,6 +27,10 @@ class RankAttention:
     """Notes for the log about the choice."""
     max_shared_rows: int
     """The most decode rows of a step that read shared segments once; 0: one of the stages cannot do that."""
+    projects_latents: bool
+    """Whether chunks of one of the stages may attend to projected latents."""
+    chooses_keys: bool
+    """Whether tokens of one of the stages see chosen or compressed keys."""
     prefix_tile_tokens: int
     """The tokens of a tile in which chunks attend together to their prefix; 0: one of the stages cannot do that."""
     kv_groups: tuple[KVGroup, ...]
@@ -79,6 +83,8 @@ class RankAttention:
             backend=backend,
             notes=notes,
             max_shared_rows=world.min(max_shared_rows),
+            projects_latents=not world.min(backend.projected is None),
+            chooses_keys=not world.min(backend.chosen_keys is None),
             prefix_tile_tokens=world.min(tile_tokens),
             kv_groups=groups,
             kv_spec=kv_spec,
