@@ -22,8 +22,8 @@ from nvcli.kernels.shared_keys import rotate_tail
 
 @with_kernel("attention.compressed_keys")
 def store_inputs(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store what keys are made of. rows: [T, M]; cache: [blocks, block_size, M]; slot_mapping: [T] int64, block id ×
-    block_size + offset."""
+    """Store numbers of tokens: index keys, or what keys are made of. rows: [T, M]; cache: [blocks, block_size, M];
+    slot_mapping: [T] int64, block id × block_size + offset."""
     cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = rows.to(cache.dtype)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
 from nvcli.attention.spec import AttentionCache
 from nvcli.kernels.chosen_keys import split_rows
+from nvcli.kernels.compressed_keys import store_inputs
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.rotary import norm_rope, qk_norm_rope_store
@@ -59,8 +60,7 @@ class BlockAttention(Attention):
         index = self.index_proj(values_of(x), adapters).view(len(q), -1, spec.index_dim)
         queries = norm_rope(index[:, :-1], cos_sin, self.index_q_norm.weight, self.eps)
         keys = norm_rope(index[:, -1:], cos_sin, self.index_k_norm.weight, self.eps)
-        block_size = cache.shape[1]
-        cache[slots // block_size, slots % block_size, :, spec.index_place] = keys
+        store_inputs(keys[:, 0], cache[:, :, 0, spec.index_place], slots)
         if batch.key_copies is not None:
             copy_keys(cache, values, None, batch.key_copies.of_groups[spec.kv_group])
         chosen_keys.choose(self.cache, queries, None, batch)
