@@ -306,7 +306,7 @@ def test_states_are_kept_only_in_blocks_that_nobody_needs() -> None:
     requests = Requests(groups, 10 + 2)
     assert requests.tables.can_fit(40)
     assert not requests.tables.can_fit(41)
-    assert requests.tables.reserve(7, 1) == 7
+    assert requests.tables.reserve(7) == 7
     state = requests.compute_all(list(range(36)), 10)
     requests.decode(state, 4)
     assert requests.manager.num_free == 0

@@ -81,7 +81,7 @@ class Admission:
         manager = tables.block_manager
         num_free, keeps_blocks = manager.num_free, bool(state.blocks)
         # Every running request keeps room for one more row, so that admission does not cause preemption.
-        reserve = tables.reserve(self.num_running, 1)
+        reserve = tables.reserve(self.num_running)
         length = tables.enter(state, budget, reserve=reserve)
         if length == 0:  # an image that must not be cut waits for another step
             tables.release(state)

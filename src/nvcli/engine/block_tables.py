@@ -114,9 +114,10 @@ class BlockTables:
         needed = sum(group.most_blocks(num_tokens, self.block_size) for group in self._groups)
         return needed <= self.block_manager.num_blocks
 
-    def reserve(self, num_requests: int, num_tokens: int) -> int:
-        """Return the most blocks that `num_requests` decoding requests need for `num_tokens` more tokens each."""
-        return num_requests * len(self._of_keys) * ceil_div(num_tokens, self.block_size)
+    def reserve(self, num_requests: int) -> int:
+        """Return the most blocks that `num_requests` decoding requests need for one more token each: one in each group,
+        however many columns its blocks span."""
+        return num_requests * len(self._of_keys)
 
     def enter(self, state: RequestState, budget: int, *, reserve: int) -> int | None:
         """Take a waiting request's first blocks, cached ones first, and set `num_computed` to match, copied keys
