@@ -17,7 +17,7 @@ from nvcli.attention.spec import AttentionSpec, CacheLayer, CacheSpec, attention
 from nvcli.kernels.bounds import soft_cap
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.config import ModelConfig
-from nvcli.models.decoder_layer import DecoderLayer
+from nvcli.models.decoder_layer import DecoderLayer, LayerState
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.geometry import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS
 from nvcli.models.kv_groups import layer_specs
@@ -121,37 +121,36 @@ class Decoder(nn.Module):
         """Compute what `CausalLM.forward` returns. `streams`: [T, H] each, filled with the residual stream before the
         layers that they name."""
         streams, images = streams or {}, batch.images
-        delta: Tensor | None = None
-        residual: Tensor
+        state: LayerState
         if self.embed_tokens is not None:
             residual = self.embed(batch.input_ids, images)
             if self.embed_positions is not None:
                 residual.add_(self.embed_positions(batch.positions))
             if self.num_streams > 1:
                 residual = residual.repeat(1, self.num_streams)
+            state = LayerState(None, residual)
         else:
             assert received is not None
-            delta, residual = self.group.recv_stage(received)
+            state = LayerState(*self.group.recv_stage(received))
         angles = self.angles(batch)
         inputs: list[Tensor | None] = [None] * len(self.layers)
         if self.inputs is not None:
             places = None if images is None else images.rows
-            inputs = list(self.inputs(batch.input_ids, residual, places).unbind(1))
+            inputs = list(self.inputs(batch.input_ids, state.residual, places).unbind(1))
         *layers, (last, last_layer) = self.layers.items()
-        passed: Tensor | None = None
         deep = () if images is None else images.deep
         for (number, layer), own, added in zip_longest(layers, inputs[:-1], deep[: len(layers)]):
-            delta, residual, passed = layer(delta, residual, own, angles, batch, None, streams.get(number), passed)
+            state = layer(state, angles, batch, None, own, streams.get(number))
             if images is not None and added is not None:
-                residual.index_add_(0, images.rows, added, alpha=self.deep_scale)
+                state.residual.index_add_(0, images.rows, added, alpha=self.deep_scale)
         # After the last attention, only rows that need logits are computed further.
         rows = None if self.norm is None else batch.logits_rows
-        own, stream = inputs[-1], streams.get(last)
-        delta, residual, passed = last_layer(delta, residual, own, angles, batch, rows, stream, passed)
+        state = last_layer(state, angles, batch, rows, inputs[-1], streams.get(last))
+        delta, residual, _ = state
         if images is not None and len(deep) > len(layers):  # in a stage that has just as many layers
             residual.index_add_(0, images.rows, deep[-1], alpha=self.deep_scale)
         if self.end is not None:
-            delta, residual = None, self.end(delta, residual, passed, self.norm)
+            delta, residual = None, self.end(state, self.norm)
         if self.norm is None:
             if self.is_summed and delta is not None:
                 residual, delta = residual.add_(delta), None

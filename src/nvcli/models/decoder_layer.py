@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,17 @@ from nvcli.models.layers import Angles, FeedForward, GatedInputNorm, InputNorm, 
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, TensorShard
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
+
+
+class LayerState(NamedTuple):
+    """The values that a layer takes from the one before it: [T, H] each, or [N, H] after the last one."""
+
+    delta: Tensor | None
+    """The result that is not yet in the residual stream, as `layers.py` describes."""
+    residual: Tensor
+    passed: Tensor | None = None
+    """The result of the layer's shortcut, like `delta` this rank's part of a sum; between several streams the shares by
+    which `delta` is added to them. None: there is none."""
 
 
 class DecoderLayer(nn.Module):
@@ -95,35 +107,32 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        delta: Tensor | None,
-        residual: Tensor,
-        own: Tensor | None,
+        state: LayerState,
         angles: Angles,
         batch: ForwardBatch,
         rows: Tensor | None,
-        stream: Tensor | None = None,
-        passed: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Return the next `delta` and `residual`, and the result of the layer's shortcut: [T, H] each, or [N, H] if
-        only the tokens `rows` [N] continue after attention. `own` [T, P] is the layer's input besides the residual
-        stream. `stream` [T, H] is filled with the stream before the layer; None: nobody asks for it. `passed` [T, H] is
-        the result of the previous layer's shortcut, and like those returned this rank's part of a sum; None: it has
-        none."""
+        own: Tensor | None = None,
+        before: Tensor | None = None,
+    ) -> LayerState:
+        """Compute the layer. If `rows` [N] are given, only these tokens continue after attention. `own` [T, P] is the
+        layer's input besides the residual stream. `before` [T, H] is filled with the stream before the layer; None: no
+        one asks for it."""
+        delta, residual, passed = state
         if self.adds_sum and delta is not None:
             residual = self.group.add_sum(delta, residual)
             delta = None
         x = _input(self.before_attention, delta, residual)
-        if stream is not None:
+        if before is not None:
             if self.group.size > 1:
                 x = x.clone()  # a group's result holds until its next call
-            stream.copy_(self.group.whole_residual(residual))
+            before.copy_(self.group.whole_residual(residual))
         self._go_on(residual, x, 0)
         mixed = self.mixer(x, angles, batch)
         other = None if self.beside is None else self.beside(x, angles, batch)
         adapters = batch.adapters_behind_attention(rows)
         if rows is not None:
             if len(rows) == 0:
-                return None, residual[rows], None
+                return LayerState(None, residual[rows])
             mixed = mixed[rows]
             other = None if other is None else other[rows]
             if self.is_parallel:
@@ -136,7 +145,7 @@ class DecoderLayer(nn.Module):
                 assert self.before_mlp.is_centered, "all ranks have all of the stream after such norms"
                 x = self.before_mlp(None, residual)
             delta = self.mlp(x, None, adapters, self.ids_of(self.mlp, batch, rows))
-            return _add_part(delta, self.mixer.o_proj.part(mixed, None, adapters)), residual, None
+            return LayerState(_add_part(delta, self.mixer.o_proj.part(mixed, None, adapters)), residual)
         stream = residual if self.after_attention is None else None
         delta = self.mixer.o_proj(mixed, stream, adapters)
         if self.beside is not None and other is not None:
@@ -159,7 +168,7 @@ class DecoderLayer(nn.Module):
             passed = passed if rows is None else passed[rows]
             delta = passed if delta is None else _add_part(delta, passed)
         if self.scalar is None and self.input is None:
-            return delta if self.after_mlp is None else self.after_mlp(delta, residual), residual, late
+            return LayerState(delta if self.after_mlp is None else self.after_mlp(delta, residual), residual, late)
         assert self.after_mlp is not None, "no family has one without"
         assert delta is not None
         scalar = None if self.scalar is None else self.scalar.weight
@@ -167,7 +176,7 @@ class DecoderLayer(nn.Module):
         if self.input is not None:
             assert own is not None
             self.input(residual, own if rows is None else own[rows], scalar)
-        return None, residual, late
+        return LayerState(None, residual, late)
 
     def _go_on(self, residual: Tensor, normed: Activations, block: int) -> None:
         """Make the stream what `LayerNorms.stream_factors` says before a block: 0 the mixer, 1 the MLP."""

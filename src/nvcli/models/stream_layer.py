@@ -14,7 +14,7 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.kernels.streams import ShareWeights, add_to_streams, read_streams
-from nvcli.models.decoder_layer import DecoderLayer
+from nvcli.models.decoder_layer import DecoderLayer, LayerState
 from nvcli.models.layer_config import STREAMS_OF_MIXER, STREAMS_OF_MLP
 from nvcli.models.layers import Angles, InputNorm
 from nvcli.models.parallel import BuildContext, TensorShards
@@ -32,10 +32,9 @@ class StreamShares(TensorShards):
         super().__init__(build, {name: f"{path}.{name}" for name in ("fn", "base", "scale")})
         self.settings = settings
 
-    def forward(
-        self, delta: Tensor | None, streams: Tensor, kept: Tensor | None, norm: InputNorm
-    ) -> tuple[Tensor, Tensor]:
-        """Compute what `read_streams` does. `delta` is this rank's part of the result, as in `layers.py`."""
+    def forward(self, state: LayerState, norm: InputNorm) -> tuple[Tensor, Tensor]:
+        """Compute what `read_streams` does."""
+        delta, streams, kept = state
         assert norm.bias is None, "no family has one"
         assert not norm.is_centered, "no family has one"
         if delta is not None and self.group.size > 1:
@@ -56,32 +55,29 @@ class StreamLayer(DecoderLayer):
 
     def forward(
         self,
-        delta: Tensor | None,
-        residual: Tensor,
-        own: Tensor | None,
+        state: LayerState,
         angles: Angles,
         batch: ForwardBatch,
         rows: Tensor | None,
-        stream: Tensor | None = None,
-        passed: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Return the result of the MLP, the streams without it, and the shares by which it is added to them. The
-        arguments are those of `DecoderLayer.forward`; `passed`: the shares of `delta`."""
+        own: Tensor | None = None,
+        before: Tensor | None = None,
+    ) -> LayerState:
+        """Compute the layer. The arguments are those of `DecoderLayer.forward`."""
         assert self.before_attention is not None
         assert self.before_mlp is not None
         assert self.mlp is not None
-        assert stream is None, "heads that read the residual stream are refused"
-        x, kept = self.attn_hc(delta, residual, passed, self.before_attention)
-        mixed = self.mixer(x, angles, batch)
+        assert before is None, "heads that read the residual stream are refused"
+        x, kept = self.attn_hc(state, self.before_attention)
+        mixed, residual = self.mixer(x, angles, batch), state.residual
         adapters = batch.adapters_behind_attention(rows)
         if rows is not None:
             if len(rows) == 0:
-                return None, residual[rows], None
+                return LayerState(None, residual[rows])
             mixed, residual, kept = mixed[rows], residual[rows], kept[rows]
         delta = self.mixer.o_proj(mixed, None, adapters)
         del mixed  # the MLP can reuse its memory
-        x, kept = self.ffn_hc(delta, residual, kept, self.before_mlp)
-        return self.mlp(x, None, adapters, self.ids_of(self.mlp, batch, rows)), residual, kept
+        x, kept = self.ffn_hc(LayerState(delta, residual, kept), self.before_mlp)
+        return LayerState(self.mlp(x, None, adapters, self.ids_of(self.mlp, batch, rows)), residual, kept)
 
 
 class StreamEnd(nn.Module):
@@ -95,13 +91,14 @@ class StreamEnd(nn.Module):
         has_shares = norm is not None and not settings.ends_with_mean
         self.shares = StreamShares(build, path, settings) if has_shares else None
 
-    def forward(self, delta: Tensor | None, streams: Tensor, kept: Tensor | None, norm: InputNorm | None) -> Tensor:
+    def forward(self, state: LayerState, norm: InputNorm | None) -> Tensor:
         """Return [T, H] in the last stage, and elsewhere the streams [T, N × H], which are overwritten."""
+        delta, streams, kept = state
         if norm is not None and len(streams) == 0:
             return streams[:, : len(norm.weight)]
         if self.shares is not None:
             assert norm is not None
-            hidden: Tensor = self.shares(delta, streams, kept, norm)[0]
+            hidden: Tensor = self.shares(state, norm)[0]
             return hidden
         assert delta is not None
         assert kept is not None
