@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from nvcli.core.validation import show
-from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import SHARED_EXPERT, read_limit, shared_experts, with_limits
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import MAX_HEAD_DIM, SLIDING, ModelFile
-from nvcli.models.layer_config import MOST_STREAMS, DecoderConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.compression import CompressionConfig
 from nvcli.models.mixers.shared_key import SharedKeyConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
@@ -83,13 +82,6 @@ def read(config: ModelFile) -> DecoderConfig:
         kind: with_limits(one, limit, limit, kind="clamped_swiglu")
         for kind, one in ((_HASHED, hashed), (_CHOSEN, chosen))
     }
-    streams = StreamSettings(
-        count=config.positive("hc_mult", least=2, most=MOST_STREAMS),
-        norm_eps=norm.eps,
-        eps=config.positive_number("hc_eps", 1e-6),
-        factor=2.0,
-        iterations=config.positive("hc_sinkhorn_iters", most=1000),
-    )
     return config.decoder(
         (
             LayerConfig(mixer=attention[kind], mlp=experts[mlp])
@@ -97,7 +89,7 @@ def read(config: ModelFile) -> DecoderConfig:
         ),
         norm=norm,
         layout=CheckpointLayout(starts=_STARTS, renamed=_NAMES, left=("mtp.",)),
-        streams=streams,
+        streams=config.streams(norm, default_iterations=20),
     )
 
 
@@ -211,8 +203,6 @@ DEEPSEEK_V4 = Family(
     examples=("deepseek-ai/DeepSeek-V4-Flash",),
     read=read,
     defaults={
-        "hc_mult": 4,
-        "hc_sinkhorn_iters": 20,
         "head_dim": 512,
         "n_shared_experts": 1,
         "o_groups": 8,

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import SHARED_EXPERT, read_experts, read_limit, with_limits
 from nvcli.models.families.family import Family
 from nvcli.models.families.kimi_linear import NAMES_OF_DELTA, SECTION, read_delta, read_lowest_decay
 from nvcli.models.families.latent_attention import choosing_layers, with_indexers
 from nvcli.models.families.model_file import FULL, LINEAR, MAX_HEAD_DIM, ModelFile
-from nvcli.models.layer_config import MOST_STREAMS, DecoderConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.indexer import IndexerConfig
 from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
@@ -42,14 +41,7 @@ def read(config: ModelFile) -> DecoderConfig:
         )
         for kind, chooses, mlp in zip(_layer_types(config), choosing_layers(config), mlps, strict=True)
     )
-    streams = StreamSettings(
-        count=config.positive("hc_mult", 4, least=2, most=MOST_STREAMS),
-        norm_eps=norm.eps,
-        eps=config.positive_number("hc_eps", 1e-6),
-        factor=2.0,
-        iterations=config.positive("hc_sinkhorn_iters", 20, most=1000),
-        ends_with_mean=True,
-    )
+    streams = config.streams(norm, default_iterations=20, ends_with_mean=True)
     layout = CheckpointLayout(renamed=_NAMES, left=(f"model.layers.{config.num_layers()}.",))
     return with_indexers(config.decoder(layers, norm=norm, layout=layout, streams=streams))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nvcli.core.validation import show
-from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import (
     CORRECTION_BESIDE_GATE,
@@ -25,7 +24,7 @@ from nvcli.models.families.latent_attention import (
     with_indexers,
 )
 from nvcli.models.families.model_file import ModelFile
-from nvcli.models.layer_config import MOST_STREAMS, DecoderConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import GATE, AttentionConfig, OutputGate
 from nvcli.models.rope_config import RopeConfig, rope_section
 from nvcli.models.vision.hunyuan import read_hunyuan_vision
@@ -134,14 +133,8 @@ def read_v4(config: ModelFile) -> DecoderConfig:
         LayerConfig(mixer=chooser if chooses else other, mlp=with_limits(mlp, limit, None, kind="clamped_swiglu"))
         for chooses, mlp in zip(choosing_layers(config), mlps, strict=True)
     )
-    eps = config.positive_number("hc_eps", 1e-6)
-    streams = StreamSettings(
-        count=config.positive("hc_mult", 4, least=2, most=MOST_STREAMS),
-        norm_eps=norm.eps,
-        eps=eps,
-        factor=config.positive_number("hc_magnitude", 2.0),
-        result_eps=eps,
-    )
+    eps, factor = config.positive_number("hc_eps", 1e-6), config.positive_number("hc_magnitude", 2.0)
+    streams = config.streams(norm, factor=factor, result_eps=eps)
     layout = CheckpointLayout(renamed=_V4_NAMES, left=("model.mtp_layers.",))
     return with_indexers(config.decoder(layers, norm=norm, layout=layout, streams=streams))
 

@@ -17,6 +17,7 @@ from nvcli.models.families.latent_attention import (
     read_latent_attention,
     with_indexers,
 )
+from nvcli.models.families.llama import rotating_layers
 from nvcli.models.families.mistral import MIXTRAL_NAMES
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
@@ -24,7 +25,7 @@ from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.models.rope_config import LEARNED_FREQUENCIES
 from nvcli.models.vision.pixtral import read_mistral_large4_vision
 
-_ROTATION, _SOURCES = "no_rope_layers", "kv_source_layers"
+_SOURCES = "kv_source_layers"
 _STARTS = (
     ("tok_embeddings.", "model.embed_tokens."),
     ("lerope.alpha", LEARNED_FREQUENCIES),
@@ -83,7 +84,7 @@ def _mixers(config: ModelFile) -> Iterator[LatentAttentionConfig]:
     )
     rotated = read_chosen_keys(config, rotated, is_interleaved=True, reads_input=True, scales_queries=True)
     plain = replace(rotated, rope=None, rope_dim=0, plain_dim=rotated.query_dim)
-    rotates, chooses = _rotating_layers(config), choosing_layers(config)
+    rotates, chooses = rotating_layers(config), choosing_layers(config)
     sources = _source_layers(config, rotates)
     for number, source in enumerate(sources):
         mixer = rotated if rotates[number] else plain
@@ -98,16 +99,6 @@ def _mixers(config: ModelFile) -> Iterator[LatentAttentionConfig]:
                 index_number=readers.index(number),
             )
         yield mixer if chooses[number] else replace(mixer, indexer=None)
-
-
-def _rotating_layers(config: ModelFile) -> list[bool]:
-    """Read which layers rotate queries and keys from `no_rope_layers`, in which 0 stands for those that do not; if it
-    is absent, every fourth layer does not."""
-    found = config.of_layers(_ROTATION, (0, 1), may_be_longer=True)
-    if found is None:
-        interval = config.positive("no_rope_layer_interval", 4)
-        return [(number + 1) % interval != 0 for number in range(config.num_layers())]
-    return [bool(one) for one in found]
 
 
 def _source_layers(config: ModelFile, rotates: list[bool]) -> list[int]:

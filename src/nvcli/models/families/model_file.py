@@ -9,8 +9,16 @@ from typing import Any
 from nvcli.core.validation import show
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.expert_settings import ExpertActivation, Routing
+from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms, LearnedPositions, index_kinds
+from nvcli.models.layer_config import (
+    MOST_STREAMS,
+    DecoderConfig,
+    LayerConfig,
+    LayerNorms,
+    LearnedPositions,
+    index_kinds,
+)
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
@@ -127,6 +135,18 @@ class ModelFile(JsonFile):
         if num_heads % num_kv_heads:
             raise self.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} attention heads")
         return num_kv_heads
+
+    def streams(self, norm: NormConfig, *, default_iterations: int = 0, **settings: Any) -> StreamSettings:
+        """Read residual streams that are mixed with each other. `default_iterations`: of the Sinkhorn-Knopp algorithm;
+        0: the files name none. `settings` are other fields of `StreamSettings`."""
+        if default_iterations:
+            settings["iterations"] = self.positive("hc_sinkhorn_iters", default_iterations, most=1000)
+        return StreamSettings(
+            count=self.positive("hc_mult", 4, least=2, most=MOST_STREAMS),
+            norm_eps=norm.eps,
+            eps=self.positive_number("hc_eps", 1e-6),
+            **{"factor": 2.0, **settings},
+        )
 
     def learned_positions(self, offset: int = 0) -> LearnedPositions:
         """Read how many positions have an embedding; `offset`: the row of the first one."""
