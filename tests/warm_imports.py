@@ -26,8 +26,8 @@ with warnings.catch_warnings():
         "nvcli.core.config_source",
         "nvcli.demo",
         "nvcli.job.run.engine_ahead",
-        "nvcli.models.fp8_linear",
-        "nvcli.models.w4_linear",
+        "nvcli.models.linear_methods",
+        "nvcli.models.linear_methods",
         "nvcli.attention.torch_segments",
     ):
         importlib.import_module(name)

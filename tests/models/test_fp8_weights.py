@@ -31,8 +31,8 @@ from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models import kept_values, stacked_values, stored_values, weight_reader
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.models.fp8_linear import Fp8LinearMethod
 from nvcli.models.geometry import model_tensors
+from nvcli.models.linear_methods import Fp8LinearMethod
 from nvcli.models.loader import init_random_weights
 from nvcli.models.parallel import ShardedLinear
 from nvcli.models.pinned_upload import PinnedUpload

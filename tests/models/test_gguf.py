@@ -39,10 +39,10 @@ from nvcli.models.gguf import tokenizer as gguf_tokenizer
 from nvcli.models.gguf.blocks import numbers_of_blocks
 from nvcli.models.gguf.tensors import read_gguf
 from nvcli.models.gguf.types import BLOCK_TYPES, TENSOR_TYPES
+from nvcli.models.linear_methods import W4LinearMethod
 from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.rope import rope_frequencies
 from nvcli.models.stored_values import OpenFiles
-from nvcli.models.w4_linear import W4LinearMethod
 
 TOKENIZER = {
     "tokenizer.ggml.model": "gpt2",

@@ -21,9 +21,9 @@ from mxfp4 import quantise as quantise_experts
 from nvcli.errors import ConfigError, LoadError
 from nvcli.kernels.w4 import dequantise
 from nvcli.models.config import load_model_config
+from nvcli.models.linear_methods import W4LinearMethod
 from nvcli.models.loader import init_random_weights
 from nvcli.models.registry import build_model
-from nvcli.models.w4_linear import W4LinearMethod
 from nvcli.sizing.weights import weight_bytes
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup

@@ -55,7 +55,7 @@ class ShardedLinear(WeightModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
     weight_scale: nn.Parameter
-    """Present only if the weight is in FP8 or 4 bits (`fp8_linear.py`, `w4_linear.py`)."""
+    """Present only if the weight is in FP8 or 4 bits (`linear_methods.py`)."""
     column_order: nn.Parameter
     """[pieces, columns] int32; present only if 4-bit columns have an order of their own."""
     low_rank: tuple[AdapterBank, AdaptedLayer] | None = None

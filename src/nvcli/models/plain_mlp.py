@@ -13,7 +13,7 @@ from nvcli.kernels.plain_activation import activate
 from nvcli.kernels.xielu import XIELU
 from nvcli.models.layers import FeedForward
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.mixers.plain_mlp import PlainMLPConfig
+from nvcli.models.mixers.mlp import PlainMLPConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShards
 
 

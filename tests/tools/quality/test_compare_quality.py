@@ -21,7 +21,7 @@ from nvcli.cli.main import app
 from nvcli.cli.messages import say_warning
 from nvcli.core.config import RunConfig, load_run_config
 from nvcli.errors import ConfigError, NvcliError
-from nvcli.models.fp8_linear import Fp8LinearMethod
+from nvcli.models.linear_methods import Fp8LinearMethod
 from nvcli.models.parallel import ShardedLinear
 from nvcli.tools.quality import compare
 from nvcli.tools.quality.answers import agreement

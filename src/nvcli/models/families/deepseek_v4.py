@@ -14,8 +14,7 @@ from nvcli.models.families.deepseek_experts import SHARED_EXPERT, read_limit, sh
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import MAX_HEAD_DIM, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
-from nvcli.models.mixers.compression import CompressionConfig
-from nvcli.models.mixers.shared_key import SharedKeyConfig
+from nvcli.models.mixers.shared_key import CompressionConfig, SharedKeyConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
 
 _HASHED, _CHOSEN = "hash_moe", "moe"

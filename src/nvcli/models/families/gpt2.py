@@ -14,7 +14,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import AttentionConfig
-from nvcli.models.mixers.plain_mlp import PlainMLPConfig
+from nvcli.models.mixers.mlp import PlainMLPConfig
 
 _KEYS = {
     "n_embd": "hidden_size",

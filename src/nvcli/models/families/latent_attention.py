@@ -10,8 +10,7 @@ from nvcli.core.validation import show
 from nvcli.models.families.model_file import MAX_HEAD_DIM, ModelFile
 from nvcli.models.layer_config import DecoderConfig
 from nvcli.models.mixers.attention import QueryScaling
-from nvcli.models.mixers.indexer import STORED_INDEX_NAMES, IndexerConfig
-from nvcli.models.mixers.latent_attention import LatentAttentionConfig
+from nvcli.models.mixers.latent_attention import STORED_INDEX_NAMES, IndexerConfig, LatentAttentionConfig
 from nvcli.models.rope_config import RopeConfig, read_rope, rope_section
 
 _CHOOSES, _SHARES = ("full", "F"), ("shared", "S")

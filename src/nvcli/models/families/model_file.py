@@ -22,8 +22,7 @@ from nvcli.models.layer_config import (
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
-from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.models.mixers.plain_mlp import PlainMLPConfig
+from nvcli.models.mixers.mlp import MLPConfig, PlainMLPConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
 
 MAX_LAYERS = 10_000

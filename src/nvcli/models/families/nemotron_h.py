@@ -19,7 +19,7 @@ from nvcli.models.families.model_file import FULL, LINEAR, MAX_LAYERS, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import FeedForward, Mixer
-from nvcli.models.mixers.plain_mlp import PlainMLPConfig
+from nvcli.models.mixers.mlp import PlainMLPConfig
 from nvcli.models.vision.radio import read_radio_vision
 
 _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}

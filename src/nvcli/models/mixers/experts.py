@@ -10,8 +10,7 @@ from typing import ClassVar
 from nvcli.core.config_types import FP8_PRODUCTS, KeptWeights
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT, ExpertActivation, Routing
 from nvcli.models.mixers.mixer import FeedForward, LayerContext, Piece, Ranks, code_elements
-from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.models.mixers.plain_mlp import PlainMLPConfig
+from nvcli.models.mixers.mlp import MLPConfig, PlainMLPConfig
 from nvcli.models.tensor_spec import EXPERTS, Sharding, TensorSpec, matrix, vector, with_bias
 
 TABLE = "tid2eid"

@@ -1,4 +1,5 @@
-"""MLPConfig: a gated MLP, which `models/layers.py` computes, and what it has in common with one without a gate."""
+"""MLPConfig: a gated MLP, which `models/layers.py` computes, and PlainMLPConfig: one without a gate, which
+`models/plain_mlp.py` computes."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nvcli.core.config_types import KeptWeights
+from nvcli.kernels.elementwise_settings import XIELU_NUMBERS, PlainActivation
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.mixers.mixer import FeedForward, LayerContext, Piece, Ranks, code_elements
-from nvcli.models.tensor_spec import FUSED, TensorSpec
+from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +63,18 @@ class MLPConfig(DenseMLP):
         """Count the elements, beside those of gate and up where a kernel of their own clamps them."""
         apart = self.activation.clamps * 2 * self.intermediate_size // ranks.size
         return DenseMLP.activation_elements(self, hidden_size, ranks, quantization) + apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainMLPConfig(DenseMLP):
+    """An MLP without a gate: down(activation(up(x)))."""
+
+    module: ClassVar[str] = "nvcli.models.plain_mlp:PlainMLP"
+    inputs: ClassVar[tuple[str, ...]] = ("up_proj",)
+    activation: PlainActivation
+
+    def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
+        """Yield the tensors. The numbers of an activation are kept in float32, in which it is computed."""
+        yield from DenseMLP.tensors(self, path, context)
+        for name in XIELU_NUMBERS if self.activation == "xielu" else ():
+            yield vector(f"{path}.act_fn.{name}", 1, Sharding.REPLICATED, "MLP")
