@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from nvcli.models.families.afmoe import AFMOE, LAGUNA
-from nvcli.models.families.bamba import BAMBA
-from nvcli.models.families.beam import BEAM
 from nvcli.models.families.cohere2 import AYA_VISION, COHERE, COHERE2, COHERE2_MOE, COMMAND_A_VISION
 from nvcli.models.families.dbrx import DBRX
 from nvcli.models.families.deepseek import AXK1, AXK2, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
@@ -12,42 +9,32 @@ from nvcli.models.families.deepseek_v4 import DEEPSEEK_V4
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
 from nvcli.models.families.exaone import EXAONE4, EXAONE4_5, EXAONE_MOE
-from nvcli.models.families.falcon import FALCON
-from nvcli.models.families.falcon_h1 import FALCON_H1
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3, PALIGEMMA, VAULT_GEMMA
 from nvcli.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_MOE_DSA, GLM_OCR
 from nvcli.models.families.glm5_next import GLM5_NEXT
 from nvcli.models.families.gpt2 import BIGCODE, CODEGEN, GPT2, GPT_NEO, GPTJ
-from nvcli.models.families.gpt_neox import GPT_NEOX, PERSIMMON
+from nvcli.models.families.gpt_neox import FALCON, GPT_NEOX, PERSIMMON, STABLELM
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA, HYPERCLOVAX, HYPERCLOVAX_VISION
 from nvcli.models.families.hunyuan import HUNYUAN_OCR, HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3, HUNYUAN_V4
-from nvcli.models.families.idefics3 import GRANITE_DOCLING, IDEFICS3
-from nvcli.models.families.internvl import INTERNVL, QIANFAN_OCR
-from nvcli.models.families.jamba import JAMBA
-from nvcli.models.families.kimi_linear import KIMI_LINEAR
+from nvcli.models.families.kimi_linear import KIMI_LINEAR, LING
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3, LFM3_VL
-from nvcli.models.families.ling import LING
 from nvcli.models.families.llama import CWM, HELIUM, INTERNLM3, LLAMA, SEED_OSS, SMOLLM3
 from nvcli.models.families.llama4 import LLAMA4
-from nvcli.models.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
 from nvcli.models.families.longcat import LONGCAT_FLASH
-from nvcli.models.families.mamba1 import FALCON_MAMBA, MAMBA1
-from nvcli.models.families.mamba2 import MAMBA2
-from nvcli.models.families.mimo import MIMO_V2_FLASH
+from nvcli.models.families.mamba_hybrids import BAMBA, FALCON_H1, JAMBA
 from nvcli.models.families.minicpm import MINICPM3, MINICPM_OCR, MINICPM_V4_6
-from nvcli.models.families.minimax import MINIMAX_M2, MINIMAX_TEXT_01
-from nvcli.models.families.minimax_m3 import MINIMAX_M3
-from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
-from nvcli.models.families.mistral_large4 import MISTRAL_LARGE4
+from nvcli.models.families.minimax import MINIMAX_M2, MINIMAX_M3, MINIMAX_TEXT_01
+from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MISTRAL_LARGE4, MIXTRAL
 from nvcli.models.families.muse import MUSE_GLIMMER
 from nvcli.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_OMNI
 from nvcli.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from nvcli.models.families.opt import BIOGPT, OPT, XGLM
 from nvcli.models.families.phi3 import PHI, PHI3, PHI_MOE
 from nvcli.models.families.plain_mlps import APERTUS, ARCEE, JAIS2, NANOCHAT, NEMOTRON, STARCODER2
+from nvcli.models.families.pure_mamba import FALCON_MAMBA, MAMBA1, MAMBA2
 from nvcli.models.families.qwen import (
     LIGHTON_OCR,
     QWEN2,
@@ -62,9 +49,17 @@ from nvcli.models.families.qwen import (
     QWEN3_VL_MOE,
 )
 from nvcli.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from nvcli.models.families.stablelm import STABLELM
 from nvcli.models.families.step import STEP
-from nvcli.models.families.windowed_experts import FLINT, KOLIBRI, MELLUM
+from nvcli.models.families.vision_models import (
+    GRANITE_DOCLING,
+    IDEFICS3,
+    INTERNVL,
+    LLAVA,
+    LLAVA_NEXT,
+    LLAVA_ONEVISION,
+    QIANFAN_OCR,
+)
+from nvcli.models.families.windowed_experts import AFMOE, BEAM, FLINT, KOLIBRI, LAGUNA, MELLUM, MIMO_V2_FLASH
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,

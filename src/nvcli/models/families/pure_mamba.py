@@ -1,5 +1,6 @@
-"""Mamba-1 alone (https://arxiv.org/abs/2312.00752), and Falcon Mamba (https://arxiv.org/abs/2410.05355), which norms
-step sizes, keys and queries: every layer is one, without attention or an MLP."""
+"""Models of Mamba layers alone, without attention or MLPs: Mamba-1 (https://arxiv.org/abs/2312.00752), Falcon Mamba
+(https://arxiv.org/abs/2410.05355), which norms step sizes, keys and queries, and Mamba-2
+(https://arxiv.org/abs/2405.21060)."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from dataclasses import replace
 from nvcli.core.validation import show
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.families.family import Family
+from nvcli.models.families.mamba import read_mamba
 from nvcli.models.families.model_file import ModelFile
-from nvcli.models.families.nemotron_h import MIXER_ALONE, backbone_layout
+from nvcli.models.families.nemotron_h import KEYS, MIXER_ALONE, backbone_layout
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mamba1 import Mamba1Config
 
@@ -87,5 +89,29 @@ FALCON_MAMBA = Family(
     read=read_falcon_mamba,
     ties_embeddings=True,
     keys=_KEYS,
+    defaults={"max_position_embeddings": 1 << 18},
+)
+
+
+def read_mamba2(config: ModelFile) -> DecoderConfig:
+    """Read Mamba-2, whose inner size is `expand` times the hidden size."""
+    mamba = read_mamba(config)
+    layout = backbone_layout([f"{number}.{mamba.name}" for number in range(config.num_layers())])
+    return config.decoder(LayerConfig(mixer=mamba, mlp=None, norms=MIXER_ALONE), layout=layout)
+
+
+MAMBA2 = Family(
+    name="Mamba-2",
+    architectures=("Mamba2ForCausalLM",),
+    features="Mamba-2 layers alone",
+    examples=("mistralai/Mamba-Codestral-7B-v0.1",),
+    read=read_mamba2,
+    keys={
+        **KEYS,
+        "expand": "mamba_expand",
+        "head_dim": "mamba_d_head",
+        "num_heads": "mamba_n_heads",
+        "state_size": "mamba_d_state",
+    },
     defaults={"max_position_embeddings": 1 << 18},
 )

@@ -1,0 +1,104 @@
+"""Models with the decoder of another family after a vision tower: LLaVA (https://arxiv.org/abs/2310.03744), with CLIP's
+or SigLIP's, and Pixtral 12B (https://arxiv.org/abs/2410.07073), whose files have its form; InternVL 3 and 3.5
+(https://arxiv.org/abs/2504.10479); and Idefics 3 (https://arxiv.org/abs/2408.12637), SmolVLM
+(https://arxiv.org/abs/2504.05299) and Granite Docling, which see an image as tiles and as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nvcli.models.families.family import Family
+from nvcli.models.families.granite import read_granite
+from nvcli.models.families.llama import LLAMA_DEFAULTS, read_llama
+from nvcli.models.families.mistral import read_mistral
+from nvcli.models.families.model_file import ModelFile, read_by_type
+from nvcli.models.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
+from nvcli.models.layer_config import DecoderConfig
+from nvcli.models.vision.internvl import read_internvl_vision, read_qianfan_vision
+from nvcli.models.vision.llava import read_llava_next_vision, read_llava_vision, read_onevision_vision
+from nvcli.models.vision.siglip import read_docling_vision, read_idefics3_vision
+
+_LLAVA_TEXT_PARTS = {"llama": read_llama, "mistral": read_mistral, "qwen2": read_qwen2, "qwen3": read_qwen3}
+
+LLAVA = Family(
+    name="LLaVA 1.5, Pixtral 12B",
+    architectures=("LlavaForConditionalGeneration",),
+    features="Llama, Mistral or Qwen with a vision tower (CLIP, SigLIP or Pixtral)",
+    examples=("llava-hf/llava-1.5-7b-hf", "mistral-community/pixtral-12b"),
+    read=lambda config: read_by_type(config, _LLAVA_TEXT_PARTS, "llama"),
+    read_vision=read_llava_vision,
+    ties_as_text=True,
+    defaults=LLAMA_DEFAULTS,
+)
+LLAVA_NEXT = replace(
+    LLAVA,
+    name="LLaVA-NeXT (1.6)",
+    architectures=("LlavaNextForConditionalGeneration",),
+    features="Llama, Mistral or Qwen with a vision tower (CLIP), which sees images as rows across tiles",
+    examples=("llava-hf/llava-v1.6-mistral-7b-hf",),
+    read_vision=read_llava_next_vision,
+)
+LLAVA_ONEVISION = replace(
+    LLAVA,
+    name="LLaVA-OneVision",
+    architectures=("LlavaOnevisionForConditionalGeneration",),
+    features="Qwen2 with a vision tower (SigLIP), which sees images as rows across tiles",
+    examples=("llava-hf/llava-onevision-qwen2-7b-ov-hf",),
+    read=lambda config: read_by_type(config, _LLAVA_TEXT_PARTS, "qwen2"),
+    read_vision=read_onevision_vision,
+)
+
+
+_INTERNVL_TEXT_PARTS = {"qwen2": read_qwen2, "qwen3": read_qwen3, "qwen3_moe": read_qwen3_moe}
+
+INTERNVL = Family(
+    name="InternVL 3, 3.5",
+    architectures=("InternVLForConditionalGeneration",),
+    features="Qwen2 or Qwen3 with a vision tower, which sees images as tiles",
+    examples=("OpenGVLab/InternVL3-8B-hf", "OpenGVLab/InternVL3_5-8B-HF"),
+    read=lambda config: read_by_type(config, _INTERNVL_TEXT_PARTS, "qwen2"),
+    read_vision=read_internvl_vision,
+    ties_embeddings=True,
+)
+QIANFAN_OCR = Family(
+    name="Qianfan-OCR",
+    architectures=("QianfanOCRForConditionalGeneration",),
+    features="Qwen3 with the vision tower of InternVL",
+    examples=("baidu/Qianfan-OCR",),
+    read=read_qwen3,
+    read_vision=read_qianfan_vision,
+)
+
+
+IDEFICS3 = Family(
+    name="SmolVLM, Idefics 3",
+    architectures=("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration"),
+    features="Llama with a vision tower (SigLIP), which sees images as marked tiles; also Granite Docling 258M",
+    examples=("HuggingFaceTB/SmolVLM2-2.2B-Instruct", "ibm-granite/granite-docling-258M"),
+    read=lambda config: read_by_type(config, {"llama": read_llama, "granite": read_granite}, "llama"),
+    read_vision=read_idefics3_vision,
+    defaults=LLAMA_DEFAULTS,
+)
+
+
+def read_docling(config: ModelFile) -> DecoderConfig:
+    """Read Granite 3. What says whether a page is dense stays on disk."""
+    decoder = read_granite(config)
+    return replace(decoder, layout=replace(decoder.layout, left=("model.density_router.",)))
+
+
+GRANITE_DOCLING = Family(
+    name="Granite Docling 500M",
+    architectures=("GraniteDoclingForConditionalGeneration",),
+    features="Granite 3 with a vision tower, from several layers of which the decoder reads; marked tiles",
+    examples=("ibm-granite/granite-for-docling-500m",),
+    read=read_docling,
+    read_vision=read_docling_vision,
+    ties_embeddings=True,
+    defaults={
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 4.0,
+        "residual_multiplier": 0.263,
+        "attention_multiplier": 1 / 64,
+    },
+)
