@@ -29,9 +29,9 @@ from nvcli.engine.request import Request
 from nvcli.engine.step_recorder import StepRecord
 from nvcli.job.run.engine_settings import load_checkpoint, resolve_engines
 from nvcli.models.config import load_model_config
+from nvcli.tools.bench.adapters import write_adapters
 from nvcli.tools.bench.command import parse_range
 from nvcli.tools.bench.engines import Engines
-from nvcli.tools.bench.made_up_adapters import write_adapters
 from nvcli.tools.bench.shapes import SHAPES, write_shape
 from nvcli.tools.bench.workload import Workload
 

@@ -289,7 +289,7 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each address gives, found out in one process: huggingface_hub reads its environment when it is imported."""
     code = (
         "from nvcli.errors import ConfigError\n"
-        "from nvcli.job.input.hub_dataset import fetch_dataset\n"
+        "from nvcli.job.input.fetch import fetch_dataset\n"
         "for address in sys.argv[1:]:\n"
         "    try: answer = fetch_dataset(address)\n"
         "    except ConfigError as error: answer = str(error)\n"

@@ -10,7 +10,7 @@ import pytest
 from held_engine import MakeLLM
 from nvcli.core.lora_config import LoraConfig
 from nvcli.models.config import load_model_config
-from nvcli.tools.bench.made_up_adapters import write_adapters
+from nvcli.tools.bench.adapters import write_adapters
 
 
 @pytest.fixture

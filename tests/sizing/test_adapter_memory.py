@@ -19,7 +19,7 @@ from nvcli.models.registry import build_model
 from nvcli.sizing.adapters import adapter_memory
 from nvcli.sizing.kv_cache import max_blocks
 from nvcli.sizing.memory import estimate, planned_adapters
-from nvcli.tools.bench.made_up_adapters import write_adapters
+from nvcli.tools.bench.adapters import write_adapters
 from nvcli.tools.bench.shapes import write_shape
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 

@@ -44,8 +44,7 @@ def profile_memory(
     """
     from nvcli.tools.bench.plot import check_plot
     from nvcli.tools.profile.command import run_profile
-    from nvcli.tools.profile.picture import print_bars, write_plot
-    from nvcli.tools.profile.report import format_json, format_profile
+    from nvcli.tools.profile.report import format_json, format_profile, print_bars, write_plot
 
     if plot is not None:
         check_plot(plot)

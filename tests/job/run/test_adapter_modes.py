@@ -24,7 +24,7 @@ from nvcli.job.run import adapter_modes
 from nvcli.job.run.adapter_modes import choose_modes, find_modes
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.tools.bench.made_up_adapters import write_adapters
+from nvcli.tools.bench.adapters import write_adapters
 from nvcli.tools.bench.shapes import write_shape
 
 NAMES = ("a", "b", "c")

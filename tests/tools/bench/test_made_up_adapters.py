@@ -12,9 +12,8 @@ from nvcli.errors import ConfigError
 from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.adapters.row_adapters import check_row_adapter, linear_tensors
 from nvcli.models.config import load_model_config
-from nvcli.tools.bench.adapter_modes import in_turns
+from nvcli.tools.bench.adapters import in_turns, spread_over_adapters, write_adapters
 from nvcli.tools.bench.command import run_bench
-from nvcli.tools.bench.made_up_adapters import spread_over_adapters, write_adapters
 from nvcli.tools.bench.options import BenchOptions
 from nvcli.tools.bench.shapes import write_shape
 from nvcli.tools.bench.workload import Workload

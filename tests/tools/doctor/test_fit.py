@@ -14,7 +14,7 @@ from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.bench.shapes import write_shape
 from nvcli.tools.doctor.findings import Level
-from nvcli.tools.doctor.fit import check_fit
+from nvcli.tools.doctor.machine import check_fit
 
 
 @pytest.fixture

@@ -28,9 +28,8 @@ from nvcli.tools.bench.shapes import write_shape
 from nvcli.tools.profile.advice import advise
 from nvcli.tools.profile.command import gpu_size
 from nvcli.tools.profile.lengths import lengths_of
-from nvcli.tools.profile.picture import print_bars
 from nvcli.tools.profile.profile import profile_from_config
-from nvcli.tools.profile.report import format_profile
+from nvcli.tools.profile.report import format_profile, print_bars
 from nvcli.worker.distributed.stage import Stage
 
 GIB = 1 << 30

@@ -26,8 +26,7 @@ from nvcli.models.parallel import ShardedLinear
 from nvcli.tools.quality import compare
 from nvcli.tools.quality.answers import agreement
 from nvcli.tools.quality.compare import compare_quality
-from nvcli.tools.quality.logits import compare_logits
-from nvcli.tools.quality.passage_reader import PassageReader
+from nvcli.tools.quality.rank import PassageReader, compare_logits
 from nvcli.tools.quality.report import format_json, format_report
 from nvcli.tools.quality.statistics import Predictions, TokenSums
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup

@@ -15,7 +15,7 @@ from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.request import Request
 from nvcli.errors import ModelError
 from nvcli.worker.runner.model_runner import ModelRunner
-from nvcli.worker.runner.unfilled_blocks import partly_filled_blocks
+from nvcli.worker.runner.step_runner import partly_filled_blocks
 from one_rank import make_runner, run_to_outputs
 from requests_factory import make_request
 

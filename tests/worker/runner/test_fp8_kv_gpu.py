@@ -14,8 +14,7 @@ from demo_tasks import raw_prompt, sample
 from fake_runners import engine_config
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.demo import demo_path
-from nvcli.tools.quality.logits import compare_logits
-from nvcli.tools.quality.passage_reader import PassageReader
+from nvcli.tools.quality.rank import PassageReader, compare_logits
 from nvcli.worker.runner.interface import RankContext
 from one_rank import make_runner, run_requests
 from requests_factory import make_request

@@ -16,8 +16,8 @@ from nvcli.core.messages import StepInput, pack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.demo import demo_path
 from nvcli.kernels.prepare_inputs import prepare_inputs
+from nvcli.worker.runner.input_buffers import exact_shape
 from nvcli.worker.runner.model_runner import ModelRunner
-from nvcli.worker.runner.step_shape import exact_shape
 from one_rank import make_runner, make_scheduler, run_requests
 from requests_factory import make_request
 

@@ -11,8 +11,7 @@ import torch
 
 from nvcli.core.system.host_memory import resident_bytes
 from nvcli.worker.runner import memory_regions
-from nvcli.worker.runner.host_copy import HostCopy
-from nvcli.worker.runner.memory_regions import CudaDriver, make_region
+from nvcli.worker.runner.memory_regions import CudaDriver, HostCopy, make_region
 
 MIB = 1 << 20
 GRANULARITY = 2 * MIB

@@ -21,7 +21,7 @@ from nvcli.job.run.settings import SetterOf
 from nvcli.job.text.grammar_maker import GrammarMaker
 from nvcli.job.text.model_limits import ModelLimits, check_vocabulary, fit_prompt
 from nvcli.job.text.reasoning import find_reasoning_format, unknown_marks
-from nvcli.job.text.token_rules import token_rules
+from nvcli.job.text.sampling_rules import token_rules
 from nvcli.job.text.tokenizer import Tokenizer
 
 _SECTION = "sampling"

@@ -36,9 +36,8 @@ from nvcli.job.text.prompt_tasks import (
 )
 from nvcli.job.text.reasoning import unknown_marks
 from nvcli.job.text.row_prompt import RowPrompt
-from nvcli.job.text.sampling_rules import SamplingRules, constraint_of, sampling_rules, structured_name
+from nvcli.job.text.sampling_rules import SamplingRules, TokenRules, constraint_of, sampling_rules, structured_name
 from nvcli.job.text.special_tokens import special_token_rule
-from nvcli.job.text.token_rules import TokenRules
 from nvcli.job.text.tokenizer import Tokenizer
 
 _ROW_BYTES = 1000

@@ -30,10 +30,9 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.vision.image_processor import read_processor
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench.ablation import parse_ablations
-from nvcli.tools.bench.adapter_modes import in_mode, in_turns, merge_by_cost
+from nvcli.tools.bench.adapters import in_mode, in_turns, merge_by_cost, spread_over_adapters, write_adapters
 from nvcli.tools.bench.bench import BenchAdapters, BenchResult, bench
 from nvcli.tools.bench.file_workload import FileWorkload
-from nvcli.tools.bench.made_up_adapters import spread_over_adapters, write_adapters
 from nvcli.tools.bench.made_up_images import MadeUpImages
 from nvcli.tools.bench.options import BenchOptions
 from nvcli.tools.bench.plot import check_plot, draw_run

@@ -26,10 +26,8 @@ from nvcli.tools.doctor.all_reduce import check_all_reduce
 from nvcli.tools.doctor.attention_probe import AttentionTask
 from nvcli.tools.doctor.device_probe import DeviceReport, GpuReport
 from nvcli.tools.doctor.findings import Finding, Section, note, ok, problem
-from nvcli.tools.doctor.fit import check_fit
-from nvcli.tools.doctor.folders import check_folders
 from nvcli.tools.doctor.gpus import check_fp8, check_gpus, free_bytes
-from nvcli.tools.doctor.machine import check_machine
+from nvcli.tools.doctor.machine import check_fit, check_folders, check_machine
 from nvcli.tools.doctor.model_files import ModelFiles, check_model_files
 from nvcli.tools.doctor.model_probe import ModelTask
 from nvcli.tools.doctor.probe import Probe, ProbeFailed

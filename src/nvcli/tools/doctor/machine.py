@@ -1,16 +1,26 @@
-"""Checks the machine around the GPUs: processors, memory, and system limits."""
+"""Checks the machine around the GPUs: processors, memory, system limits, the folders that a run writes to, and whether
+a model's weights fit, of which `nvcli profile-memory` gives the exact answer."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import resource
+import shutil
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.control_group import container_limit, container_room
 from nvcli.core.system.host_memory import read_meminfo
+from nvcli.core.system.kernel_cache import ADVICE, kernel_cache_folder
 from nvcli.core.system.process_limits import MIN_OPEN_FILES
+from nvcli.models.config import ModelConfig
+from nvcli.sizing.ram import ram_of_weights, ways_to_less_ram
+from nvcli.sizing.weights import rank_weights
+from nvcli.tools.doctor.device_probe import GpuReport
 from nvcli.tools.doctor.findings import Finding, format_gib, note, ok, problem, warning
 
 _GOOD_OPEN_FILES = 1024
@@ -112,3 +122,101 @@ def check_locked_memory() -> Finding:
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+_LITTLE_DISK = 1 << 30
+
+
+def check_folders(device: Literal["cpu", "cuda"], output: Path) -> list[Finding]:
+    """Check all folders. `output` is the folder of the output file."""
+    return [check_output(output), check_kernel_cache(kernel_cache_folder(), device), check_temporary()]
+
+
+def check_output(folder: Path) -> Finding:
+    if not os.path.isdir(folder):  # Path's own method raises if a parent folder cannot be entered
+        return problem("output", f"{folder} is not a folder", f"mkdir -p {folder}, or name another with --output")
+    if (reason := folder_problem(folder)) is not None:
+        return problem("output", f"{folder} cannot be written to: {reason}", "name another folder with --output")
+    return _space("output", folder, "free some space, or name a folder on another disk with --output")
+
+
+def check_kernel_cache(folder: Path, device: Literal["cpu", "cuda"]) -> Finding:
+    existing = next(part for part in (folder, *folder.parents) if os.path.exists(part))
+    reason = folder_problem(existing) if existing.is_dir() else f"{existing} is a file"
+    if reason is None:
+        return _space("kernel cache", folder, "set TRITON_CACHE_DIR to a folder on another disk", existing)
+    found = f"{folder} cannot be written to: {reason}"
+    if device == "cpu":
+        return note("kernel cache", f"{found}; only runs on a GPU need it")
+    return problem("kernel cache", found, ADVICE)
+
+
+def check_temporary() -> Finding:
+    try:
+        folder = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        return problem("temporary files", str(error.strerror), "set TMPDIR to a folder that can be written to")
+    return _space("temporary files", folder, "set TMPDIR to a folder on another disk")
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Return the reason why no file can be created in a folder; None if one can.
+
+    Creates one, because permissions do not reveal read-only or full disks.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _space(name: str, folder: Path, advice: str, existing: Path | None = None) -> Finding:
+    free = shutil.disk_usage(existing or folder).free
+    found = f"{folder}, {format_gib(free)} free"
+    return ok(name, found) if free >= _LITTLE_DISK else warning(name, found, advice)
+
+
+_LITTLE_ROOM = 2 << 30
+"""Activations and CUDA graphs usually take about this much; the rest is for the KV cache."""
+
+
+def check_fit(
+    config: EngineConfig, model: ModelConfig, *, num_replicas: int, gpus: Sequence[GpuReport], ram: int
+) -> Finding:
+    """Check the weights of one rank against its memory.
+
+    `num_replicas` is the data-parallel size, and `ram` is the free RAM in bytes, used on a CPU only.
+    """
+    size = config.tensor_parallel_size
+    if config.device == "cpu":
+        return _fit_ram(config, model, num_replicas=num_replicas, ram=ram)
+    weights = sum(rank_weights(config, model).values())
+    needed = gpus[: config.num_ranks * num_replicas]
+    if not needed:
+        return warning("memory", f"{format_gib(weights)} of weights per GPU, but no GPU to hold them", "see above")
+    rooms = [
+        int(gpu.total_bytes * config.gpu_memory_utilization) - (gpu.total_bytes - gpu.free_bytes) for gpu in needed
+    ]
+    left = min(rooms) - weights
+    found = f"{format_gib(weights)} of weights ({config.weights_type}) on each GPU"
+    if left > _LITTLE_ROOM:
+        return ok("memory", f"{found}; leaves about {format_gib(left)} for KV cache and working memory")
+    larger = _next_size(model, size)
+    advice = "raise gpu_memory_utilization, free the GPUs" + (f", or use --tp {larger}" if larger else "")
+    if left > 0:
+        return warning("memory", f"{found}; leaves only about {format_gib(left)}", advice)
+    return problem("memory", f"{found}; {format_gib(-left)} more than gpu_memory_utilization allows", advice)
+
+
+def _fit_ram(config: EngineConfig, model: ModelConfig, *, num_replicas: int, ram: int) -> Finding:
+    weights = ram_of_weights(config, model, num_replicas=num_replicas)
+    found = f"{format_gib(weights)} of weights ({config.weights_type}) in {format_gib(ram)} of free RAM"
+    if weights >= ram:
+        return problem("memory", found, ways_to_less_ram(config, num_replicas=num_replicas))
+    return ok("memory", found)
+
+
+def _next_size(model: ModelConfig, size: int) -> int | None:
+    """Return the next larger tensor-parallel size that divides the model; None if there is none."""
+    return next((n for n in range(size + 1, 17) if model.divides_by(n)), None)

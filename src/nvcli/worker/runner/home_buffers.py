@@ -24,9 +24,8 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
 from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.kernels.step_tensors import SlotState
-from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch
+from nvcli.worker.runner.input_buffers import InputBuffers, OfRows, StepBatch, exact_shape
 from nvcli.worker.runner.slot_table import unpack_ids
-from nvcli.worker.runner.step_shape import OfRows, exact_shape
 from nvcli.worker.runner.uploader import PinnedRing, to_device
 
 

@@ -1,4 +1,5 @@
-"""Memory regions: device memory that can be given back and come back at the same addresses.
+"""Memory regions: device memory that can be given back and come back at the same addresses; and copies of such memory
+on the host.
 
 A region is a range of addresses with one tensor over it. `release` gives the memory behind it back to the system, and
 `restore` puts new memory, all zeros, behind the same addresses. Everything that holds an address stays valid: the
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import mmap
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -264,3 +266,39 @@ class CudaDriver:
         if code:
             reason = "out of memory" if code == _OUT_OF_MEMORY else f"error {code}"
             raise RuntimeError(f"CUDA driver: {name}: {reason}")
+
+
+_THREADS = 8
+_PART_BYTES = 256 << 20
+
+
+class HostCopy:
+    """A copy of a tensor [bytes] uint8. Its pages are pinned, where the driver allows that; else copying is slower.
+
+    They are new pages and go back to the system with this object: torch's own pinned memory is rounded up to a power of
+    two, and stays with the process.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        region = make_region(len(source), torch.device("cpu"))
+        assert region is not None
+        self._pages = region.memory
+        with ThreadPoolExecutor(_THREADS) as pool:  # the system clears new pages, which takes longer than to fill them
+            list(pool.map(_touch, torch.split(self._pages, _PART_BYTES)))
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = runtime.cudaHostRegister(self._pages.data_ptr(), len(source), 0)
+        self._is_pinned = code == runtime.cudaError.success
+        self._pages.copy_(source)
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy everything to a tensor like the source."""
+        target.copy_(self._pages)
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_pinned", False):
+            torch.cuda.cudart().cudaHostUnregister(self._pages.data_ptr())  # type: ignore[no-untyped-call]
+
+
+def _touch(part: Tensor) -> None:
+    with torch.inference_mode():  # this is per thread
+        part.zero_()

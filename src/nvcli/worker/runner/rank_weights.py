@@ -35,8 +35,7 @@ from nvcli.models.registry import stored_dtype
 from nvcli.models.same_architecture import check_same_architecture
 from nvcli.models.stored_routers import with_stored_routers
 from nvcli.worker.runner.device import wait_for_gpu
-from nvcli.worker.runner.host_copy import HostCopy
-from nvcli.worker.runner.memory_regions import MemoryRegion, make_region
+from nvcli.worker.runner.memory_regions import HostCopy, MemoryRegion, make_region
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
+from nvcli.kernels.key_copies import COPY_FIELDS
 from nvcli.models.causal_lm import CausalLM
 from nvcli.worker.distributed.stage_link import StageLink
 from nvcli.worker.distributed.tensor_parallel import StageState
@@ -32,10 +34,9 @@ from nvcli.worker.runner.masked_choice import MaskedChoice
 from nvcli.worker.runner.model_drafter import ModelDrafter
 from nvcli.worker.runner.query_reader import PromptQueryReader, QueryPlan
 from nvcli.worker.runner.sampler import Sampler
-from nvcli.worker.runner.slot_table import SlotTable
+from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
 from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_results import PendingStep, StepForward, StepLogits, unowned_output
-from nvcli.worker.runner.unfilled_blocks import partly_filled_blocks
 from nvcli.worker.runner.uploader import PinnedRing
 
 
@@ -246,3 +247,26 @@ class StepRunner:
         if not self._on_gpu:
             return ids
         return self._pinned.next()[: len(ids)].copy_(ids, non_blocking=True)
+
+
+def partly_filled_blocks(
+    step: StepInput, block_size: int, state_groups: Sequence[int] = ()
+) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Return blocks that a step gave to slots and that may be read before they are full: the last of each run of
+    columns, and all blocks of decode rows with drafts, which may not come so far. This leaves out blocks with keys that
+    are there, unless they are copied afterwards, and those of `state_groups`, the KV groups whose states are read as
+    they were written."""
+    groups, slots, columns = map(unpack_ids, (step.block_groups, step.block_slots, step.block_columns))
+    is_last = np.ones(len(slots), dtype=np.bool_)
+    is_last[:-1] = (groups[1:] != groups[:-1]) | (slots[1:] != slots[:-1]) | (columns[1:] != columns[:-1] + 1)
+    if step.row_limits:
+        is_last |= np.isin(slots, unpack_ids(step.slots)[: step.num_decodes])
+    if state_groups:
+        is_last &= ~np.isin(groups, state_groups)
+    blocks: np.ndarray[tuple[int], np.dtype[np.int32]] = unpack_ids(step.block_ids)
+    num_there = {new.slot: new.num_cached_tokens for new in step.new_slots}
+    if any(num_there.values()):
+        copied = unpack_ids(step.key_copies).reshape(-1, 1 + COPY_FIELDS)[:, 2]
+        ends = np.array([num_there.get(slot, 0) for slot in slots.tolist()])
+        is_last &= (columns * block_size >= ends) | np.isin(blocks, copied)
+    return blocks[is_last]
