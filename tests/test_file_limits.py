@@ -17,7 +17,7 @@ from nvcli.errors import ConfigError
 from nvcli.job.files import check_output
 from nvcli.job.progress.status_file import SideFile
 from nvcli.worker.executor.channel import ChannelSpec
-from nvcli.worker.executor.status_board import StatusBoard
+from nvcli.worker.executor.rank_messages import StatusBoard
 
 
 @pytest.fixture

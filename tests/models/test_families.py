@@ -26,7 +26,7 @@ from nvcli.models.families.catalogue import FAMILIES
 from nvcli.models.geometry import model_tensors
 from nvcli.models.layer_config import LearnedPositions
 from nvcli.models.mixers.attention import AttentionConfig
-from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
+from nvcli.models.mixers.delta_net import KimiDeltaConfig
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.models.rope import rope_frequencies
 from nvcli.models.rope_config import RopeConfig

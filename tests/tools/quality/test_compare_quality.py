@@ -24,8 +24,8 @@ from nvcli.errors import ConfigError, NvcliError
 from nvcli.models.linear_methods import Fp8LinearMethod
 from nvcli.models.parallel import ShardedLinear
 from nvcli.tools.quality import compare
-from nvcli.tools.quality.answers import agreement
 from nvcli.tools.quality.compare import compare_quality
+from nvcli.tools.quality.passages import agreement
 from nvcli.tools.quality.rank import PassageReader, compare_logits
 from nvcli.tools.quality.report import format_json, format_report
 from nvcli.tools.quality.statistics import Predictions, TokenSums

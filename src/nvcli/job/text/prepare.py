@@ -28,6 +28,7 @@ from nvcli.job.text.model_limits import ModelLimits, check_vocabulary, encode_lo
 from nvcli.job.text.prompt_tasks import (
     Continuations,
     PreparedTask,
+    RowPrompt,
     ScoredText,
     check_dimensions,
     fit_whole,
@@ -35,7 +36,6 @@ from nvcli.job.text.prompt_tasks import (
     scored_prompt,
 )
 from nvcli.job.text.reasoning import unknown_marks
-from nvcli.job.text.row_prompt import RowPrompt
 from nvcli.job.text.sampling_rules import SamplingRules, TokenRules, constraint_of, sampling_rules, structured_name
 from nvcli.job.text.special_tokens import special_token_rule
 from nvcli.job.text.tokenizer import Tokenizer

@@ -1,4 +1,5 @@
-"""Tokens of rows that are scored or embedded: continuations are separated from prompts as in lm-eval.
+"""Tokens of rows that are scored or embedded: continuations are separated from prompts as in lm-eval. RowPrompt: the
+prompt of any row on its way from text or messages to tokens.
 
 The prompt is tokenized alone, and together with each continuation; the tokens of the continuation are those of the
 whole after as many as the prompt has. Spaces at the end of the prompt count as the beginning of the continuation,
@@ -8,6 +9,7 @@ because tokens of most models begin with their space (EleutherAI/lm-evaluation-h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
@@ -16,11 +18,36 @@ import msgspec
 from nvcli.core.config_types import OnTooLong
 from nvcli.core.messages import TOKEN_BYTES, pack, unpack
 from nvcli.errors import RowError
-from nvcli.job.job import EmbedTask, PromptTask, ScoreTask
+from nvcli.job.images.pixel_memory import Pixels
+from nvcli.job.job import EmbedTask, Job, PromptTask, ScoreTask
 from nvcli.job.text.model_limits import cut
-from nvcli.job.text.row_prompt import RowPrompt
 from nvcli.job.text.special_tokens import SpecialTokenRule, frame
 from nvcli.job.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class RowPrompt:
+    """A prompt as far as it is known. Once there is an `error`, the rest does not matter."""
+
+    job: Job
+    is_rendered: bool
+    """Whether it is a conversation, whose text the chat template writes."""
+    text: str
+    """The text to tokenize; empty where it is not rendered yet, and where the row gives token ids."""
+    ids: list[int] | None
+    """The token ids; None: not tokenized yet."""
+    pixels: Sequence[Pixels] = ()
+    """The pixels of its images."""
+    wholes: list[list[int]] = field(default_factory=list)
+    """The token ids of the prompt with each continuation to score."""
+    error: RowError | None = None
+
+    def take_ids(self, ids: list[int] | RowError) -> None:
+        """Take the token ids of the text, or its error."""
+        if isinstance(ids, RowError):
+            self.error = ids
+        else:
+            self.ids = ids
 
 
 class ScoredText(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from nvcli.models.families.kimi_linear import NAMES_OF_DELTA, SECTION, read_delt
 from nvcli.models.families.latent_attention import choosing_layers, with_indexers
 from nvcli.models.families.model_file import FULL, LINEAR, MAX_HEAD_DIM, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
-from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
+from nvcli.models.mixers.delta_net import KimiDeltaConfig
 from nvcli.models.mixers.latent_attention import IndexerConfig, LatentAttentionConfig
 
 _INDEXED = "indexed_attention"

@@ -21,8 +21,8 @@ from nvcli.models.families.mistral import MIXTRAL_NAMES
 from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import OutputGate
+from nvcli.models.mixers.delta_net import KimiDeltaConfig
 from nvcli.models.mixers.experts import ExpertsConfig
-from nvcli.models.mixers.kimi_delta import KimiDeltaConfig
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.mtp_config import LAYER, NORM, MTPConfig, Names, names_of_layer
 

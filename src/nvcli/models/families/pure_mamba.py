@@ -13,7 +13,7 @@ from nvcli.models.families.mamba import read_mamba
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.families.nemotron_h import KEYS, MIXER_ALONE, backbone_layout
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
-from nvcli.models.mixers.mamba1 import Mamba1Config
+from nvcli.models.mixers.mamba import Mamba1Config
 
 NAMES = ((".mamba.in_proj", ".mamba.xz_proj"), (".mamba.dt_proj.bias", ".mamba.dt_bias"))
 """Names in files, and the decoder's."""

@@ -20,8 +20,7 @@ from nvcli.core.messages import TOKEN_BYTES
 from nvcli.errors import ConfigError, NvcliError, reworded
 from nvcli.job.planning.layout import resolve_layout
 from nvcli.job.run.resolve import ResolvedModel, resolve_settings
-from nvcli.tools.quality.answers import AnswerAgreement, agreement, greedy_answers
-from nvcli.tools.quality.passages import Passage, read_passages
+from nvcli.tools.quality.passages import AnswerAgreement, Passage, agreement, greedy_answers, read_passages
 from nvcli.tools.quality.ranks import ComparingRanks, PassageTask
 from nvcli.tools.quality.statistics import Predictions, TokenSums
 

@@ -1,12 +1,17 @@
-"""The messages that a rank's process sends to the executor besides the outputs of steps."""
+"""The messages that a rank's process sends to the executor besides the outputs of steps, and StatusBoard: a note of
+what each rank is doing, readable by the engine even when the rank no longer answers."""
 
 from __future__ import annotations
 
+import mmap
+import os
+import struct
 import traceback
 from dataclasses import dataclass
 from textwrap import shorten
 
 from nvcli.core.messages import StepOutput
+from nvcli.core.system.file_limits import resize_memory_file
 from nvcli.errors import NvcliError, first_line
 
 _MAX_REASON = 200
@@ -47,3 +52,30 @@ class StepNotRun:
     def result(self) -> StepOutput:
         reason = shorten(self.reason, _MAX_REASON, placeholder=" …")
         return StepOutput(step_id=self.step_id, token_ids=b"", out_of_memory=reason)
+
+
+_ENTRY = struct.Struct("<q48s")  # step id or -1, phase in UTF-8
+
+
+class StatusBoard:
+    """A board with one fixed-size entry per rank, in anonymous shared memory. Each rank writes only its own entry."""
+
+    def __init__(self, fd: int, num_ranks: int) -> None:
+        self._memory = mmap.mmap(fd, num_ranks * _ENTRY.size)
+
+    @staticmethod
+    def create(num_ranks: int) -> int:
+        """Create a board's memory; return the descriptor with which the executor and the ranks open it."""
+        fd = os.memfd_create("nvcli-status")
+        resize_memory_file(fd, num_ranks * _ENTRY.size)
+        return fd
+
+    def report(self, rank: int, phase: str, step_id: int = -1) -> None:
+        """Note what this rank is doing: a phase, or a step's number."""
+        _ENTRY.pack_into(self._memory, rank * _ENTRY.size, step_id, phase.encode()[:48])
+
+    def describe(self, rank: int) -> str:
+        """Say what a rank is doing, such as `load weights` or `step 57`."""
+        step_id, phase = _ENTRY.unpack_from(self._memory, rank * _ENTRY.size)
+        name = phase.rstrip(b"\0").decode(errors="replace") or "start-up"
+        return name if step_id < 0 else f"{name} {step_id}"

@@ -16,9 +16,8 @@ from nvcli.core.messages import EngineReady
 from nvcli.core.weight_changes import WeightsChanged
 from nvcli.errors import NvcliError, WorkerError
 from nvcli.worker.executor.child_process import ChildProcess
-from nvcli.worker.executor.rank_messages import RankClosed, RankFailed, StepNotRun
+from nvcli.worker.executor.rank_messages import RankClosed, RankFailed, StatusBoard, StepNotRun
 from nvcli.worker.executor.ranks import RankAhead, RankStart, Wiring, start_rank
-from nvcli.worker.executor.status_board import StatusBoard
 
 Message = TypeVar("Message")
 

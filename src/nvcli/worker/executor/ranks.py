@@ -8,7 +8,7 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.worker.distributed.rendezvous import create_store
 from nvcli.worker.executor.channel import ChannelSpec, close_fds
 from nvcli.worker.executor.child_process import ChildProcess
-from nvcli.worker.executor.status_board import StatusBoard
+from nvcli.worker.executor.rank_messages import StatusBoard
 
 RANK_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "1000",

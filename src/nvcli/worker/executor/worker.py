@@ -31,9 +31,8 @@ from nvcli.kernels.triton.launch.compile_processes import hash_triton
 from nvcli.worker.distributed.rendezvous import store_path
 from nvcli.worker.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
 from nvcli.worker.executor.child_process import end_children
-from nvcli.worker.executor.rank_messages import RankClosed, RankFailed, StepNotRun
+from nvcli.worker.executor.rank_messages import RankClosed, RankFailed, StatusBoard, StepNotRun
 from nvcli.worker.executor.ranks import MODEL_RUNNER, RankStart
-from nvcli.worker.executor.status_board import StatusBoard
 from nvcli.worker.runner.compiled_programs import start_compilers
 from nvcli.worker.runner.interface import PendingOutput, RankContext, Runner
 
