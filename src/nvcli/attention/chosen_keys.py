@@ -69,7 +69,7 @@ class ChosenKeys:
             self._chosen_pools = torch.zeros(tokens, sizes.most_pools, dtype=torch.int32, device=device)
             self._counts = torch.zeros_like(self._seen)
         self._of_rates = {rate: torch.zeros_like(self._seen) for rate in sizes.rates}
-        """How many keys of so many tokens each token sees."""
+        """The number of keys that each token sees, by the number of tokens that share a key."""
         num_rows = sizes.score_rows(tokens) if device.type == "cuda" else 0
         self._scores = torch.empty(num_rows, sizes.most_scores, dtype=torch.float32, device=device)
         self._on_hopper = _on_hopper(case) if device.type == "cuda" else {}
@@ -101,10 +101,10 @@ class ChosenKeys:
     def store_compressed(
         self, cache: AttentionCache, rows: Tensor, kinds: Sequence[KeyWeights], angles: Tensor, batch: ForwardBatch
     ) -> None:
-        """Store what the keys of a layer with compressed keys are made of, and those that a step's tokens complete.
+        """Store the numbers that compressed keys are made of, and the compressed keys that a step's tokens complete.
 
-        rows: [T, numbers], for each of the `kinds` of keys, which lie one after the other, values and gates; angles: as
-        for `compress_keys`.
+        rows: [T, numbers], values and gates for each of the `kinds` of keys, one kind after the other; angles: as for
+        `compress_keys`.
         """
         kept = cache.spec.compressed
         assert kept is not None
@@ -161,7 +161,7 @@ class ChosenKeys:
         return out
 
     def _attend_by_heads(self, layer: AttentionLayer, queries: Tensor, batch: ForwardBatch) -> Tensor:
-        """Do what `attend` does where each KV head has made a choice."""
+        """Attend as `attend` does, where each KV head has made its own choice."""
         spec = layer.spec
         keys, values = split_rows(batch.kv_cache.layer(layer.number)[0][:, :, 0, : spec.key_dim], spec.row_heads)
         by_head = queries.view(len(queries), spec.row_heads, -1, spec.row_dim).transpose(0, 1).contiguous()
@@ -175,7 +175,7 @@ class ChosenKeys:
         return out.transpose(0, 1).flatten(1, 2)
 
     def _tokens(self, spec: AttentionSpec, batch: ForwardBatch, counts: Tensor) -> TokenKeys:
-        """Return the keys of a batch's first tokens, which see or have chosen so many."""
+        """Return the keys of a batch's first tokens. `counts`: how many of them each token sees or has chosen."""
         return TokenKeys(counts, self._slots[: len(counts)], batch.block_tables[spec.kv_group])
 
 

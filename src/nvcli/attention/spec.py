@@ -81,10 +81,10 @@ class AttentionSpec:
     index_dim: int = 0
     """The last numbers of `head_dim`, by which keys are chosen and which are no part of a key."""
     index_part: tuple[int, int] | None = None
-    """The first of these that the layer's own choice reads, and the one after them: the others belong to choices of
-    other layers that read the same keys. None: they are all its own."""
+    """The range of them that the layer's own choice reads; the others belong to layers that read the same keys. None:
+    all are its own."""
     index_pools: Pools = SINGLE_KEYS
-    """Neighbouring keys that are chosen together; `top_k` counts those that are chosen in any case, too. In latent
+    """Neighbouring keys that are chosen together; `top_k` also counts the keys that are always chosen. In latent
     attention a token's index numbers are then its key, its gates and the key of the pool that it fills."""
     row_heads: int = 0
     """The KV heads, each with a choice of its own, whose keys and then values of `row_dim` numbers stand side by side
@@ -214,7 +214,7 @@ class StateSpec:
         return round_up(size, STATE_ALIGNMENT)
 
     def kept_bytes(self, element_bytes: int, num_tokens: int) -> int:
-        """The bytes that a layer has for so many tokens of rows with drafts (`kernels/kept_inputs.py`)."""
+        """The bytes that a layer needs for this many tokens of rows with drafts (`kernels/kept_inputs.py`)."""
         num_heads, key_dim, value_dim = self.recurrent_shape
         of_token = element_bytes * self.conv_shape[1] + 2 * (
             element_bytes * self.key_size + 4 * num_heads * (value_dim + self.num_decays)

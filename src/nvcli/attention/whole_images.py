@@ -62,8 +62,8 @@ def attend_both_ways(
     layer: AttentionLayer, q: Tensor, groups: Sequence[ImageGroup], batch: ForwardBatch, out: Tensor
 ) -> None:
     """Write the results of the tokens of images to their rows of `out` [T, num_heads, D]. A token sees the keys of its
-    request up to its image's end, with a window only those that are less than the window before it. The arguments are
-    those of `AttentionBackend.forward`."""
+    request up to its image's end, or, with a window, only keys within it. The arguments are those of
+    `AttentionBackend.forward`."""
     spec, number, sinks = layer
     num_kv_heads = spec.num_kv_heads
     size = spec.num_heads // num_kv_heads

@@ -93,8 +93,8 @@ class BlockTables:
         self._segments.enter(state)
 
     def share(self, draft: StepDraft, num_decodes: int) -> dict[str, Any]:
-        """Return the fields of a `StepInput` about keys that its rows share: this many decode rows, and the chunks of
-        its draft, which are put in order for that."""
+        """Return the fields of a `StepInput` about keys that its rows share: `num_decodes` decode rows, and the chunks
+        of its draft, which are reordered so that chunks that share keys are neighbours."""
         draft.chunks, groups = self._chunk_groups.arrange(draft.chunks)
         return {
             "shared_prefixes": pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
@@ -200,8 +200,8 @@ class BlockTables:
         return num_tokens
 
     def has_room(self, wanted: Iterable[tuple[RequestState, int]]) -> bool:
-        """Whether there are free blocks for this number of further tokens of each request, apart from those that
-        windows will free."""
+        """Whether there are enough free blocks for each request's next tokens, without counting blocks that windows
+        will free."""
         columns = [(state, ceil_div(state.num_computed + num_tokens, self.block_size)) for state, num_tokens in wanted]
         return sum(self._num_missing(*pair) for pair in columns) <= self.block_manager.num_free
 

@@ -218,9 +218,9 @@ class CausalLM(nn.Module):
         return out
 
     def forward_with_states(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Do what `forward` does in a model of one stage, and return besides its result [N, H] what the draft head
-        reads of all tokens: [T, H] for each of the head's `aux_layers`, side by side, or the hidden states after the
-        final norm [T, H]."""
+        """Compute `forward` in a model of one stage. Returns its result [N, H], and the states of all tokens that the
+        draft head reads: [T, H] for each of the head's `aux_layers`, side by side, or the hidden states after the final
+        norm [T, H]."""
         head = self.config.draft_head
         assert head is not None
         if head.aux_layers:
@@ -239,7 +239,7 @@ class CausalLM(nn.Module):
         return hidden, states
 
     def run(self, batch: ForwardBatch, received: StageState | None = None) -> tuple[Tensor | StageState, Tensor | None]:
-        """Return what `forward` does, and what `forward_with_states` adds if the draft head takes in the batch."""
+        """Compute `forward`, or `forward_with_states` if the draft head takes in the batch."""
         head = self.config.draft_head
         if head is None or not batch.shape.extends_drafts:
             return self.forward(batch, received), None

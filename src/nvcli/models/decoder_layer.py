@@ -48,8 +48,9 @@ class DecoderLayer(nn.Module):
         has_input: bool,
         is_summed: bool = False,
     ) -> None:
-        """Build the layer. `caches`: those of its mixers; `has_input`: whether it has an input besides the residual
-        stream; `is_summed`: whether the layer before it ends with a norm, whose result is complete."""
+        """Build the layer. `caches`: its mixers' parts of the KV cache; `has_input`: whether it has an input in
+        addition to the residual stream; `is_summed`: whether the layer before it ends with a norm, so that its result
+        is already summed over the ranks."""
         super().__init__()
         own = build.of_own_rows()
         self.group = own.group
@@ -69,7 +70,7 @@ class DecoderLayer(nn.Module):
 
         self.stream_factors = norms.stream_factors
         self.adds_sum = norms.before_attention is None and not is_summed
-        """Whether no norm adds up what the layer before gives."""
+        """Whether the layer itself has to add the previous layer's result to the stream, because no norm does."""
         self.before_attention = before(norms.before_attention, of_places[0], is_summed=is_summed)
         self.mixer: TokenMixer = config.mixer.build(own, path, norm, caches[0])
         self.beside: TokenMixer | None = None

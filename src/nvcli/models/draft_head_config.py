@@ -54,7 +54,7 @@ class DraftHeadConfig(ABC):
 
     @abstractmethod
     def tensors(self, context: LayerContext, vocab_size: int) -> Iterator[TensorSpec]:
-        """Yield its tensors, besides those that it shares with the target."""
+        """Yield its own tensors, without those that it shares with the target."""
 
     def for_length(self, max_model_len: int) -> Self:
         """Return how runs of at most this many tokens compute it."""

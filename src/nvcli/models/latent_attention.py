@@ -73,9 +73,9 @@ class Indexer(nn.Module):
         num_choosing: int,
         logs: Tensor | None = None,
     ) -> Choice | None:
-        """Store the tokens' index keys, and return what `choose` needs for the first `num_choosing` tokens; None
-        without any. x: [T, H], the block's input; latents: [T, Q], unless queries are projected from `x`; keys: [T, E],
-        projected, or with pools [T, 2 E], their gates behind them; logs: those of positions, for `HeadScales`."""
+        """Store the tokens' index keys. Returns the arguments of `choose` for the first `num_choosing` tokens; None if
+        there are none. x: [T, H], the block's input; latents: [T, Q], unless queries are projected from `x`; keys: [T,
+        E], projected, or with pools [T, 2 E], their gates behind them; logs: those of positions, for `HeadScales`."""
         config, spec = self.config, self.cache.spec
         keys, gates = keys[:, : config.head_dim], keys[:, config.head_dim :]
         queries = keys.new_empty(0, config.num_heads, config.head_dim)

@@ -90,8 +90,8 @@ class InputNorm(Norm):
         self._keeps_values = False
 
     def quantise_for(self, layer: ColumnParallelLinear, *, keeps_values: bool = False) -> None:
-        """From now on, quantise the output as `layer` does, the only reader besides those of the values themselves, and
-        keep these if they have readers or the layer takes adapters."""
+        """From now on, quantise the output as `layer` does. It is the only reader, except for readers of the values,
+        which are kept for these and if the layer takes adapters."""
         self._scaling = layer.input_scaling() if self.bias is None else None
         self._keeps_values = keeps_values or layer.takes_adapters
 
@@ -159,7 +159,7 @@ class ResultNorm(Norm):
         return self.group.sum_rms_norm(part, self.weight, self.eps, x.dtype)
 
     def add(self, part: Tensor, residual: Tensor, scalar: Tensor | None) -> None:
-        """Do what `forward` does, add the result to `residual` [T, H] in place, and multiply the sum by `scalar`
+        """Norm as `forward` does, add the result to `residual` [T, H] in place, and multiply the sum by `scalar`
         [1]."""
         if self.is_summed or self.group.size == 1:
             add_normed(part, residual, self.weight, self.eps, scalar)
@@ -190,7 +190,7 @@ class TokenMixer(nn.Module, ABC):
 
     @property
     def reads_values(self) -> bool:
-        """Whether it reads the input's values besides what they are quantised to for `input_proj`."""
+        """Whether it also reads the input's unquantised values, not only those quantised for `input_proj`."""
         return False
 
     @abstractmethod

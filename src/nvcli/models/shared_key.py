@@ -117,7 +117,7 @@ class _KeyMaker(nn.Module):
 
 
 class Compressor(nn.Module):
-    """Stores what a layer's tokens give to the keys of their windows, and those keys that they complete."""
+    """Stores the values and gates of a layer's tokens, and the compressed keys that they complete."""
 
     def __init__(
         self, build: BuildContext, path: str, config: CompressionConfig, norm: NormConfig, cache: AttentionCache

@@ -33,7 +33,8 @@ class StreamShares(TensorShards):
         self.settings = settings
 
     def forward(self, state: LayerState, norm: InputNorm) -> tuple[Tensor, Tensor]:
-        """Compute what `read_streams` does."""
+        """Add the last result to the streams, and return the next block's normed input and the new shares
+        (`read_streams`)."""
         delta, streams, kept = state
         assert norm.bias is None, "no family has one"
         assert not norm.is_centered, "no family has one"

@@ -106,8 +106,8 @@ class Preparer:
         grammars: GrammarMaker | None = None,
         images: RowImages | None = None,
     ) -> None:
-        """`render` turns conversations into prompt texts, or into errors (`ChatRenderer.render`). With `grammars` None
-        rows that ask for structured answers are refused, and with `images` None those that have images."""
+        """`render` turns conversations into prompt texts, or into errors (`ChatRenderer.render`). Without `grammars`,
+        rows that ask for structured answers are refused, and without `images`, rows with images."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._render = render

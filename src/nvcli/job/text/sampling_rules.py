@@ -72,7 +72,7 @@ def _token_id(key: int | str, tokenizer: Tokenizer, name: str) -> int:
 
 
 def _spellings(word: str | list[int], tokenizer: Tokenizer, name: str) -> list[list[int]]:
-    """Return the tokens of a word alone and after a space, or those that it is given in."""
+    """Return the tokens of a word, alone and after a space, or the tokens that the row gives."""
     if isinstance(word, list):
         return [word]
     bare = word.strip()
@@ -120,7 +120,8 @@ def sampling_rules(
     *,
     under: str,
 ) -> SamplingRules:
-    """Work out the rules for sampling parameters. Raises RowError for what the model or the tokenizer does not have.
+    """Work out the rules for sampling parameters. Raises RowError for tokens and features that the model or the
+    tokenizer lacks.
 
     `grammars` None: rows that ask for structured answers are refused. `under` is the row's key that holds the
     parameters.

@@ -182,7 +182,8 @@ def _layer_types(config: ModelFile) -> list[str]:
 
 
 def _mlp_types(config: ModelFile) -> Sequence[str]:
-    """Read which layers look their experts up: those that `mlp_layer_types` names, or the first ones."""
+    """Read which layers look up their experts: the layers named in `mlp_layer_types`, or the first
+    `num_hash_layers`."""
     key, count = "mlp_layer_types", config.num_layers()
     if not config.has(key):
         first = config.get("num_hash_layers", int, 3)

@@ -54,8 +54,8 @@ _V4_NAMES = (
     (".learnable_sink_param", ".sinks"),
     SHARED_EXPERT,
 )
-"""The names of the published files, and those of transformers where they differ. What it saves has the gates of MLPs
-under the name of those of attention."""
+"""Names in published files, and in files saved by transformers where they differ: those call the gates of MLPs as
+published files call the gates of attention."""
 
 
 def read_v1(config: ModelFile) -> DecoderConfig:

@@ -37,7 +37,7 @@ KEYS = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
-"""Names of keys in published files, and those that are read."""
+"""Names of keys in published files → the names that are read."""
 _COMPUTED: dict[str, str | int | bool] = {
     "attn_res_block_size": 0,
     "mla_use_nope": True,

@@ -14,7 +14,7 @@ from nvcli.models.mixers.latent_attention import STORED_INDEX_NAMES, IndexerConf
 from nvcli.models.rope_config import RopeConfig, read_rope, rope_section
 
 _CHOOSES, _SHARES = ("full", "F"), ("shared", "S")
-"""Names of layers that choose their keys, and of those that take the choice of the layer before them."""
+"""Names in files for layers that choose their keys, and for layers that reuse the choice of the layer before them."""
 _NORM_EPS = 1e-6
 """The epsilon of the norms of latent vectors, which transformers does not take from config.json."""
 

@@ -258,7 +258,8 @@ class ModelFile(JsonFile):
         mlps: FeedForward | Iterable[FeedForward],
         norms: LayerNorms = NORMS_BEFORE,
     ) -> list[LayerConfig]:
-        """Make layers of these kinds, each with the mixer of its kind, and with the one MLP or its own of `mlps`."""
+        """Make layers of these kinds, each with the mixer of its kind. `mlps`: one MLP for all layers, or one for
+        each."""
         mlps = [mlps] * len(kinds) if isinstance(mlps, FeedForward) else mlps
         return [LayerConfig(mixer=mixers[kind], mlp=mlp, norms=norms) for kind, mlp in zip(kinds, mlps, strict=True)]
 

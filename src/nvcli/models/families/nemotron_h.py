@@ -36,7 +36,7 @@ KEYS = {
     "use_bias": "mamba_proj_bias",
     "use_conv_bias": "mamba_conv_bias",
 }
-"""Names of Mamba's keys in files of Nemotron-H and of Mamba-2, and those that are read."""
+"""Names of Mamba's keys in files of Nemotron-H and Mamba-2 → the names that are read."""
 _NEMOTRON_KEYS = {
     **KEYS,
     "mamba_head_dim": "mamba_d_head",

@@ -59,7 +59,8 @@ class IndexerConfig:
     scales_queries: bool = False
     """Whether queries are multiplied by factors of their heads (`head_scale_tensors`)."""
     num_first: int = 0
-    """Numbers that stand before the rotated ones in files, and behind them here: scores do not depend on the order."""
+    """Numbers that files store before the rotated ones, and ranks keep after them: scores do not depend on the
+    order."""
 
     @property
     def row_order(self) -> tuple[int, ...] | None:
@@ -173,7 +174,7 @@ class LatentAttentionConfig(Mixer):
     top_k: int | None = None
     """The most keys that a token attends to; None: all."""
     indexer: IndexerConfig | None = None
-    """The layer's own choice of these keys; None: with `top_k`, that of the last layer before it that has one."""
+    """The layer's own indexer; None: with `top_k`, the layer reuses the choice of the last layer that has one."""
     reads_kv_of: int | None = None
     """The number of an earlier layer whose latent vectors and rotated keys it reads; None: it has its own."""
     index_dims: tuple[int, ...] | None = None

@@ -18,20 +18,21 @@ from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec, matrix, 
 COMPRESSOR, INDEXER = "compressor", "compressor.indexer"
 """The modules that make keys, and index keys and the choice by these."""
 INPUT_PROJECTIONS = "kv_proj", "gate_proj"
-"""The projections of each of these: to the numbers that a key is a mean of, and to their gates."""
+"""Each module's projections: to the values that a key averages, and to the gates that weigh them."""
 POSITION_BIAS, KEY_NORM, INDEX_QUERIES, INDEX_WEIGHTS = "position_bias", "kv_norm", "q_b_proj", "scorer.weights_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionConfig:
     """Keys of windows of tokens that follow each other: means of what each token is projected to, weighed number by
-    number by gates. A layer attends to all of these keys, or to those that an indexer chooses by keys made alike."""
+    number by gates. A layer attends to all of these keys, or to a choice of them that an indexer makes by index keys,
+    which are made in the same way."""
 
     rate: int
     """The tokens of a window."""
     num_series: int
-    """2: a key is also made of the window before, of which other numbers count than for that window's own key; 1: it is
-    not."""
+    """2: a key also averages the previous window, by a second series of values and gates; 1: it averages its own window
+    alone."""
     top_k: int | None = None
     """The most keys that are chosen; None: all are attended."""
     num_index_heads: int = 0
@@ -47,7 +48,7 @@ class CompressionConfig:
         return 2 * self.num_series * sum(self.sizes(head_dim))
 
     def kept(self, spec: AttentionSpec) -> CompressedKeys:
-        """Return what a layer with the spec `spec` keeps besides the keys of tokens."""
+        """Return what a layer with the spec `spec` keeps in addition to the keys of tokens."""
         size = self.input_dim(spec.head_dim)
         window = self.num_series * self.rate
         keys = replace(
@@ -92,7 +93,8 @@ class SharedKeyConfig(Mixer):
     query_rank: int
     """The size of the latent vector that queries are projected from."""
     num_groups: int
-    """The groups of heads whose results are projected apart, to `group_rank` numbers each, before all of these are."""
+    """The number of groups of heads. The results of each group are first projected to `group_rank` numbers, and then
+    all of these together."""
     group_rank: int
     window: int | None
     """The number of tokens that a token attends to, itself and those right before it; None: all earlier ones."""
@@ -102,7 +104,7 @@ class SharedKeyConfig(Mixer):
     norm_eps: float
     """The epsilon of the norms of latent vectors, heads and keys."""
     compression: CompressionConfig | None = None
-    """Keys for several tokens each, to which tokens attend besides; None: there are none."""
+    """Keys that stand for several tokens each, to which tokens attend as well; None: there are none."""
 
     @property
     def most_chosen(self) -> int | None:
@@ -173,7 +175,7 @@ class SharedKeyConfig(Mixer):
         yield Piece("o_b_proj", self.num_groups // ranks.size * self.group_rank, "o_b_proj")
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
-        """Count the elements: queries, results, and what groups make of these."""
+        """Count the elements: queries, results, and the projected results of groups."""
         of_rank = 2 * self.num_heads * self.head_dim + self.num_groups * self.group_rank
         of_keys = 0
         if self.compression is not None:

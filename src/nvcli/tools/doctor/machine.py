@@ -40,7 +40,7 @@ def check_machine(device: Literal["cpu", "cuda"], *, num_ranks: int) -> list[Fin
 
 
 def check_processors(num_ranks: int) -> Finding:
-    """Check the number of cores: the parent and the engine need one each besides the ranks."""
+    """Check the number of cores: each rank, the parent and the engine need one."""
     cores = len(os.sched_getaffinity(0))
     found = f"{cores} usable"
     if cores < num_ranks:

@@ -1,4 +1,4 @@
-"""The messages that a rank's process sends to the executor besides the outputs of steps, and StatusBoard: a note of
+"""The messages that a rank's process sends to the executor other than the outputs of steps, and StatusBoard: a note of
 what each rank is doing, readable by the engine even when the rank no longer answers."""
 
 from __future__ import annotations

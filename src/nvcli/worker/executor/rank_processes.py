@@ -1,4 +1,4 @@
-"""RankProcesses: starts a replica's ranks, exchanges messages with them besides steps, and finds the cause of
+"""RankProcesses: starts a replica's ranks, exchanges messages with them other than steps, and finds the cause of
 failures."""
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class MemoryRegion(ABC):
     """A range of addresses on one device, with memory behind it unless it is released."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Reserve the addresses, and put memory, all zeros, behind them. Raises RuntimeError with the words "out of
-        memory" if there is too little."""
+        """Reserve the addresses, backed by memory that is all zeros. Raises RuntimeError with the words "out of memory"
+        if there is too little."""
         self.num_bytes = num_bytes
         """The bytes that were asked for. What is taken from the system is rounded up."""
         self.is_released = False

@@ -90,7 +90,7 @@ class RankWeights:
     """The weights of a rank."""
 
     def __init__(self, model: CausalLM, config: EngineConfig, device: torch.device, files: ModelFiles) -> None:
-        """`files`: those that the model was built from."""
+        """`files`: the checkpoint files that the model was built from."""
         self._model = model
         self._config = config
         self._device = device
@@ -187,7 +187,7 @@ class RankWeights:
         return None if self._is_dummy or self._kept is not None else self.find(self._path)
 
     def check_replaceable(self) -> None:
-        """Raise ConfigError if the weights cannot be read anew, because adapters are merged into them in turn."""
+        """Raise ConfigError if the weights cannot be read again, because adapters take turns being merged into them."""
         if self._config.merged_adapters:
             raise ConfigError(
                 "LoRA adapters are merged into the weights in turn (`lora.mode`), so these cannot be read anew: set "

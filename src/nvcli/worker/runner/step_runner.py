@@ -93,7 +93,7 @@ class StepRunner:
         self._graph_batches.clear()
 
     def make_graphs(self, shapes: Sequence[BatchShape]) -> GraphRunner[StepForward]:
-        """Make the graphs of these shapes, not yet captured."""
+        """Make a runner of graphs for these shapes, which are not captured yet."""
 
         def prepare(shape: BatchShape) -> None:
             """Load a batch of nothing but padding."""
