@@ -3,7 +3,6 @@ mixture of experts whose gate and up projections are clamped."""
 
 from __future__ import annotations
 
-from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
@@ -24,16 +23,10 @@ def read(config: ModelFile) -> DecoderConfig:
         raise config.error("hidden_act", "only silu is supported here: the experts' gates are based on it")
     bias = config.bias(default=True)
     attention = config.by_kind(config.attention(bias=bias, has_sinks=True, rope=config.rope(150_000.0)), 128)
-    activation = ExpertActivation(
-        kind="clamped_swiglu",
-        alpha=config.positive_number("swiglu_alpha", 1.702),
-        limit=config.positive_number("swiglu_limit", 7.0),
-        offset=1.0,
-    )
     experts = config.experts(
         config.routing(renormalise=True),
         size_key="intermediate_size",
-        activation=activation,
+        activation=config.clamped_swiglu(),
         bias=True,
     )
     return config.decoder(config.layers(config.every_nth_full(2), attention, experts), layout=_LAYOUT)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from nvcli.core.validation import show
-from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.pool_settings import Pools
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import CORRECTION_BESIDE_GATE, SHARED_EXPERT
@@ -134,12 +133,7 @@ _NAMES = (
 def read_m3(config: ModelFile) -> DecoderConfig:
     """Read the text model. Layers for multi-token prediction stay on disk."""
     config = config.replacing(**_sparse_settings(config))
-    clamped = ExpertActivation(
-        kind="clamped_swiglu",
-        alpha=config.positive_number("swiglu_alpha", 1.702),
-        limit=config.positive_number("swiglu_limit", 7.0),
-        offset=1.0,
-    )
+    clamped = config.clamped_swiglu()
     dense = replace(config.mlp(size_key="dense_intermediate_size"), activation=clamped)
     experts = config.experts(
         config.routing(scoring="sigmoid", renormalise=True, scale=config.positive_number("routed_scaling_factor", 2.0)),

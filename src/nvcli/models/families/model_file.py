@@ -176,6 +176,15 @@ class ModelFile(JsonFile):
         """Read the activation of gated MLPs."""
         return self.choice(key, _ACTIVATIONS, default)
 
+    def clamped_swiglu(self) -> ExpertActivation:
+        """Read the clamped activation of GPT-OSS, which adds 1 to the other half."""
+        return ExpertActivation(
+            kind="clamped_swiglu",
+            alpha=self.positive_number("swiglu_alpha", 1.702),
+            limit=self.positive_number("swiglu_limit", 7.0),
+            offset=1.0,
+        )
+
     def optional_number(self, key: str, default: float | None) -> float | None:
         """Read a number above zero, or None if the file says null; if absent, it is `default`."""
         if key not in self.values:
