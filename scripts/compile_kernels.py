@@ -55,7 +55,7 @@ from nvcli.tools.bench.shapes import model_folder
 from nvcli.worker.runner import model_runner, rank_weights
 from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
-from nvcli.worker.runner.warm_up import warm_up_steps
+from nvcli.worker.runner.warm_up import WarmUp
 
 _PHI_MOE = {
     "architectures": ["PhimoeForCausalLM"],
@@ -303,7 +303,8 @@ def start(shape: str, settings: Mapping[str, Any]) -> None:
 @torch.inference_mode()
 def launch_rare(runner: ModelRunner) -> None:
     """Launch what only some rows ask for, and what several ranks do."""
-    step = next(step for step in warm_up_steps(runner.config, 512, 8, 0) if step.num_decodes)
+    warm_up = WarmUp(config=runner.config, num_tokens=512, num_seqs=8)
+    step = next(step for step in warm_up.steps() if step.num_decodes)
     slots = [msgspec.structs.replace(slot, sampling=_RARE_SAMPLING) for slot in step.new_slots]
     runner.launch(msgspec.structs.replace(step, new_slots=slots))
 

@@ -19,7 +19,7 @@ from kernel_device import HAS_GPU, INTERPRETED_MARKS
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.core.messages import unpack
-from nvcli.worker.runner.warm_up import warm_up_steps
+from nvcli.worker.runner.warm_up import WarmUp
 from one_rank import make_runner
 
 pytestmark = [
@@ -119,7 +119,7 @@ def test_shared_prefixes_are_warmed_up_where_another_backend_decodes(
 def test_fp8_products_of_a_middling_number_of_rows_are_met() -> None:
     def sizes(**keys: Any) -> list[int]:
         config = engine_config(max_model_len=4096, **keys)
-        return [sum(unpack(step.num_tokens)) for step in warm_up_steps(config, 8192, 4, 0)]
+        return [sum(unpack(step.num_tokens)) for step in WarmUp(config=config, num_tokens=8192, num_seqs=4).steps()]
 
     assert sizes() == [8192, 512, 4]
     assert sizes(quantization="fp8") == [8192, 4096, 512, 4]
@@ -129,15 +129,16 @@ def test_fp8_products_of_a_middling_number_of_rows_are_met() -> None:
 def test_chunks_that_choose_keys_are_met() -> None:
     """Beside those that see few keys, and with as many tokens."""
     config = engine_config(max_model_len=4096)
-    steps = warm_up_steps(config, 512, 4, 0, projects_latents=True, chooses_keys=True)
-    found = [(sum(unpack(step.num_tokens)), max(unpack(step.seq_lens))) for step in steps]
+    warm_up = WarmUp(config=config, num_tokens=512, num_seqs=4, projects_latents=True, chooses_keys=True)
+    found = [(sum(unpack(step.num_tokens)), max(unpack(step.seq_lens))) for step in warm_up.steps()]
     assert found == [(512, 512), (1, 1), (512, 4096), (4, 1)]
 
 
 def test_launches_of_fewer_rows_are_met() -> None:
     def rows(num_seqs: int, num_sharing: int, **keys: Any) -> list[tuple[int, bool]]:
-        steps = list(warm_up_steps(engine_config(**keys), 512, num_seqs, num_sharing))[1:]
-        return [(step.num_decodes, step.shares_segments) for step in steps]
+        config = engine_config(**keys)
+        warm_up = WarmUp(config=config, num_tokens=512, num_seqs=num_seqs, num_sharing=num_sharing)
+        return [(step.num_decodes, step.shares_segments) for step in list(warm_up.steps())[1:]]
 
     assert rows(1024, 1000) == [(1024, False), (1000, True), (64, True), (2, True)]
     assert rows(48, 2, enforce_eager=True) == [(48, False), (2, False), (2, True)]
