@@ -30,7 +30,7 @@ from nvcli.sizing.graph_sizes import (
 )
 from nvcli.sizing.images import image_buffer_bytes, tower_bytes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
-from nvcli.sizing.memory_plan import by_item
+from nvcli.sizing.memory_plan import NeededMemory
 from nvcli.sizing.weights import rank_weights
 from nvcli.worker.distributed.stage import Stage
 
@@ -61,24 +61,22 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
     tower = model.vision if model.has_tower and (stage is None or stage.is_first) else None
     budget = int(total * config.gpu_memory_utilization)
     config = with_affordable_drafts(config, model, budget - sum(weights.values()))
-    fixed = (
-        sum(weights.values()),
-        planned_adapters(config, model, total, stage).device_bytes,
-        _buffers(config, model, total, stage),
-        max(
+    needed = NeededMemory(
+        weights=sum(weights.values()),
+        adapters=planned_adapters(config, model, total, stage).device_bytes,
+        buffers=_buffers(config, model, total, stage),
+        activations=max(
             _activations(config, model, config.max_num_batched_tokens),
             _sampling(config, model) if samples else 0,
             0 if tower is None else tower_bytes(config, tower),
         ),
-        0 if config.enforce_eager else _graphs(config, model, samples=samples),
-        _other(config),
+        graphs=0 if config.enforce_eager else _graphs(config, model, samples=samples),
+        other=_other(config),
     )
-    left = budget - sum(fixed) if config.kv_cache_memory is None else config.kv_cache_memory
+    left = budget - needed.total if config.kv_cache_memory is None else config.kv_cache_memory
     one_block = block_bytes(config, model, stage)
     kv_cache = min(left // one_block, max_blocks(config, model)) * one_block if left > 0 else left
-    return MemoryUse(
-        device="a GPU", total=total, budget=budget, weights=dict(weights), planned=by_item(*fixed, kv_cache)
-    )
+    return MemoryUse(device="a GPU", total=total, budget=budget, weights=dict(weights), planned=needed.items(kv_cache))
 
 
 def cache_room(config: EngineConfig, planned: MemoryUse, held: int) -> int:

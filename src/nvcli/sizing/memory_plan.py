@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from nvcli.core.byte_sizes import format_bytes
 
@@ -15,17 +15,33 @@ rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NeededMemory:
+    """The memory of a rank beside its KV cache, in bytes; see `ITEMS`."""
+
+    weights: int = 0
+    adapters: int = 0
+    buffers: int = 0
+    activations: int = 0
+    graphs: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+    def items(self, kv_cache: int) -> dict[str, int]:
+        """Return the bytes of each item, in the order of `ITEMS`, without adapters if there are none."""
+        found = dict(zip(ITEMS, (*astuple(self), kv_cache), strict=True))
+        return {name: size for name, size in found.items() if size or name != ADAPTERS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """One rank's memory, in bytes; see `ITEMS`."""
 
     budget: int
     """The maximum that the run may use."""
-    weights: int
-    adapters: int
-    buffers: int
-    activations: int
-    graphs: int
-    other: int
+    needed: NeededMemory
     kv_cache: int
     """The maximum that the cache may use."""
     block_bytes: int
@@ -39,15 +55,8 @@ class MemoryPlan:
 
     def items(self) -> dict[str, int]:
         """Bytes by item, in the order of `ITEMS`; for the KV cache, what it will take."""
-        kv_cache = self.num_blocks * self.block_bytes
-        return by_item(self.weights, self.adapters, self.buffers, self.activations, self.graphs, self.other, kv_cache)
+        return self.needed.items(self.num_blocks * self.block_bytes)
 
     def describe(self) -> str:
         needed = [f"{name} {format_bytes(size)}" for name, size in self.items().items() if size and name != "KV cache"]
         return ", ".join([f"budget {format_bytes(self.budget)}", *needed, f"left for KV {format_bytes(self.kv_cache)}"])
-
-
-def by_item(*sizes: int) -> dict[str, int]:
-    """Return the bytes of each item, in the order of `ITEMS`, without adapters if there are none."""
-    found = dict(zip(ITEMS, sizes, strict=True))
-    return {name: size for name, size in found.items() if size or name != ADAPTERS}

@@ -8,6 +8,7 @@ import torch
 from fake_runners import engine_config
 from nvcli.attention.kv_cache import KVCacheSpec
 from nvcli.errors import CapacityError
+from nvcli.sizing.memory_plan import NeededMemory
 from nvcli.worker.runner.memory import (
     check_positions_fit,
     host_bytes_for_adapters,
@@ -55,9 +56,7 @@ def test_ranks_that_start_anew_take_no_more_blocks_than_before() -> None:
     spec = KVCacheSpec(group_layers=((0, 1),), group_heads=((2, 64),), block_size=16, dtype=torch.float32)
     for before, expected in ((None, 101), (30, 31), (1000, 101)):
         config = engine_config(kv_cache_memory=101 * spec.block_bytes, max_num_seqs=64, kv_blocks_before=before)
-        plan = plan_memory(
-            config, spec, torch.device("cpu"), weights=0, buffers=0, activations=0, graphs=0, max_blocks=1000
-        )
+        plan = plan_memory(config, spec, torch.device("cpu"), NeededMemory(), max_blocks=1000)
         assert plan.num_blocks == expected
 
 
@@ -65,14 +64,14 @@ def test_ranks_that_start_anew_beside_others_leave_room(monkeypatch: pytest.Monk
     """As many blocks as before where nothing else has come; where something has, not all that is free."""
     spec = KVCacheSpec(group_layers=((0, 1),), group_heads=((2, 64),), block_size=16, dtype=torch.float32)
     total, held = 1000 * spec.block_bytes, 100 * spec.block_bytes
-    sizes = {"weights": held, "buffers": 0, "activations": 10 * spec.block_bytes, "graphs": 0, "max_blocks": 1000}
+    needed = NeededMemory(weights=held, activations=10 * spec.block_bytes)
 
     def num_blocks(before: int | None, taken: int = 0) -> int:
         free = total - held - taken * spec.block_bytes
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held)
         config = engine_config(max_num_seqs=64, kv_blocks_before=before)
-        return plan_memory(config, spec, torch.device("cuda"), **sizes).num_blocks
+        return plan_memory(config, spec, torch.device("cuda"), needed, max_blocks=1000).num_blocks
 
     assert (before := num_blocks(None)) == 900 - 100 - 10
     assert num_blocks(before - 1) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +17,7 @@ from nvcli.errors import CapacityError, LimitsTooHigh
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.adapters import choose_places
 from nvcli.sizing.memory import with_affordable_drafts
-from nvcli.sizing.memory_plan import MemoryPlan
+from nvcli.sizing.memory_plan import MemoryPlan, NeededMemory
 
 _CPU_SHARE = 0.25
 """Share of the free RAM that the caches of all ranks take together, unless kv_cache_memory is set."""
@@ -29,19 +30,16 @@ def plan_memory(
     config: EngineConfig,
     spec: KVCacheSpec,
     device: torch.device,
+    needed: NeededMemory,
     *,
-    weights: int,
-    buffers: int,
-    activations: int,
-    graphs: int,
     max_blocks: int,
-    adapters: int = 0,
     outside: int = 0,
 ) -> MemoryPlan:
     """Divide a rank's memory budget among the items that need memory; what is left is the KV cache's.
 
-    All sizes are in bytes. `max_blocks` is the most blocks, the null block included, that a job could use. `outside` is
-    the part of `weights` and `buffers` that torch's allocator does not know: regions, and what other GPUs reach.
+    All sizes are in bytes. `needed` lacks `other`, which is measured here. `max_blocks` is the most blocks, the null
+    block included, that a job could use. `outside` is the part of the weights and buffers that torch's allocator does
+    not know: regions, and what other GPUs reach.
 
     Ranks that replace others (`kv_blocks_before`) are not held to the budget, because it counts what other programs
     hold. A cache as large as before did fit, and what other programs have taken since is not free. These ranks leave
@@ -50,15 +48,16 @@ def plan_memory(
 
     Raises LimitsTooHigh if not even one block beside the null block fits.
     """
+    weights = needed.weights + needed.adapters
     if device.type == "cpu":
         fix = "set kv_cache_memory, or lower block_size"
-        budget, other = total_ram(), other_bytes(device, weights + adapters)
+        budget, other = total_ram(), other_bytes(device, weights)
         kv_cache = int(available_ram() * _CPU_SHARE) // config.num_ranks_here
     else:
         fix = "raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens"
         budget = int(device_bytes(device) * config.gpu_memory_utilization)
-        other = other_bytes(device, weights + adapters) - outside
-        kv_cache = budget - weights - adapters - buffers - activations - graphs - other
+        other = other_bytes(device, weights) - outside
+        kv_cache = budget - needed.total - other
     if config.kv_cache_memory is not None:
         fix = f"raise kv_cache_memory to at least {format_bytes(2 * spec.block_bytes)}"
         kv_cache = config.kv_cache_memory
@@ -66,15 +65,10 @@ def plan_memory(
         max_blocks = min(max_blocks, 1 + config.kv_blocks_before)
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
-            kv_cache = int(free * config.gpu_memory_utilization) - activations - graphs
+            kv_cache = int(free * config.gpu_memory_utilization) - needed.activations - needed.graphs
     plan = MemoryPlan(
         budget=budget,
-        weights=weights,
-        adapters=adapters,
-        buffers=buffers,
-        activations=activations,
-        graphs=graphs,
-        other=other,
+        needed=replace(needed, other=other),
         kv_cache=kv_cache,
         block_bytes=spec.block_bytes,
         max_blocks=max_blocks,

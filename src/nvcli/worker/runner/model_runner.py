@@ -24,7 +24,7 @@ from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
 from nvcli.models.registry import build_model
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
-from nvcli.sizing.memory_plan import by_item
+from nvcli.sizing.memory_plan import NeededMemory
 from nvcli.worker.distributed.peer_memory import share_memory
 from nvcli.worker.distributed.process_group import divide_ranks, join_process_group
 from nvcli.worker.distributed.stage import Stage
@@ -314,11 +314,13 @@ class ModelRunner:
             self.config,
             self._attention.kv_spec,
             self.device,
-            weights=self._weight_bytes,
-            adapters=self._adapters.num_bytes,
-            buffers=self._buffer_bytes() + (0 if self._images is None else self._images.num_bytes),
-            activations=self._activation_bytes,
-            graphs=self._graph_bytes,
+            NeededMemory(
+                weights=self._weight_bytes,
+                adapters=self._adapters.num_bytes,
+                buffers=self._buffer_bytes() + (0 if self._images is None else self._images.num_bytes),
+                activations=self._activation_bytes,
+                graphs=self._graph_bytes,
+            ),
             max_blocks=max_blocks(self.config, self.model_config),
             outside=self._bytes_outside(),
         )
@@ -354,10 +356,15 @@ class ModelRunner:
                     self._run_largest_batches()
                 self.steps.graphs = graphs
                 other = other_bytes(self.device, self._weight_bytes + self._adapters.num_bytes) - self._bytes_outside()
-                measured = by_item(
-                    *(self._weight_bytes, self._adapters.num_bytes, buffers),
-                    *(peak(), self._graph_bytes, other, self.kv_cache.num_bytes),
+                needed = NeededMemory(
+                    weights=self._weight_bytes,
+                    adapters=self._adapters.num_bytes,
+                    buffers=buffers,
+                    activations=peak(),
+                    graphs=self._graph_bytes,
+                    other=other,
                 )
+                measured = needed.items(self.kv_cache.num_bytes)
         self._memory_use: MemoryUse = report_memory(self.device, self.model.weight_bytes(), self.memory_plan, measured)
 
     def _report(self) -> EngineReady:

@@ -128,9 +128,7 @@ class WarmUp:
             most = min(self.num_seqs, int(config.max_draft_step_tokens / mean))
             for rows in sorted({most, min(most, _FEWER_ROWS[0])}, reverse=True):
                 if rows >= UNEVEN_ROWS:
-                    yield self._step(
-                        [config.most_of_uneven] * rows, num_decodes=rows, draft_tokens=int(mean * rows)
-                    )
+                    yield self._step([config.most_of_uneven] * rows, num_decodes=rows, draft_tokens=int(mean * rows))
 
     def _fp8_tokens(self) -> Iterator[int]:
         """Yield the numbers of tokens for which products with FP8 weights may use other launches, and which have no
