@@ -370,9 +370,10 @@ SINCE = {
     ),
     **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "NemotronH_Omni_Reasoning_V3"), "5.23"),
     **dict.fromkeys(("MiniMaxM3VL", "MistralLarge4"), "5.23"),
+    "LaraMini": "5.24",
 }
-"""The first version of transformers, of 5.10, 5.17 and 5.23, that computes a family as it was published: 5.17 leaves
-MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
+"""The first version of transformers, of 5.10, 5.17, 5.23 and 5.24, that computes a family as it was published: 5.17
+leaves MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
 _UNKNOWN_BEFORE = {
     *(
         "AXK2",
@@ -391,6 +392,7 @@ _UNKNOWN_BEFORE = {
         "Kimi_K25",
         "KimiLinear",
         "Kolibri1",
+        "LaraMini",
         "Lfm3",
         "Lfm3Vl",
         "Mellum",

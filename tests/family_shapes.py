@@ -452,6 +452,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu-llm": ("Youtu", {**LATENTS, "tie_word_embeddings": True}),
     "exaone 4": ("Exaone4", {"sliding_window": 20, **FOUR_LAYERS}),
     "qwen 3-next": ("Qwen3Next", HYBRID_EXPERTS),
+    "lara 4 mini": (
+        "LaraMini",
+        {**HYBRID_EXPERTS, "rope_parameters": DEFAULT, "layer_types": None, "sliding_window": 20},
+    ),
     "qwen 3.5": ("Qwen3_5Text", HYBRID),
     "qwen 3.5 with vision": ("Qwen3_5", HYBRID),
     "minicpm-v 4.6": ("MiniCPMV4_6", {**HYBRID, "tie_word_embeddings": True, "embedding_scale": 1.0}),

@@ -193,7 +193,9 @@ def test_llama_4_of_the_hub_is_computed_up_to_a_chunk(tmp_path: Path) -> None:
         read(tmp_path, "Llama4ForCausalLM", **{**keys, "moe_layers": [4]})
 
 
-@pytest.mark.parametrize("family", ["Beam", "Cwm", "Flint", "Kolibri1", "Mellum", "MuseGlimmerText", "VaultGemma"])
+@pytest.mark.parametrize(
+    "family", ["Beam", "Cwm", "Flint", "Kolibri1", "LaraMini", "Mellum", "MuseGlimmerText", "VaultGemma"]
+)
 def test_kinds_of_layers_that_are_left_out_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     settings = {"num_hidden_layers": 11, "sliding_window": 20, "rope_parameters": None, "num_experts": 8}
     experts = {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 32}

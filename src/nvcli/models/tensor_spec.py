@@ -21,6 +21,7 @@ FUSED = {
     "qvk_proj": ("q_proj", "v_proj", "k_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "in_proj": ("in_proj_z", "in_proj_x", "in_proj_B", "in_proj_C", "in_proj_dt"),
+    "qkvzba_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     "xz_proj": ("in_proj_x", "in_proj_z"),
     "bcx_proj": ("b_proj", "c_proj", "x_proj"),
     "conv1d": ("conv1d_x", "conv1d_B", "conv1d_C"),

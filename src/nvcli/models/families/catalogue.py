@@ -20,6 +20,7 @@ from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4, GRANITE_SWA, HYPERCLOVAX, HYPERCLOVAX_VISION
 from nvcli.models.families.hunyuan import HUNYUAN_OCR, HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3, HUNYUAN_V4
 from nvcli.models.families.kimi_linear import KIMI_LINEAR, LING
+from nvcli.models.families.lara import LARA
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_VL, LFM3, LFM3_VL
 from nvcli.models.families.llama import CWM, HELIUM, INTERNLM3, LLAMA, SEED_OSS, SMOLLM3
 from nvcli.models.families.llama4 import LLAMA4
@@ -185,6 +186,7 @@ FAMILIES: tuple[Family, ...] = (
     MELLUM,
     FLINT,
     KOLIBRI,
+    LARA,
     APERTUS,
     NEMOTRON,
     NEMOTRON_H,
