@@ -132,6 +132,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"sliding_window": 20, "rope_parameters": BY_LAYER_TYPE, "tie_word_embeddings": True, **FOUR_LAYERS},
     ),
+    "gemma 3n, shared keys": (
+        "Gemma3nText",
+        {
+            "sliding_window": 20,
+            "rope_parameters": BY_LAYER_TYPE,
+            "num_hidden_layers": 5,
+            "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL],
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [48, 48, 48, 64, 64],
+            "activation_sparsity_pattern": [0.7, 0.7, 0.0, 0.0, 0.0],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 90,
+            "laurel_rank": 8,
+            "altup_num_inputs": 3,
+        },
+    ),
     "paligemma": ("PaliGemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
     "paligemma 2": (
         "PaliGemma 2",

@@ -3,7 +3,7 @@ uses one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, zip_longest
@@ -16,6 +16,7 @@ from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.spec import AttentionSpec, CacheLayer, CacheSpec, attention_kinds
 from nvcli.kernels.bounds import soft_cap
 from nvcli.kernels.invariant_linear import row_by_row
+from nvcli.models.altup_layer import AltUpEnd, AltUpLayer, AltUpStart
 from nvcli.models.config import ModelConfig
 from nvcli.models.decoder_layer import DecoderLayer, LayerState
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
@@ -72,7 +73,11 @@ class Decoder(nn.Module):
         axes = config.vision.axes if config.has_tower and config.vision is not None else ()
         self.rotary = RotaryTables(build, (mixer.rotation for mixer in mixers), axes)
         specs_of_layers, streams = iter(specs), decoder.streams
-        make_layer = DecoderLayer if streams is None else partial(StreamLayer, streams)
+        make_layer: Callable[..., DecoderLayer] = DecoderLayer
+        if streams is not None:
+            make_layer = partial(StreamLayer, streams)
+        elif decoder.altup is not None:
+            make_layer = partial(AltUpLayer, decoder.altup)
         self.layers = nn.ModuleDict(
             {
                 str(number): make_layer(
@@ -95,7 +100,12 @@ class Decoder(nn.Module):
         last_norm = decoder.last_norm or decoder.norm
         self.norm = InputNorm(own, "model.norm", last_norm, is_summed=self.is_summed) if stage.is_last else None
         self.num_streams = decoder.num_streams
-        self.end = None if streams is None else StreamEnd(own, f"model.{STREAMS_AT_END}", streams, self.norm)
+        self.start: AltUpStart | None = None
+        self.end: StreamEnd | AltUpEnd | None = None
+        if streams is not None:
+            self.end = StreamEnd(own, f"model.{STREAMS_AT_END}", streams, self.norm)
+        elif decoder.altup is not None:
+            self.start, self.end = AltUpStart(own, decoder.altup), AltUpEnd(own, decoder.altup)
 
     def embed(self, ids: Tensor, images: ImageTokens | None = None) -> Tensor:
         """Return the embeddings of tokens and images, without those of positions: [T] → [T, H]."""
@@ -126,7 +136,10 @@ class Decoder(nn.Module):
             residual = self.embed(batch.input_ids, images)
             if self.embed_positions is not None:
                 residual.add_(self.embed_positions(batch.positions))
-            if self.num_streams > 1:
+            embeddings = residual
+            if self.start is not None:
+                residual = self.start(embeddings)
+            elif self.num_streams > 1:
                 residual = residual.repeat(1, self.num_streams)
             state = LayerState(None, residual)
         else:
@@ -136,7 +149,7 @@ class Decoder(nn.Module):
         inputs: list[Tensor | None] = [None] * len(self.layers)
         if self.inputs is not None:
             places = None if images is None else images.rows
-            inputs = list(self.inputs(batch.input_ids, state.residual, places).unbind(1))
+            inputs = list(self.inputs(batch.input_ids, embeddings, places).unbind(1))
         *layers, (last, last_layer) = self.layers.items()
         deep = () if images is None else images.deep
         for (number, layer), own, added in zip_longest(layers, inputs[:-1], deep[: len(layers)]):

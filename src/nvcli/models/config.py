@@ -234,7 +234,7 @@ class ModelConfig:
         """Raise ConfigError if a token's results cannot be made bitwise identical in every batch."""
         blocks = (block for layer in self.decoder.layer_kinds for block in layer.blocks)
         problems = [block.batch_dependence for block in blocks if block.batch_dependence is not None]
-        if self.decoder.streams is not None:
+        if self.decoder.num_streams > 1:
             problems.append("residual streams whose shares may round otherwise where there are other numbers of rows")
         if self.quantization != "none":
             problems.append(

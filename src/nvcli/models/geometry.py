@@ -112,7 +112,9 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         shape = width, hidden
         yield matrix("model.per_layer_model_projection", shape, Sharding.REPLICATED, dtype, "MLP")
         yield context.norm_weight("model.per_layer_projection_norm", inputs.size)
-    layers, streams = decoder.layers, decoder.streams
+    layers, streams, altup = decoder.layers, decoder.streams, decoder.altup
+    if altup is not None:
+        yield from altup.tensors(context, is_first=stage.is_first, is_last=stage.is_last)
     rotations = {layers[number].mixer.rotation for number in decoder.stage_layers(stage)}
     for rope, head_dim in filter(None, rotations):
         if rope.is_learned:
@@ -124,6 +126,8 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
             for name, part in _STREAMS_OF_LAYER:
                 sizes = streams.num_shares, streams.num_scales
                 yield from _share_tensors(f"{path}.{name}", streams, hidden, *sizes, part)
+        if altup is not None:
+            yield from altup.layer_tensors(path, context)
     if stage.is_last:
         of_last = replace(context, norm=decoder.last_norm or decoder.norm)
         yield from of_last.norm_tensors("model.norm", factor=decoder.logit_scale)

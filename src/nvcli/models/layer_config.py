@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from nvcli.kernels.expert_settings import Routing
 from nvcli.kernels.stream_settings import StreamSettings
+from nvcli.models.altup_config import AltUpConfig
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.draft_head_config import DraftHeadConfig
 from nvcli.models.mixers.mixer import Block, FeedForward, LayerContext, Mixer, NormConfig
@@ -142,6 +143,8 @@ class LayerInputsConfig:
     size: int
     padding_id: int = 0
     """The id by which the tokens of images are looked up."""
+    lacks_ids: bool = False
+    """Whether the vocabulary has ids from `vocab_size` on, which are looked up as 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +190,10 @@ class DecoderConfig:
     layer_inputs: LayerInputsConfig | None = None
     streams: StreamSettings | None = None
     """With it the residual is several streams side by side (`stream_layer.py`), which begin as copies of the
-    embeddings; None: it is one."""
+    embeddings; None: it is one, or `altup` has several."""
+    altup: AltUpConfig | None = None
+    """With it the residual is several streams, of which layers change one and guess the others; there are layer inputs
+    then."""
     weight_factors: tuple[tuple[str, float], ...] = ()
     """Factors of weights, which are multiplied by them when they are loaded: the last two parts of a projection's name
     in the decoder, and its factor."""
@@ -216,7 +222,8 @@ class DecoderConfig:
     @property
     def num_streams(self) -> int:
         """The number of residual streams."""
-        return 1 if self.streams is None else self.streams.count
+        several = self.streams or self.altup
+        return 1 if several is None else several.count
 
     @property
     def has_shortcuts(self) -> bool:

@@ -1,4 +1,4 @@
-"""Inputs of each layer besides the residual stream: each token has an embedding per layer (Gemma 4 E2B, E4B).
+"""Inputs of each layer besides the residual stream: each token has an embedding per layer (Gemma 3n; Gemma 4 E2B, E4B).
 
 They are computed for all layers before the first layer runs, identically on all ranks, and each layer adds its own at
 its end. Shapes: T tokens, H hidden, L layers, P size of a layer's input.
@@ -36,6 +36,7 @@ class LayerInputs(nn.Module):
     def __init__(self, build: BuildContext, config: LayerInputsConfig, norm: NormConfig, hidden_size: int) -> None:
         super().__init__()
         self.size, self.padding_id = config.size, config.padding_id
+        self.known = config.vocab_size if config.lacks_ids else None
         self.embedding_scale = torch.tensor(
             config.size**0.5, dtype=getattr(torch, build.dtype), device="cpu"
         ).item()  # rounded as the embedding's own scale is
@@ -46,6 +47,8 @@ class LayerInputs(nn.Module):
 
     def forward(self, ids: Tensor, embeddings: Tensor, images: Tensor | None = None) -> Tensor:
         ids = ids if images is None else ids.index_fill(0, images, self.padding_id)
+        if self.known is not None:
+            ids = ids.where(ids < self.known, 0)
         of_tokens = (self.embed(ids) * self.embedding_scale).view(len(ids), -1, self.size)
         projected = (self.projection(embeddings) * self.projection_scale).view(of_tokens.shape)
         inputs: Tensor = (rms_norm(projected, self.norm.weight, self.norm.eps) + of_tokens) * 2.0**-0.5
@@ -63,5 +66,11 @@ class LayerInput(nn.Module):
 
     def forward(self, residual: Tensor, own: Tensor, scalar: Tensor | None) -> None:
         """Add the input, and multiply the sum by `scalar` [1]."""
-        gated = gelu_tanh_times(self.gate(residual), own)
-        add_normed(self.projection(gated), residual, self.norm.weight, self.norm.eps, scalar)
+        add_normed(self._projected(residual, own), residual, self.norm.weight, self.norm.eps, scalar)
+
+    def normed(self, x: Tensor, own: Tensor) -> Tensor:
+        """Return what is added where `x` [T, H] gates the input: [T, H]."""
+        return rms_norm(self._projected(x, own), self.norm.weight, self.norm.eps)
+
+    def _projected(self, x: Tensor, own: Tensor) -> Tensor:
+        return self.projection(gelu_tanh_times(self.gate(x), own))  # type: ignore[no-any-return]

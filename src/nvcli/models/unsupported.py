@@ -69,8 +69,6 @@ _LACKING = {
     "DiffLlamaForCausalLM": "its attention subtracts one softmax from another, which nvcli does not compute",
     "DiffusionGemmaForBlockDiffusion": "it writes blocks of text by diffusion, and nvcli one token after another",
     "DogeForCausalLM": "its scores depend on a number that each value gives, which nvcli does not compute",
-    "Gemma3nForCausalLM": _SEVERAL_STREAMS,
-    "Gemma3nForConditionalGeneration": _SEVERAL_STREAMS,
     "Inkling2ForCausalLM": _RELATIVE,
     "Inkling2ForConditionalGeneration": _RELATIVE,
     "InklingForCausalLM": _RELATIVE,

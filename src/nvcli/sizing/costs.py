@@ -133,13 +133,13 @@ def model_costs(
     mixers = Counter(block for block in blocks if isinstance(block, Mixer))
     elements = activation_elements(model, tensor_parallel_size)
     activations = sum(elements[block] // (homes if isinstance(block, Mixer) else 1) for block in blocks)
-    if model.decoder.streams is not None:  # read twice and written once before each block
+    if model.decoder.num_streams > 1:  # read twice and written once before each block
         activations += len(blocks) * 3 * model.decoder.num_streams * model.hidden_size
     # A quantised product for a sum has one kernel more: its input is quantised, or its parts are added up.
     num_kernels = sum(block.num_kernels(model.ranks(tensor_parallel_size, block)) for block in blocks)
     kinds = [mixer.costs(num_layers, dtype, kv_dtype or dtype, size) for mixer, num_layers in mixers.items()]
     choices = [mixer.choice_costs(num_layers, kv_dtype or dtype) for mixer, num_layers in mixers.items()]
-    num_kernels += len(blocks) * (model.decoder.streams is not None)
+    num_kernels += len(blocks) * (model.decoder.num_streams > 1)
     num_kernels += sum(
         (tensor.scaling or tensor.w4) is not None and tensor.name.split(".")[-2] in _FOR_SUMS
         for tensor in tensors.values()

@@ -11,6 +11,7 @@ from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
 from nvcli.models.families.exaone import EXAONE4, EXAONE4_5, EXAONE_MOE
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3, PALIGEMMA, VAULT_GEMMA
+from nvcli.models.families.gemma3n import GEMMA3N
 from nvcli.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_MOE_DSA, GLM_OCR
 from nvcli.models.families.glm5_next import GLM5_NEXT
@@ -94,6 +95,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA2,
     VAULT_GEMMA,
     GEMMA3,
+    GEMMA3N,
     GEMMA4,
     GEMMA4_UNIFIED,
     PALIGEMMA,

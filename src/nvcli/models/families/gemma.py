@@ -128,11 +128,11 @@ def _layer(config: ModelFile, kind: str) -> LayerConfig:
         window=config.window_of(kind, DEFAULT_WINDOW),
         soft_cap=config.optional_number("attn_logit_softcapping", None),
         qk_norm="head",
-        rope=_local_rope(config) if kind == SLIDING else config.rope(_GLOBAL_THETA),
+        rope=read_local_rope(config) if kind == SLIDING else config.rope(_GLOBAL_THETA),
     )
 
 
-def _local_rope(config: ModelFile) -> RopeConfig:
+def read_local_rope(config: ModelFile) -> RopeConfig:
     """Read the rotation of layers with a window; older files give only `rope_local_base_freq`."""
     theta = config.positive_number("rope_local_base_freq", _LOCAL_THETA)
     parameters = config.values.get("rope_parameters")

@@ -7,7 +7,7 @@ stream by a scalar. The layers of 26B-A4B have a mixture of experts beside their
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nvcli.core.validation import show
@@ -53,7 +53,7 @@ def read(config: ModelFile) -> DecoderConfig:
         layers,
         embedding_scale=float(config.positive("hidden_size") ** 0.5),
         rounds_embedding_scale=True,
-        layer_inputs=_layer_inputs(config),
+        layer_inputs=read_layer_inputs(config),
         logit_soft_cap=config.optional_number("final_logit_softcapping", None),
         layout=_WITH_EXPERTS if config.get(_HAS_EXPERTS, bool, False) else _LAYOUT,
     )
@@ -65,6 +65,28 @@ def _layers(config: ModelFile) -> Iterator[LayerConfig]:
         raise config.error("hidden_activation", f"{mlp.activation.kind} is not supported; supported: gelu_pytorch_tanh")
     kinds = config.every_nth_full(6)
     kinds[-1] = FULL  # whatever the file says, as in transformers
+    owners = kv_owners(config, kinds)
+    wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size)
+    is_wide = config.get("use_double_wide_mlp", bool, False)
+    experts = _experts(config, mlp) if config.get(_HAS_EXPERTS, bool, False) else None
+    for number, (kind, owner) in enumerate(zip(kinds, owners, strict=True)):
+        attention = _attention(_of_layer(config, number, kind), kind)
+        if owner is not None:
+            if attention != _attention(_of_layer(config, owner, kind), kind):
+                raise config.error("per_layer_config", f"layer {number} shares keys with one whose heads differ")
+            attention = replace(attention, reads_kv_of=owner)
+        dense = wide if owner is not None and is_wide else mlp
+        yield LayerConfig(
+            mixer=attention,
+            mlp=dense if experts is None else replace(experts, shared=dense),
+            norms=NORMS_ON_BOTH_SIDES,
+            has_scalar=True,
+        )
+
+
+def kv_owners(config: ModelFile, kinds: Sequence[str]) -> list[int | None]:
+    """Return the numbers of the layers whose keys and values layers read: in the last `num_kv_shared_layers` ones that
+    of the last layer of their kind before all these; None: their own."""
     num_shared = config.get("num_kv_shared_layers", int, 0)
     own = kinds[: len(kinds) - num_shared]
     if not 0 <= num_shared < len(kinds) or set(own) != set(kinds):
@@ -72,22 +94,7 @@ def _layers(config: ModelFile) -> Iterator[LayerConfig]:
             "num_kv_shared_layers", f"{show(num_shared)} of {len(kinds)} layers share keys, so none has its own"
         )
     last = {kind: number for number, kind in enumerate(own)}
-    wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size)
-    is_wide = config.get("use_double_wide_mlp", bool, False)
-    experts = _experts(config, mlp) if config.get(_HAS_EXPERTS, bool, False) else None
-    for number, kind in enumerate(kinds):
-        attention, shares = _attention(_of_layer(config, number, kind), kind), number >= len(own)
-        if shares:
-            if attention != _attention(_of_layer(config, last[kind], kind), kind):
-                raise config.error("per_layer_config", f"layer {number} shares keys with one whose heads differ")
-            attention = replace(attention, reads_kv_of=last[kind])
-        dense = wide if shares and is_wide else mlp
-        yield LayerConfig(
-            mixer=attention,
-            mlp=dense if experts is None else replace(experts, shared=dense),
-            norms=NORMS_ON_BOTH_SIDES,
-            has_scalar=True,
-        )
+    return [None if number < len(own) else last[kind] for number, kind in enumerate(kinds)]
 
 
 def _experts(config: ModelFile, mlp: MLPConfig) -> ExpertsConfig:
@@ -99,17 +106,20 @@ def _experts(config: ModelFile, mlp: MLPConfig) -> ExpertsConfig:
     )
 
 
-def _layer_inputs(config: ModelFile) -> LayerInputsConfig | None:
+def read_layer_inputs(config: ModelFile, *, may_lack_ids: bool = False) -> LayerInputsConfig | None:
+    """Read the inputs of layers. `may_lack_ids`: whether their table may be shorter than the vocabulary."""
     if not config.get("hidden_size_per_layer_input", int, 0):
         return None
     key = "vocab_size_per_layer_input"
     vocab_size = config.positive(key)
-    if vocab_size < config.positive("vocab_size"):
+    lacks_ids = vocab_size < config.positive("vocab_size")
+    if lacks_ids and not may_lack_ids:
         raise config.error(key, f"{vocab_size} is below `vocab_size`: some tokens would have no embedding")
     return LayerInputsConfig(
         vocab_size=vocab_size,
         size=config.positive("hidden_size_per_layer_input"),
         padding_id=config.get("pad_token_id", int, 0),
+        lacks_ids=lacks_ids,
     )
 
 
