@@ -175,6 +175,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "kimi-linear-48b-a3b",
         {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _LING},
     ),
+    "Muse Spark": (
+        "muse-spark-816b-a42b",
+        {"hf_overrides": {"text_config": {"num_hidden_layers": 4, "num_local_experts": 16}}},
+    ),
     "MiMo-V2-Flash": ("mixtral-8x7b", {"hf_overrides": _MIMO}),
     "Olmo Hybrid": ("olmo-3-7b", {"hf_overrides": _OLMO_HYBRID}),
     "Kimi Linear with drafts": (

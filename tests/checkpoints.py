@@ -189,6 +189,7 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
     ),
     "MuseGlimmer": ("MuseGlimmerText", "MuseGlimmerVision", {**_VISION, "image_size": 32, "patch_size": 4}),
+    "MuseSpark": ("MuseSparkText", "MuseSparkVision", {**_VISION, "image_size": 32, "patch_size": 4}),
     "Kimi_K25": (
         "DeepseekV3",
         "Kimi_K25Vision",
@@ -328,6 +329,18 @@ _WHOLE: dict[str, dict[str, Any]] = {
     },
     "Cohere2Vision": {"image_token_id": IMAGE_TOKEN, "alignment_intermediate_size": 24},
     "MuseGlimmer": {"image_token_id": IMAGE_TOKEN, "out_hidden_size": 64, "projector_hidden_size": 16},
+    "MuseSpark": {
+        "image_token_id": IMAGE_TOKEN,
+        "out_hidden_size": 64,
+        "projector_hidden_size": 16,
+        "audio_config": {
+            "hidden_sizes": (8, 8),
+            "patch_sizes": (4, 4),
+            "depths": (1, 1),
+            "num_hidden_layers": 2,
+            "out_hidden_size": 32,
+        },
+    },
     "Gemma4": {
         "image_token_id": IMAGE_TOKEN,
         "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16},
@@ -369,7 +382,7 @@ SINCE = {
         ("DeepseekV32", "Glm5Next", "GlmMoeDsa", "GraniteDocling", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"
     ),
     **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "NemotronH_Omni_Reasoning_V3"), "5.23"),
-    **dict.fromkeys(("MiniMaxM3VL", "MistralLarge4"), "5.23"),
+    **dict.fromkeys(("MiniMaxM3VL", "MistralLarge4", "MuseSpark"), "5.23"),
     "LaraMini": "5.24",
 }
 """The first version of transformers, of 5.10, 5.17, 5.23 and 5.24, that computes a family as it was published: 5.17
@@ -402,6 +415,7 @@ _UNKNOWN_BEFORE = {
         "NemotronH_Omni_Reasoning_V3",
         "MiniMaxM3VL",
         "MistralLarge4",
+        "MuseSpark",
         "Step3p7",
     ),
     *("MiniCPM3", "MuseGlimmer", "NemotronH", "Olmo3"),

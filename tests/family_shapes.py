@@ -174,6 +174,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "MuseGlimmer",
         {"sliding_window": 20, "num_hidden_layers": 3, "final_logit_softcapping": 5.0, "output_multiplier": 0.5},
     ),
+    "muse spark with vision": (
+        "MuseSpark",
+        {
+            "sliding_window": 20,
+            "num_hidden_layers": 3,
+            "final_logit_softcapping": 5.0,
+            "output_multiplier": 0.5,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_hidden_size": 16,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "gemma 4, keys as values": (
         "Gemma4Text",
         {

@@ -21,7 +21,18 @@ from nvcli.kernels.gates import gate_rows, gate_values
 from nvcli.kernels.patch_attention import rotate_patches
 from nvcli.kernels.patch_types import HeadNorms
 from nvcli.kernels.plain_activation import activate as activate_plain
-from nvcli.kernels.triton.elementwise import activation, bounds, embedding, gates, norm, plain_activation, rotary
+from nvcli.kernels.residual_gate_settings import ResidualGates
+from nvcli.kernels.residual_gates import add_through_gate
+from nvcli.kernels.triton.elementwise import (
+    activation,
+    bounds,
+    embedding,
+    gates,
+    norm,
+    plain_activation,
+    residual_gates,
+    rotary,
+)
 from nvcli.kernels.xielu import XIELU
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
@@ -128,6 +139,23 @@ def test_norms_added_to_the_residual(num_parts: int | None, scaled: bool, dtype:
     moved = x.to(DEVICE), found, weight.to(DEVICE)
     norm.add_normed(*moved, 1e-6, None if scalar is None else scalar.to(DEVICE))
     norm_reference.add_normed(x, residual, weight, 1e-6, scalar)
+    assert_close(found, residual)
+
+
+@pytest.mark.parametrize("num_parts", [None, 2])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_results_through_gates(num_parts: int | None, scaled: bool, dtype: torch.dtype) -> None:
+    """The last channel's gate is so open that nearly nothing of the stream is kept."""
+    x = rand(4, 100, dtype=dtype) if num_parts is None else rand(num_parts, 4, 100, dtype=torch.float32)
+    residual, gate = rand(4, 100, dtype=dtype, seed=1), rand(100, dtype=torch.float32, seed=2)
+    gate[-1] = 9.0
+    scale = rand(100, dtype=torch.float32, seed=3) if scaled else None
+    settings = ResidualGates(temperature=0.3, norm_eps=1e-6)
+    found = residual.to(DEVICE, copy=True)
+    residual_gates.add_through_gate(
+        x.to(DEVICE), found, gate.to(DEVICE), None if scale is None else scale.to(DEVICE), settings
+    )
+    add_through_gate(x, residual, gate, scale, settings)
     assert_close(found, residual)
 
 

@@ -20,6 +20,7 @@ from nvcli.models.altup_layer import AltUpEnd, AltUpLayer, AltUpStart
 from nvcli.models.config import ModelConfig
 from nvcli.models.decoder_layer import DecoderLayer, LayerState
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
+from nvcli.models.gated_residual_layer import GatedResidualLayer
 from nvcli.models.geometry import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS
 from nvcli.models.kv_groups import layer_specs
 from nvcli.models.layer_config import STREAMS_AT_END
@@ -78,6 +79,8 @@ class Decoder(nn.Module):
             make_layer = partial(StreamLayer, streams)
         elif decoder.altup is not None:
             make_layer = partial(AltUpLayer, decoder.altup)
+        elif decoder.residual_gates is not None:
+            make_layer = partial(GatedResidualLayer, decoder.residual_gates)
         self.layers = nn.ModuleDict(
             {
                 str(number): make_layer(

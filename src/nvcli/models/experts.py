@@ -21,10 +21,17 @@ from nvcli.kernels.experts import apply_experts, sum_results
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_rows
 from nvcli.kernels.lora_types import AdapterRows
-from nvcli.kernels.norm import sum_in_order
+from nvcli.kernels.norm import rms_norm, sum_in_order
 from nvcli.kernels.routing import choose_experts, route_row_by_row, router_logits
-from nvcli.models.layers import FeedForward, GatedMLP
-from nvcli.models.mixers.experts import FROM_LATENTS, TABLE, TO_LATENTS, ExpertsConfig
+from nvcli.models.layers import FeedForward, GatedMLP, Norm
+from nvcli.models.mixers.experts import (
+    FROM_LATENTS,
+    LATENT_NORM,
+    RESULT_SCALE,
+    TABLE,
+    TO_LATENTS,
+    ExpertsConfig,
+)
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShard, TensorShards
 from nvcli.models.plain_mlp import PlainMLP
@@ -52,6 +59,11 @@ class MixtureOfExperts(FeedForward):
         if config.latent_size is not None:
             self.to_latents = ColumnParallelLinear(build, f"{path}.{TO_LATENTS}", (TO_LATENTS,))
             self.from_latents = ColumnParallelLinear(build, f"{path}.{FROM_LATENTS}", (FROM_LATENTS,))
+        self.latent_norm: Norm | None = None
+        self.result_norm: WeighedNorm | None = None
+        if config.results_eps is not None:
+            self.latent_norm = Norm(build, f"{path}.{LATENT_NORM}", norm)
+            self.result_norm = WeighedNorm(build, f"{path}.{RESULT_SCALE}", config.results_eps)
         self.reads_ids = config.table_size is not None
         self.experts_per_token = config.routing.experts_per_token
         self.weighs_inputs = config.weighs_inputs
@@ -70,20 +82,50 @@ class MixtureOfExperts(FeedForward):
         if self.weighs_inputs:
             read = (x * routes.weights).to(x.dtype)
             self.experts(read, Routes(routes.experts, torch.ones_like(routes.weights)), parts[:1])
-        elif self.to_latents is None or self.from_latents is None:
+        elif self.to_latents is None:
             self.experts(x, routes, parts[: self.experts_per_token])
         else:
-            latents = self.to_latents(x, adapters)
-            results = latents.new_empty(self.experts_per_token, *latents.shape)
-            self.experts(latents, routes, results)
-            # The projection of this rank's part is its part of the projected sum.
-            parts[0] = self.from_latents(self.experts.sum(results, routes), adapters)
+            self._compute_with_latents(self.to_latents(x, adapters), routes, parts[0], adapters)
         if self.adds_input:
             part = parts[-2 if self.shared_expert is not None else -1]
             _weigh_input(x, routes, self.first_identity, part, batch_invariant=self.batch_invariant)
         if self.shared_expert is not None:
             self.shared_expert(x, parts[-1], adapters)
         return self.experts.part_of_sum(parts, routes if self.to_latents is None else None)
+
+    def _compute_with_latents(self, latents: Tensor, routes: Routes, out: Tensor, adapters: AdapterRows | None) -> None:
+        """Write this rank's part of what experts compute with latent vectors [T, L] to `out` [T, H]."""
+        assert self.from_latents is not None
+        results = latents.new_empty(self.experts_per_token, *latents.shape)
+        is_whole = False
+        if self.latent_norm is None or self.result_norm is None:
+            self.experts(latents, routes, results)
+        else:
+            latents = rms_norm(latents, self.latent_norm.weight, self.latent_norm.eps)
+            self.experts(latents, Routes(routes.experts, torch.ones_like(routes.weights)), results)
+            is_whole = self.group.size > 1 and self.experts.num_others == 0
+            if is_whole:  # norms are those of whole results
+                results = self.group.sum(results.flatten(0, 1)).view(results.shape)
+            results = self.result_norm(results, routes)
+        if is_whole and self.group.rank > 0:
+            out.zero_()
+            return
+        # The projection of this rank's part is its part of the projected sum.
+        out.copy_(self.from_latents(self.experts.sum(results, routes), adapters))
+
+
+class WeighedNorm(TensorShard):
+    """Norms what each of a token's experts gives, times numbers of the checkpoint, and weighs it: [k, T, L] → the same
+    shape."""
+
+    def __init__(self, build: BuildContext, path: str, eps: float) -> None:
+        super().__init__(build, f"{path}.weight")
+        self.eps = eps
+
+    def forward(self, results: Tensor, routes: Routes) -> Tensor:
+        """`results` are overwritten."""
+        torch.mul(results, self.weight, out=results)
+        return rms_norm(results, torch.ones_like(self.weight), self.eps).mul_(routes.weights.T.unsqueeze(2))
 
 
 def _weigh_input(x: Tensor, routes: Routes, first: int, out: Tensor, *, batch_invariant: bool) -> None:

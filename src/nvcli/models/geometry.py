@@ -14,7 +14,15 @@ from nvcli.core.config_types import FOUR_BITS
 from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.config import ModelConfig
-from nvcli.models.layer_config import STREAMS_AT_END, STREAMS_OF_MIXER, STREAMS_OF_MLP, LayerConfig
+from nvcli.models.layer_config import (
+    GATE_OF_MIXER,
+    GATE_OF_MLP,
+    SCALE_OF_MLP,
+    STREAMS_AT_END,
+    STREAMS_OF_MIXER,
+    STREAMS_OF_MLP,
+    LayerConfig,
+)
 from nvcli.models.mixers.mixer import LayerContext
 from nvcli.models.rope_config import LEARNED_FREQUENCIES
 from nvcli.models.tensor_spec import EXPERTS, Part, Sharding, StoredDtype, TensorSpec, matrix, vector
@@ -128,6 +136,11 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
                 yield from _share_tensors(f"{path}.{name}", streams, hidden, *sizes, part)
         if altup is not None:
             yield from altup.layer_tensors(path, context)
+        if decoder.residual_gates is not None:
+            for name in (GATE_OF_MIXER, GATE_OF_MLP):
+                yield vector(f"{path}.{name}", hidden, Sharding.REPLICATED, "norms")
+            scale = context.norm_weight(f"{path}.{SCALE_OF_MLP}", hidden)
+            yield replace(scale, dtype="float32")
     if stage.is_last:
         of_last = replace(context, norm=decoder.last_norm or decoder.norm)
         yield from of_last.norm_tensors("model.norm", factor=decoder.logit_scale)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from nvcli.kernels.expert_settings import Routing
+from nvcli.kernels.residual_gate_settings import ResidualGates
 from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.models.altup_config import AltUpConfig
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
@@ -24,6 +25,10 @@ MOST_STREAMS = 16
 """The most residual streams; more than any model has."""
 TO_GATES, FROM_GATES = "W_down", "W_up"
 """The matrices of a norm's gates."""
+GATE_OF_MIXER, GATE_OF_MLP = "post_attention_residual_gate.gate", "post_feedforward_residual_gate.gate"
+"""The names of the gates of the residual stream."""
+SCALE_OF_MLP = "post_feedforward_layernorm"
+"""The name of what an MLP's result is multiplied by before it is normed for its gate."""
 STREAMS_OF_MIXER, STREAMS_OF_MLP, STREAMS_AT_END = "attn_hc", "ffn_hc", "hc_head"
 """The names of the weights of shares of residual streams, before a layer's blocks and after the last layer."""
 
@@ -194,6 +199,9 @@ class DecoderConfig:
     altup: AltUpConfig | None = None
     """With it the residual is several streams, of which layers change one and guess the others; there are layer inputs
     then."""
+    residual_gates: ResidualGates | None = None
+    """With it results are normed and added to the residual stream through gates (`gated_residual_layer.py`), and the
+    layers have no other norms after blocks; None: they are not."""
     weight_factors: tuple[tuple[str, float], ...] = ()
     """Factors of weights, which are multiplied by them when they are loaded: the last two parts of a projection's name
     in the decoder, and its factor."""

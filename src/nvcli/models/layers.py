@@ -31,7 +31,7 @@ from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.linear import linear
 from nvcli.kernels.lora_types import AdapterRows
-from nvcli.kernels.norm import add_normed, add_rms_norm, rms_norm
+from nvcli.kernels.norm import add_normed, add_rms_norm, gated_rms_norm, rms_norm
 from nvcli.kernels.rotary import norm_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.grouped_output import GroupedOutput
@@ -320,6 +320,10 @@ class Attention(TokenMixer):
         has_keys = not config.shares_kv
         self.q_norm = Norm(build, f"{path}.q_norm", of_head, size=size) if norms_heads else None
         self.k_norm = Norm(build, f"{path}.k_norm", of_head, size=size) if norms_heads and has_keys else None
+        unweighted = replace(norm, has_weight=False)
+        self.o_norm = (
+            Norm(build, f"{path}.o_norm", unweighted, size=config.result_dim) if config.norms_results else None
+        )
         self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
         self.prepare = QKVPreparation(build, path, config, norm) if QKVPreparation.is_needed(config) else None
         self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
@@ -369,6 +373,10 @@ class Attention(TokenMixer):
         if gates is None:
             return attended
         assert self.config.gate is not None
+        if self.o_norm is not None:
+            by_head = len(attended), self.spec.num_heads, self.spec.result_dim
+            attended, gates = attended.view(by_head), gates.view(by_head)
+            return gated_rms_norm(attended, gates, self.o_norm.weight, self.o_norm.eps, function="sigmoid").flatten(1)
         return gate_values(attended, gates, self.config.gate.function)
 
     def _attend(self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:

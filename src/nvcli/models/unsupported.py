@@ -78,7 +78,6 @@ _LACKING = {
     "MllamaForConditionalGeneration": "some of its layers attend to images alone, which nvcli does not compute",
     "MPTForCausalLM": _ALIBI,
     "MptForCausalLM": _ALIBI,
-    "MuseSparkForConditionalGeneration": "the gates of its residual stream are not computed by nvcli",
     "OLMoForCausalLM": "its files are those of its own code; allenai's checkpoints whose names end in -hf run",
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
     "Qwen4ExpForCausalLM": _SEVERAL_STREAMS,

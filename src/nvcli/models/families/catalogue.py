@@ -30,7 +30,7 @@ from nvcli.models.families.mamba_hybrids import BAMBA, FALCON_H1, JAMBA
 from nvcli.models.families.minicpm import MINICPM3, MINICPM_OCR, MINICPM_V4_6
 from nvcli.models.families.minimax import MINIMAX_M2, MINIMAX_M3, MINIMAX_TEXT_01
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MISTRAL_LARGE4, MIXTRAL
-from nvcli.models.families.muse import MUSE_GLIMMER
+from nvcli.models.families.muse import MUSE_GLIMMER, MUSE_SPARK
 from nvcli.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_OMNI
 from nvcli.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from nvcli.models.families.opt import BIOGPT, OPT, XGLM
@@ -185,6 +185,7 @@ FAMILIES: tuple[Family, ...] = (
     LAGUNA,
     BEAM,
     MUSE_GLIMMER,
+    MUSE_SPARK,
     MELLUM,
     FLINT,
     KOLIBRI,

@@ -100,6 +100,8 @@ class AttentionConfig(Mixer):
     """Whether the heads are normed after the rotation."""
     norms_values: bool = False
     """Whether each head of the values is normed, without a weight."""
+    norms_results: bool = False
+    """Whether each head of the result is normed, without a weight, before gates of each number multiply it."""
     keys_are_values: bool = False
     """Whether values use the projection of the keys."""
     reads_kv_of: int | None = None

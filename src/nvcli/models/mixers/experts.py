@@ -17,6 +17,9 @@ TABLE = "tid2eid"
 """The name of the table that says which experts each token id has."""
 CORRECTION = "e_score_correction_bias"
 """The name of the numbers that are added to a router's scores when experts are chosen."""
+LATENT_NORM, RESULT_SCALE = "latent_norm", "result_scale"
+"""The norm of what experts read in another space, and the numbers by which each one's result is multiplied before it is
+normed."""
 TO_LATENTS, FROM_LATENTS = "fc1_latent_proj", "fc2_latent_proj"
 """The projections of what experts read and of their results, where they compute in another space."""
 
@@ -54,6 +57,11 @@ class ExpertsConfig(FeedForward):
     latent_size: int | None = None
     """The size of a vector that the block's input is projected to for the experts, and their results from; None: they
     read the input itself. The router and the shared expert do so in any case."""
+    results_eps: float | None = None
+    """With it the latent vectors that experts read are normed, and each expert's result, multiplied by numbers from the
+    checkpoint, is normed with this epsilon before its weight for the token counts; None: neither is normed."""
+    router_factor: float = 1.0
+    """The router's weight is multiplied by it when it is loaded."""
     shared: MLPConfig | PlainMLPConfig | None = None
     """The shared expert; several of them form one whose size is their sum."""
     gates_shared: bool = False
@@ -94,7 +102,7 @@ class ExpertsConfig(FeedForward):
     def num_kernels(self, ranks: Ranks) -> int:
         """Return the number of kernels. Several ranks add up the experts' results in one of its own."""
         shared = 0 if self.shared is None else self.shared.num_kernels(ranks) - 1 + self.gates_shared
-        return 7 + shared + (ranks.size > 1) + self.weighs_inputs
+        return 7 + shared + (ranks.size > 1) + self.weighs_inputs + 4 * (self.results_eps is not None)
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.shared is not None:
@@ -125,7 +133,7 @@ class ExpertsConfig(FeedForward):
         results = self.num_parts + self.has_norms + self.weighs_inputs  # and what the experts read
         inner = experts * self.intermediate_size // ranks.parts_of_expert
         if self.latent_size is not None:
-            inner += (2 + experts) * self.latent_size
+            inner += (2 + experts * (1 + (self.results_eps is not None))) * self.latent_size
         return (2 + results) * hidden_size + inner + (code_elements(inner) if quantization in FP8_PRODUCTS else 0)
 
     def unused_tensors(self, path: str) -> Iterator[str]:
@@ -141,7 +149,9 @@ class ExpertsConfig(FeedForward):
         num_stored = self.num_stored
         read = hidden if self.latent_size is None else self.latent_size
         router_dtype = "float32" if self.has_wide_router and context.stores_wide_routers else dtype
-        yield matrix(f"{path}.gate", (num_experts, hidden), Sharding.REPLICATED, router_dtype, "MLP")
+        router = matrix(f"{path}.gate", (num_experts, hidden), Sharding.REPLICATED, router_dtype, "MLP")
+        scaled = replace(router, dtype="float32", factor=self.router_factor)  # so that nothing is rounded
+        yield router if self.router_factor == 1.0 else scaled
         vectors = {
             "bias": self.bias,
             CORRECTION: self.has_correction,
@@ -167,6 +177,9 @@ class ExpertsConfig(FeedForward):
         if self.latent_size is not None:
             for name, sizes in ((TO_LATENTS, (read, hidden)), (FROM_LATENTS, (hidden, read))):
                 yield matrix(f"{path}.{name}", sizes, Sharding.REPLICATED, dtype, "MLP", (name,))
+        if self.results_eps is not None:
+            for name in (LATENT_NORM, RESULT_SCALE):
+                yield context.norm_weight(f"{path}.{name}", read, "MLP")
         if self.shared is not None:
             yield from self.shared.tensors(f"{path}.shared_expert", context)
             if self.gates_shared:

@@ -17,7 +17,7 @@ from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
 
 
 @triton.jit
-def _sum_of_parts(x_ptrs, part_stride, inside, NUM_PARTS: tl.constexpr):
+def sum_of_parts(x_ptrs, part_stride, inside, NUM_PARTS: tl.constexpr):
     """Load a row's parts, part_stride apart, and add them up in float32."""
     x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, NUM_PARTS):
@@ -60,7 +60,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if out_ptr is None:
         residual = tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)
-    x = _sum_of_parts(x_ptr + row * x_row_stride + columns, x_part_stride, inside, NUM_PARTS)
+    x = sum_of_parts(x_ptr + row * x_row_stride + columns, x_part_stride, inside, NUM_PARTS)
     if ADD:
         total = (tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32) + x).to(dtype)
         tl.store(residual_ptrs, total, mask=inside)
