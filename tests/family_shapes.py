@@ -470,6 +470,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-j": ("GPTJ", {**OLDER, "n_inner": 48, "rotary_dim": 4}),
     "codegen": ("CodeGen", {**OLDER, "n_inner": 48, "rotary_dim": 4, "n_ctx": 512}),
+    "bloom": ("Bloom", {**OLDER, "hidden_size": 48, "num_attention_heads": 6, "tie_word_embeddings": True}),
+    "mpt": (
+        "Mpt",
+        {**OLDER, "attn_config": {"clip_qkv": 0.9}, "tie_word_embeddings": True},
+    ),
     "biogpt": ("BioGpt", {**OLDER, "tie_word_embeddings": True}),
     "xglm": ("XGLM", {**OLDER, "ffn_dim": 48, "tie_word_embeddings": True}),
     "opt": ("OPT", {**OLDER, "ffn_dim": 48, "tie_word_embeddings": True}),

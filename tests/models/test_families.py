@@ -211,6 +211,13 @@ def test_kinds_of_layers_that_are_left_out_are_those_of_transformers(family: str
     assert len(config.decoder.layer_kinds) > 1 or family == "Mellum"
 
 
+def test_keys_that_hold_positions_are_not_kept_in_fp8(tmp_path: Path) -> None:
+    config = read(tmp_path, "BloomForCausalLM", head_dim=None)
+    run = RunConfig(model="m", device="cpu", kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="would round the positions that keys of this model"):
+        resolve_engine_config(run, tmp_path, config)
+
+
 def test_internlm3_has_names_of_its_own_for_biases(tmp_path: Path) -> None:
     config = read(tmp_path, "InternLM3ForCausalLM", qkv_bias=True, bias=False)
     assert (attention_of(config).qkv_bias, attention_of(config).o_bias) == (True, False)
@@ -392,6 +399,8 @@ _STEP = {
         ("FalconForCausalLM", {**FALCON, "alibi": True}, ["`alibi`", "true is not supported"]),
         ("FalconForCausalLM", {**FALCON, "parallel_attn": False}, ["`parallel_attn`", "together with"]),
         ("FalconForCausalLM", {**FALCON, "n_head_kv": 7}, ["`n_head_kv`: 7 does not divide 128"]),
+        ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, ["true is not supported"]),
+        ("MPTForCausalLM", {"attn_config": {"alibi": False}}, ["`attn_config.alibi`: false is not supported"]),
         ("OPTForCausalLM", {**OPT, "do_layer_norm_before": False}, ["`do_layer_norm_before`", "false", "true"]),
         ("OPTForCausalLM", {**OPT, "word_embed_proj_dim": 512}, ["`word_embed_proj_dim`: 512", "768"]),
         ("CohereForCausalLM", {"use_qk_norm": 1}, ["`use_qk_norm`", "1 is not true or false"]),

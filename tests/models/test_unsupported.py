@@ -51,7 +51,7 @@ NONE = "its config.json fits no supported family"
         ("OtherForConditionalGeneration", {**LLAMA, "vision_config": {"depth": 2}}, "its vision tower is not computed"),
         ("OtherForConditionalGeneration", {"audio_config": {}, "text_config": LLAMA}, "it reads audio"),
         ("OtherForConditionalGeneration", {"text_config": {**MLA, "index_topk": 64}}, "(DSA)"),
-        ("BloomForCausalLM", {"n_embed": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, "(ALiBi)"),
+        ("RwkvForCausalLM", {"attention_hidden_size": 64, "vocab_size": 9}, "its recurrent layers are of a kind"),
         ("OtherLMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, NONE),
         ("OtherForCausalLM", {**LLAMA, **MLA, "index_topk": 64}, "a sparse choice of keys (DSA)"),
         ("OtherForCausalLM", {**LLAMA, **MLA}, "it has multi-head latent attention in layers of a form"),

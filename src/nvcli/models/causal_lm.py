@@ -21,7 +21,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.decoder_layer import DecoderLayer, LayerState
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.gated_residual_layer import GatedResidualLayer
-from nvcli.models.geometry import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS
+from nvcli.models.geometry import EMBEDDING, EMBEDDING_NORM, HEAD, HEAD_BIAS, POSITIONS
 from nvcli.models.kv_groups import layer_specs
 from nvcli.models.layer_config import STREAMS_AT_END
 from nvcli.models.layer_inputs import LayerInputs
@@ -64,8 +64,8 @@ class Decoder(nn.Module):
             dtype = getattr(torch, build.dtype)
             self.embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype, device="cpu").item()
         self.embedding_norm: InputNorm | None = None
-        if decoder.norms_embeddings and stage.is_first:
-            self.embedding_norm = InputNorm(own, "model.embedding_norm", replace(decoder.norm, has_weight=False))
+        if decoder.embedding_norm is not None and stage.is_first:
+            self.embedding_norm = InputNorm(own, EMBEDDING_NORM, decoder.embedding_norm)
         inputs = decoder.layer_inputs
         self.inputs = None if inputs is None else LayerInputs(build, inputs, decoder.norm, config.hidden_size)
         numbers, owners = decoder.stage_layers(stage), decoder.kv_owners

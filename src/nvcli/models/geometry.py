@@ -31,6 +31,8 @@ from nvcli.worker.distributed.stage import WHOLE, Stage
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 """Names of the embedding and the LM head, which may share one tensor."""
 HEAD_BIAS = f"{HEAD}.bias"
+EMBEDDING_NORM = "model.embedding_norm"
+"""Name of the norm of embeddings."""
 POSITIONS = "model.embed_positions"
 """Name of the embeddings of positions."""
 LAYER_EMBEDDING = "model.embed_tokens_per_layer"
@@ -110,6 +112,8 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         if (positions := decoder.learned_positions) is not None:
             shape = positions.offset + positions.count, hidden
             yield matrix(POSITIONS, shape, Sharding.REPLICATED, dtype, "embeddings")
+        if decoder.embedding_norm is not None:
+            yield from replace(context, norm=decoder.embedding_norm).norm_tensors(EMBEDDING_NORM)
         if config.has_tower:
             assert config.vision is not None
             yield from config.vision.tensors(dtype)

@@ -181,8 +181,8 @@ class DecoderConfig:
     """The residual stream gets results of a vision tower's layers multiplied by it."""
     rounds_embedding_scale: bool = False
     """Whether `embedding_scale` is rounded to the type of the weights first."""
-    norms_embeddings: bool = False
-    """Whether embeddings are normed before the first layer, by a norm that has no weight."""
+    embedding_norm: NormConfig | None = None
+    """The norm of embeddings before the first layer; None: there is none."""
     logit_scale: float = 1.0
     has_head_bias: bool = False
     """Whether the LM head has a bias."""

@@ -348,7 +348,7 @@ class Attention(TokenMixer):
             return self._attend_to_cache(qkv, angles, batch)
         scales = batch.kv_cache.scales(self.cache.number)
         q, k, v = qk_norm_rope_store(
-            qkv if self.prepare is None else self.prepare(qkv),
+            self._prepared(qkv, batch),
             angles.of(self.rotation),
             k_cache,
             v_cache,
@@ -378,6 +378,10 @@ class Attention(TokenMixer):
             attended, gates = attended.view(by_head), gates.view(by_head)
             return gated_rms_norm(attended, gates, self.o_norm.weight, self.o_norm.eps, function="sigmoid").flatten(1)
         return gate_values(attended, gates, self.config.gate.function)
+
+    def _prepared(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return the fused projection [T, …] as heads are stored, but for norms of heads and rotation."""
+        return qkv if self.prepare is None else self.prepare(qkv)
 
     def _attend(self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
         """q: [T, this rank's heads, D]; k, v: as in `AttentionBackend.forward` → [T, this rank's heads × D]."""

@@ -51,7 +51,6 @@ _INERT = frozenset(
 """Keys that say nothing about what a model computes, or do so only together with others."""
 _MOST_UNREAD = 2
 """A family that reads all but at most this many keys may fit; the message names those keys."""
-_ALIBI = "its scores fall with the distance of tokens (ALiBi), which nvcli does not compute"
 _DSA = "its tokens attend to a sparse choice of keys (DSA) in a form that nvcli does not compute"
 _RECURRENT = "its recurrent layers are of a kind that nvcli does not compute"
 _RELATIVE = "its scores depend on learned distances, and its layers convolve the stream, which nvcli does not compute"
@@ -65,7 +64,6 @@ _LACKING = {
     "BailingMoeV2ForCausalLM": _NO_REFERENCE,
     "BailingMoeV2_5ForCausalLM": _NO_REFERENCE,
     "BitNetForCausalLM": "its weights have three values, and its activations 8 bits, which nvcli does not compute",
-    "BloomForCausalLM": _ALIBI,
     "DiffLlamaForCausalLM": "its attention subtracts one softmax from another, which nvcli does not compute",
     "DiffusionGemmaForBlockDiffusion": "it writes blocks of text by diffusion, and nvcli one token after another",
     "DogeForCausalLM": "its scores depend on a number that each value gives, which nvcli does not compute",
@@ -76,8 +74,6 @@ _LACKING = {
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
     "JetMoeForCausalLM": "its attention has experts, which nvcli does not compute",
     "MllamaForConditionalGeneration": "some of its layers attend to images alone, which nvcli does not compute",
-    "MPTForCausalLM": _ALIBI,
-    "MptForCausalLM": _ALIBI,
     "OLMoForCausalLM": "its files are those of its own code; allenai's checkpoints whose names end in -hf run",
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
     "Qwen4ExpForCausalLM": _SEVERAL_STREAMS,

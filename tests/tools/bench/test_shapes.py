@@ -38,7 +38,8 @@ def test_a_shape_is_planned(name: str, tmp_path: Path) -> None:
     is_fp8 = model.quantisation is not None and model.quantisation.numbers == "fp8"  # `auto` takes these
     if is_fp8 or name in ("longcat-flash", "muse-spark-816b-a42b"):  # which are too large in 16 bits
         model = model.with_quantization("fp8")
-    config = resolve_engine_config(RunConfig(model=name, device="cuda", max_model_len=4096), tmp_path, model)
+    max_model_len = min(4096, model.max_position_embeddings)
+    config = resolve_engine_config(RunConfig(model=name, device="cuda", max_model_len=max_model_len), tmp_path, model)
     is_large = sum(weight_bytes(model, config.dtype).values()) > H200_BYTES // 3
     layout = choose_layout(GPUS if is_large else GPUS[:2], model, config, num_requests=2000)
     profile = profile_from_config(layout.apply(config), model, name, total=H200_BYTES, lengths=None)

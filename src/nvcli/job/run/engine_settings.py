@@ -279,6 +279,12 @@ def _check_chosen_keys(run: RunConfig, model: ModelConfig, dtype: ModelDtype) ->
             f"`kv_cache_dtype` is fp8, and this model ({model.architecture}) makes keys of what it keeps of tokens in "
             "its own type: leave it out"
         )
+    exact = any(mixer.needs_exact_keys for of_layer in model.mixers for mixer in of_layer)
+    if exact and kv_dtype(run.kv_cache_dtype, dtype) == "fp8":
+        raise ConfigError(
+            f"`kv_cache_dtype` is fp8, which would round the positions that keys of this model ({model.architecture}) "
+            "hold: leave it out"
+        )
     unit = max((spec.rate // spec.span for spec in compressed), default=1)
     if run.block_size is not None and run.block_size % unit:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nvcli.models.families.bloom import BLOOM, MPT
 from nvcli.models.families.cohere2 import AYA_VISION, COHERE, COHERE2, COHERE2_MOE, COMMAND_A_VISION
 from nvcli.models.families.dbrx import DBRX
 from nvcli.models.families.deepseek import AXK1, AXK2, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
@@ -203,6 +204,8 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEO,
     GPTJ,
     CODEGEN,
+    BLOOM,
+    MPT,
     OPT,
     BIOGPT,
     XGLM,

@@ -116,7 +116,7 @@ def _decoder(
         layers,
         norm=config.rms_norm(weight_offset=1.0),
         last_norm=config.rms_norm(),
-        norms_embeddings=True,
+        embedding_norm=replace(config.rms_norm(), has_weight=False),
         logit_scale=output_multiplier,
         logit_soft_cap=config.optional_number("final_logit_softcapping", 20.0),
         **settings,

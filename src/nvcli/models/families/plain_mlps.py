@@ -68,10 +68,11 @@ def read_nanochat(config: ModelFile) -> DecoderConfig:
     attention = config.attention(
         qk_norm="head", weighs_norms=False, bias=config.bias(), rope=replace(config.rope(), turns_back=True)
     )
+    norm = NormConfig(eps=config.positive_number("rms_norm_eps", 1e-6), has_weight=False)
     return config.decoder(
         LayerConfig(mixer=attention, mlp=config.plain_mlp("relu2")),
-        norm=NormConfig(eps=config.positive_number("rms_norm_eps", 1e-6), has_weight=False),
-        norms_embeddings=True,
+        norm=norm,
+        embedding_norm=norm,
         logit_soft_cap=config.optional_number("final_logit_softcapping", 15.0),
         layout=CheckpointLayout(renamed=((".mlp.fc1", ".mlp.up_proj"), (".mlp.fc2", ".mlp.down_proj"))),
     )

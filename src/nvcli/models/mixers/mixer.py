@@ -242,6 +242,9 @@ class Mixer(Block):
         """The most keys that a token attends to, where they are chosen for it; None: it attends to all."""
         return None
 
+    needs_exact_keys: ClassVar[bool] = False
+    """Whether its keys hold numbers that a cache in FP8 would round too much."""
+
     @property
     def reads_earlier_choice(self) -> bool:
         """Whether it attends to keys that an earlier layer has chosen."""
