@@ -383,13 +383,14 @@ SINCE = {
     ),
     **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "NemotronH_Omni_Reasoning_V3"), "5.23"),
     **dict.fromkeys(("MiniMaxM3VL", "MistralLarge4", "MuseSpark"), "5.23"),
-    "LaraMini": "5.24",
+    **dict.fromkeys(("Apertus1p5", "LaraMini"), "5.24"),
 }
 """The first version of transformers, of 5.10, 5.17, 5.23 and 5.24, that computes a family as it was published: 5.17
 leaves MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
 _UNKNOWN_BEFORE = {
     *(
         "AXK2",
+        "Apertus1p5",
         "BailingHybrid",
         "Beam",
         "DeepseekV32",
@@ -534,6 +535,8 @@ def architecture_of(family: str) -> str:
     if family in WITH_VISION:
         name = family.partition(" ")[0]
         return name if _is_whole_name(name) else f"{_OTHER_CLASSES.get(name, name)}{_WITH_IMAGES}"
+    if family == "Apertus1p5Text":
+        return f"{family}ForCausalLM"
     return f"{family}LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
 
 

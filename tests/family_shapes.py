@@ -448,6 +448,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "jais 2": ("Jais2", {"hidden_act": "relu2"}),
     "nanochat": ("NanoChat", {"hidden_act": "relu2"}),
     "apertus": ("Apertus", {"hidden_act": "xielu"}),
+    "apertus 1.5": ("Apertus1p5Text", {"hidden_act": "xielu", "vocab_size": 120, "output_vocab_size": 97}),
     "nemotron": ("Nemotron", {"hidden_act": "relu2", "rope_parameters": HALF}),
     "starcoder 2": ("Starcoder2", {"sliding_window": 20, "head_dim": 8}),
     "stablelm": ("StableLm", {"hidden_size": 64, "rope_parameters": HALF, "use_qkv_bias": True}),

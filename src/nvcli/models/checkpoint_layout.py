@@ -90,6 +90,8 @@ class CheckpointLayout:
     """Whether gate and up rows alternate in stacks of experts, and unquantised stacks hold matrices [in, out]."""
     flattens_experts: bool = False
     """Whether files hold a projection of all experts as one matrix [experts × intermediate size, hidden]."""
+    longer: tuple[str, ...] = ()
+    """The decoder's names of tensors that may have more rows in files; those after the decoder's are left out."""
     is_headless: bool = False
     """Whether the LM head is left on disk, and the decoder's names may lack `model.` in the files."""
 
@@ -216,7 +218,11 @@ def locate_tensors(
     for name, info in found.items():
         if layout.transposes_linear and name.endswith("_proj.weight") and info.codes is None and info.flat is None:
             found[name] = info = replace(info, shape=info.shape[::-1], is_transposed=True)
-        if info.flat is not None:
+        rows = shapes[name][0] if name in layout.longer else 0
+        if rows and info.shape[0] > rows:
+            num_bytes = info.num_bytes * rows // info.shape[0]
+            found[name] = replace(info, shape=(rows, *info.shape[1:]), rows=RowPlaces(first=0), num_bytes=num_bytes)
+        elif info.flat is not None:
             found[name] = _with_shape(info, [shapes[part] for part in (name, *fused_parts(name)) if part in shapes])
         elif name in shapes and info.shape == (1, *shapes[name]):  # a stack of one
             found[name] = replace(info, shape=shapes[name], expert=0)

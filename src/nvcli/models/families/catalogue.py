@@ -36,7 +36,7 @@ from nvcli.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_OMNI
 from nvcli.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from nvcli.models.families.opt import BIOGPT, OPT, XGLM
 from nvcli.models.families.phi3 import PHI, PHI3, PHI_MOE
-from nvcli.models.families.plain_mlps import APERTUS, ARCEE, JAIS2, NANOCHAT, NEMOTRON, STARCODER2
+from nvcli.models.families.plain_mlps import APERTUS, APERTUS1P5, ARCEE, JAIS2, NANOCHAT, NEMOTRON, STARCODER2
 from nvcli.models.families.pure_mamba import FALCON_MAMBA, MAMBA1, MAMBA2
 from nvcli.models.families.qwen import (
     LIGHTON_OCR,
@@ -192,6 +192,7 @@ FAMILIES: tuple[Family, ...] = (
     KOLIBRI,
     LARA,
     APERTUS,
+    APERTUS1P5,
     NEMOTRON,
     NEMOTRON_H,
     NEMOTRON_OMNI,

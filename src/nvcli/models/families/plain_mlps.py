@@ -39,6 +39,11 @@ def read_apertus(config: ModelFile) -> DecoderConfig:
     return config.decoder(LayerConfig(mixer=attention, mlp=config.plain_mlp("xielu"), norms=norms))
 
 
+def read_apertus1p5(config: ModelFile) -> DecoderConfig:
+    """Read Apertus 1.5, whose LM head has no rows for what stands for images and sounds; so this is the vocabulary."""
+    return replace(read_apertus(config), layout=CheckpointLayout(longer=("model.embed_tokens.weight",)))
+
+
 def read_nemotron(config: ModelFile) -> DecoderConfig:
     """Read half-rotated heads. Weights of norms are stored as differences from 1."""
     attention = config.attention(bias=config.bias(), rope=config.rope(default_partial=0.5))
@@ -92,6 +97,15 @@ APERTUS = Family(
     examples=("swiss-ai/Apertus-8B-Instruct-2509", "swiss-ai/Apertus-70B-Instruct-2509"),
     read=read_apertus,
     defaults={"rope_parameters": _APERTUS_ROPE},
+)
+APERTUS1P5 = Family(
+    name="Apertus 1.5",
+    architectures=("Apertus1p5ForConditionalGeneration", "Apertus1p5TextForCausalLM"),
+    features="as Apertus; text alone",
+    examples=("swiss-ai/Apertus-v1.5-8B",),
+    read=read_apertus1p5,
+    keys={"output_vocab_size": "vocab_size"},
+    defaults=APERTUS.defaults,
 )
 NEMOTRON = Family(
     name="Nemotron dense",
