@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import CacheSpec
 from nvcli.kernels.residual_gate_settings import ResidualGates
 from nvcli.kernels.residual_gates import add_through_gate
-from nvcli.models.decoder_layer import DecoderLayer
-from nvcli.models.layer_config import GATE_OF_MIXER, GATE_OF_MLP, SCALE_OF_MLP, LayerConfig
+from nvcli.models.decoder_layer import DecoderLayer, LayerState
+from nvcli.models.layer_config import GATE_OF_MIXER, GATE_OF_MLP, SCALE_OF_MLP
 from nvcli.models.layers import Angles
-from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, TensorShards
 
 
@@ -39,50 +37,38 @@ class ResidualGate(TensorShards):
 class GatedResidualLayer(DecoderLayer):
     """One layer, with a norm before each of its two blocks and a gate after it."""
 
-    def __init__(
-        self,
-        settings: ResidualGates,
-        build: BuildContext,
-        path: str,
-        config: LayerConfig,
-        norm: NormConfig,
-        specs: Sequence[CacheSpec],
-        cache_layer: int,
-        *,
-        has_input: bool,
-        is_summed: bool = False,
-    ) -> None:
-        super().__init__(build, path, config, norm, specs, cache_layer, has_input=has_input, is_summed=is_summed)
+    def __init__(self, settings: ResidualGates, build: BuildContext, path: str, *others: Any, **flags: Any) -> None:
+        """`others` and `flags` are the other arguments of `DecoderLayer`."""
+        super().__init__(build, path, *others, **flags)
         own = build.of_own_rows()
         self.mixer_gate = ResidualGate(own, f"{path}.{GATE_OF_MIXER}", "", settings)
         self.mlp_gate = ResidualGate(own, f"{path}.{GATE_OF_MLP}", f"{path}.{SCALE_OF_MLP}.weight", settings)
 
     def forward(
         self,
-        delta: Tensor | None,
-        residual: Tensor,
-        own: Tensor | None,
+        state: LayerState,
         angles: Angles,
         batch: ForwardBatch,
         rows: Tensor | None,
-        stream: Tensor | None = None,
-        passed: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Return the residual stream alone. The arguments are those of `DecoderLayer.forward`; `delta` is nothing, or
-        zeros from another stage."""
+        own: Tensor | None = None,
+        before: Tensor | None = None,
+    ) -> LayerState:
+        """Compute the layer, and add all to the residual stream. The arguments are those of `DecoderLayer.forward`;
+        `state.delta` is nothing, or zeros from another stage."""
+        residual = state.residual
         assert self.before_attention is not None
         assert self.before_mlp is not None
         assert self.mlp is not None
-        if stream is not None:
-            stream.copy_(residual)
+        if before is not None:
+            before.copy_(residual)
         mixed = self.mixer(self.before_attention(None, residual), angles, batch)
         adapters = batch.adapters_behind_attention(rows)
         if rows is not None:
             mixed, residual = mixed[rows], residual[rows]
             if len(rows) == 0:
-                return None, residual, None
+                return LayerState(None, residual)
         self.mixer_gate(self.mixer.o_proj(mixed, None, adapters), residual)
         del mixed  # the MLP can reuse its memory
         x = self.before_mlp(None, residual)
         self.mlp_gate(self.mlp(x, None, adapters, self.ids_of(self.mlp, batch, rows)), residual)
-        return None, residual, None
+        return LayerState(None, residual)
