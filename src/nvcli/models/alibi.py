@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionCache
 from nvcli.kernels.rotary import split_heads
 from nvcli.models.layers import Attention
 from nvcli.models.mixers.alibi import ALIBI_DIM, ALIBI_UNIT, AlibiConfig
@@ -42,16 +42,10 @@ class AlibiAttention(Attention):
     """Attention of queries and keys with `ALIBI_DIM` numbers more than values."""
 
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: AlibiConfig,
-        norm: NormConfig,
-        spec: AttentionSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: AlibiConfig, norm: NormConfig, cache: AttentionCache
     ) -> None:
-        super().__init__(build, path, config, norm, spec, cache_layer)
-        self.slopes = QuerySlopes(build, config, spec.num_heads)
+        super().__init__(build, path, config, norm, cache)
+        self.slopes = QuerySlopes(build, config, cache.spec.num_heads)
 
     def _prepared(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """Append slopes to queries and positions to keys."""

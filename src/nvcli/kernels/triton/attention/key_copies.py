@@ -10,10 +10,8 @@ from torch import Tensor
 
 from nvcli.kernels.fp8_kv import KVScales
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.key_copies import COPY_FIELDS
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
-_FIELDS = tl.constexpr(COPY_FIELDS)
 _PROGRAM_NUMBERS = 4096
 """The approximate number of elements that a program copies: 32 for each thread."""
 
@@ -32,10 +30,11 @@ def _copy_keys_kernel(
     TOKENS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):
     """Program (copy, some tokens of a block, keys or values of a layer); many have nothing to do, as most copies are
     shorter than a block."""
-    copy = copies_ptr + tl.program_id(0) * _FIELDS
+    copy = copies_ptr + tl.program_id(0) * FIELDS
     first, end = tl.load(copy + 2), tl.load(copy + 3)
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_copied = (tokens >= first) & (tokens < end)
@@ -90,4 +89,5 @@ def copy_keys(
         TOKENS=tokens,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
+        FIELDS=copies.shape[1],
     )
