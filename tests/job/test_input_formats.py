@@ -10,6 +10,7 @@ import io
 import os
 import resource
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -355,15 +356,27 @@ def test_a_damaged_column_is_an_error_that_names_it(tmp_path: Path, name: str, k
         read(path, data.replace(sound, damaged))
 
 
-def test_a_text_of_a_table_that_is_not_utf8_is_an_error_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "of_text"),
+    [
+        (pyarrow.string_view(), lambda text: text),
+        (pyarrow.dictionary(pyarrow.int8(), pyarrow.string()), lambda text: text),
+        (pyarrow.list_(pyarrow.struct([("t", pyarrow.large_string())])), lambda text: [{}, {"t": text}]),
+        (pyarrow.map_(pyarrow.string(), pyarrow.list_(pyarrow.string(), 1)), lambda text: [("k", [text])]),
+    ],
+    ids=str,
+)
+def test_a_text_of_a_table_that_is_not_utf8_is_an_error_row(
+    tmp_path: Path, kind: pyarrow.DataType, of_text: Callable[[str], object]
+) -> None:
     path = tmp_path / "in.arrow"
-    texts = pyarrow.array([None, "p", "xyz", "rrr"])
-    batch = pyarrow.record_batch([texts, pyarrow.array(range(4))], ["prompt", "number"]).slice(1)
+    texts = pyarrow.array([None, *map(of_text, ("p", "xyz", "rrr"))], kind)
+    batch = pyarrow.record_batch([pyarrow.array("0123"), texts], ["prompt", "texts"]).slice(1)
     with pyarrow.ipc.new_file(path, batch.schema) as writer:
         writer.write_batch(batch)
     rows = read(path, path.read_bytes().replace(b"xyz", b"x\xffz"))
-    assert [(prompt, extra) for _, prompt, extra in jobs(rows)] == [("p", {"number": 1}), ("rrr", {"number": 3})]
-    assert errors(rows) == [("invalid_utf8", "row 2: `prompt`: not UTF-8 text (invalid start byte)")]
+    assert [prompt for _, prompt, _ in jobs(rows)] == ["1", "3"]
+    assert errors(rows) == [("invalid_utf8", "row 2: `texts`: not UTF-8 text (invalid start byte)")]
 
 
 def test_one_value_of_many_rows_is_not_made_for_all_of_them_at_once(tmp_path: Path) -> None:

@@ -36,6 +36,17 @@ _READ_BYTES = 1024 * 1024
 _ARROW_FILE_START = b"ARROW1"
 _TEXTS = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
 _LISTS = (types.is_list, types.is_large_list, types.is_map)
+_LIST_MAKERS = (
+    (types.is_list, pyarrow.list_),
+    (types.is_large_list, pyarrow.large_list),
+    (types.is_list_view, pyarrow.list_view),
+    (types.is_large_list_view, pyarrow.large_list_view),
+)
+_BYTES_OF_TEXTS = {
+    pyarrow.string(): pyarrow.binary(),
+    pyarrow.large_string(): pyarrow.large_binary(),
+    pyarrow.string_view(): pyarrow.binary_view(),
+}
 
 _Made = TypeVar("_Made")
 
@@ -158,21 +169,20 @@ def _rows_within(row_bytes: int) -> int:
 
 def _bad_texts(name: str, column: Any) -> dict[int, RowError]:
     """Return the errors of a column's texts that are not UTF-8, by row; none if more than that is wrong with it."""
-    kinds = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
-    if column.type not in kinds:
-        return {}
-    texts = column.view(kinds[column.type])
     try:
-        texts.validate(full=True)
+        column.view(_with_types(column.type, _as_bytes)).validate(full=True)
     except Exception:
         return {}
     errors = {}
-    for row, text in enumerate(texts):
-        try:
-            (text.as_py() or b"").decode()
-        except UnicodeDecodeError as error:
-            explained = explain_bad_utf8(text.as_py(), error.reason)
-            errors[row] = RowError("invalid_utf8", f"`{shorten(name)}`: {explained}")
+    for row, value in enumerate(column):
+        if _most_value_bytes(column.slice(row, 1)) <= MAX_LINE_BYTES:
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                explained = explain_bad_utf8(error.object, error.reason)
+                errors[row] = RowError("invalid_utf8", f"`{shorten(name)}`: {explained}")
+            except Exception:  # a moment, which gets a text of its own
+                continue
     return errors
 
 
@@ -210,7 +220,11 @@ def _in_utc(kind: Any) -> Any:
 
 
 def _as_text(kind: Any) -> Any:
-    return pyarrow.string()
+    return pyarrow.string() if types.is_temporal(kind) else kind
+
+
+def _as_bytes(kind: Any) -> Any:
+    return _BYTES_OF_TEXTS.get(kind, kind)
 
 
 def _values(column: Any, changes: Sequence[Callable[[Any], Any]] = (_in_utc, _as_text)) -> list[Any]:
@@ -224,7 +238,7 @@ def _values(column: Any, changes: Sequence[Callable[[Any], Any]] = (_in_utc, _as
     except Exception:
         if not changes:
             raise
-    changed = _values(column.cast(_with_moments(column.type, changes[0])), changes[1:])
+    changed = _values(column.cast(_with_types(column.type, changes[0])), changes[1:])
     return [_value_or(value, other) for value, other in zip(column, changed, strict=True)]
 
 
@@ -235,16 +249,20 @@ def _value_or(value: Any, other: Any) -> Any:
         return other
 
 
-def _with_moments(kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a type in which dates, times and durations, also those in lists and structs, are of changed types."""
-    if types.is_temporal(kind):
-        return change(kind)
+def _with_types(kind: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a type in which `change` was made to the types of single values, also those in lists and structs."""
     if types.is_struct(kind):
-        return pyarrow.struct([field.with_type(_with_moments(field.type, change)) for field in kind])
-    if types.is_list(kind) or types.is_large_list(kind):
-        make = pyarrow.list_ if types.is_list(kind) else pyarrow.large_list
-        return make(_with_moments(kind.value_type, change))
-    return kind
+        return pyarrow.struct([field.with_type(_with_types(field.type, change)) for field in kind])
+    if types.is_map(kind):
+        return pyarrow.map_(_with_types(kind.key_type, change), _with_types(kind.item_type, change))
+    if types.is_fixed_size_list(kind):
+        return pyarrow.list_(_with_types(kind.value_type, change), kind.list_size)
+    if types.is_dictionary(kind):
+        return pyarrow.dictionary(kind.index_type, _with_types(kind.value_type, change), kind.ordered)
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _with_types(kind.storage_type, change)
+    make = next((make for is_kind, make in _LIST_MAKERS if is_kind(kind)), None)
+    return change(kind) if make is None else make(_with_types(kind.value_type, change))
 
 
 def _is_plain(kind: Any) -> bool:
