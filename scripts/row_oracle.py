@@ -47,7 +47,7 @@ _NUMBERS = {
     "top_p": (False, lambda value: 0 < value <= 1),
     "top_k": (True, lambda value: -1 <= value in INT64),
     "min_p": (False, lambda value: 0 <= value <= 1),
-    "seed": (True, lambda value: 0 <= value in INT64),
+    "seed": (True, lambda value: value in INT64),
     "n": (True, lambda value: 1 <= value <= 1024),
     "presence_penalty": (False, lambda value: -2 <= value <= 2),
     "frequency_penalty": (False, lambda value: -2 <= value <= 2),
@@ -242,11 +242,14 @@ class Oracle:
         return None if length is None or not isinstance(sampling, dict) else (length, sampling)
 
     def _openai(self, values: dict[str, Any], expected: Expected) -> Limits | None:
-        if values.get("method", "POST") != "POST":
+        if str(values.get("method", "POST")).upper() != "POST":
             expected.errors.add("invalid_value")
         url, body = values.get("url"), values.get("body")
         if url is None and isinstance(body, dict):
             url = CHAT if body.get("messages") is not None else COMPLETION if body.get("prompt") is not None else None
+        if isinstance(url, str):
+            path = "/" + url.rstrip("/")
+            url = next((known for known in (CHAT, COMPLETION) if path.endswith(known.removeprefix("/v1"))), url)
         if url not in (CHAT, COMPLETION):
             expected.errors.add("unsupported_url")
         if not isinstance(body, dict):
@@ -282,7 +285,7 @@ class Oracle:
                 sampling["max_tokens"] = given["max_completion_tokens"]
             wanted, count = sampling.pop("logprobs", False), given.get("top_logprobs", 0)
             is_count = _is_integer(count) and 0 <= count <= 20
-            if not isinstance(wanted, bool) or not is_count or ("top_logprobs" in given and not wanted):
+            if not isinstance(wanted, bool) or not is_count or (count and not wanted):
                 expected.errors.add("invalid_sampling")
         sampling = self._with_defaults(sampling)
         if not _is_sound(sampling):
@@ -342,11 +345,11 @@ class Oracle:
         if system is not None and all(message["role"] not in ("system", "developer") for message in value):
             value = [{"role": "system", "content": system}, *value]
         for message in value:
-            content = message.get("content")
+            content = _content(message)
             if content is None or message.get("tool_calls"):
                 expected.errors.add("chat_template_error")  # of the built-in model, which knows no calls
                 return None
-            joined = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+            joined = content if isinstance(content, str) else "\n".join(map(_part_text, content))
             role = "system" if message["role"] == "developer" else message["role"]
             text += f"<|im_start|>{role}\n{joined}<|im_end|>\n"
         if not isinstance(variables, dict) or variables.get("add_generation_prompt", True):
@@ -616,13 +619,24 @@ def _are_variables(value: Any) -> bool:
 def _is_message(message: Any) -> bool:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
-    content = message.get("content")
+    content = _content(message)
     if isinstance(content, list):
-        return all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in content
-        )
+        return all(isinstance(_part_text(part), str) for part in content)
     return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
+
+
+def _content(message: dict[str, Any]) -> Any:
+    """The content of a message, or the text of a refusal without one."""
+    content, refusal = message.get("content"), message.get("refusal")
+    return refusal if content is None and isinstance(refusal, str) else content
+
+
+def _part_text(part: Any) -> Any:
+    """The text of a part of a message; anything else if it is no text."""
+    if not isinstance(part, dict):
+        return part
+    kind = "text" if part.get("type") is None else part["type"]
+    return part.get(kind) if kind in ("text", "refusal") else None
 
 
 def _has_other_part(message: Any) -> bool:

@@ -62,6 +62,10 @@ NAMED = {"type": "function", "function": {"name": "look"}}
             CallRule(is_required=True, function="look", is_single=True),
         ),
         ({"tools": [TOOL, STRICT]}, CallRule()),
+        (
+            {"tools": [{"function": TOOL["function"]}], "tool_choice": {"function": {"name": "look"}}},
+            CallRule(is_required=True, function="look"),
+        ),
     ],
 )
 @pytest.mark.parametrize("form", ["native", "openai"])
@@ -139,6 +143,24 @@ def test_a_part_that_is_no_text_is_an_error_that_says_so(read_rows: ReadRows, ki
     assert result.error is not None
     assert result.error.type == "unsupported_content"
     assert f'`body.messages[0].content[0]` is a part of the type "{kind}"' in result.error.message
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"content": ["a", {"text": "b"}, {"type": "refusal", "refusal": "c"}]}, "a\nb\nc"),
+        ({"content": None, "refusal": "no"}, "no"),
+        (
+            {"content": [{"image": "a.png"}, {"image_url": "b.png"}, "c"]},
+            [{"type": "image", "image": "a.png"}, {"type": "image", "image": "b.png"}, {"type": "text", "text": "c"}],
+        ),
+    ],
+)
+def test_contents_in_the_forms_of_other_servers(read_rows: ReadRows, message: dict[str, Any], content: Any) -> None:
+    job = read(read_rows, "openai", messages=[{"role": "assistant", **message}, *MESSAGES])
+    assert isinstance(job, Job)
+    assert job.messages is not None
+    assert job.messages[0]["content"] == content
 
 
 def test_arguments_of_earlier_tool_calls_become_objects(read_rows: ReadRows) -> None:

@@ -48,7 +48,7 @@ def test_a_chat_row(read_rows: ReadRows) -> None:
     job = parse(
         read_rows,
         line(
-            max_completion_tokens=5, temperature=0.5, top_p=0.9, n=2, stop=["x"], seed=3, presence_penalty=1,
+            max_completion_tokens=5, temperature=0.5, top_p=0.9, n=2, stop=["x"], seed=-3, presence_penalty=1,
             frequency_penalty=-1, logit_bias={"7": -100}, logprobs=True, top_logprobs=4, user="u", metadata={"a": "b"},
             store=True, service_tier="auto", stream=False, response_format={"type": "text"}, tools=None, top_k=3,
         ),
@@ -58,7 +58,7 @@ def test_a_chat_row(read_rows: ReadRows) -> None:
     assert (job.context.id, job.context.form, job.context.model, job.messages) == ("a", RowForm.CHAT, "gpt-x", MESSAGES)
     assert job.context.extra == {}
     assert job.sampling == SamplingParams(
-        max_tokens=5, temperature=0.5, top_p=0.9, n=2, stop=["x"], seed=3, presence_penalty=1.0, frequency_penalty=-1.0,
+        max_tokens=5, temperature=0.5, top_p=0.9, n=2, stop=["x"], seed=-3, presence_penalty=1.0, frequency_penalty=-1.0,
         logit_bias={7: -100.0}, logprobs=4, min_p=0.2, top_k=3,
     )  # fmt: skip
 
@@ -75,9 +75,9 @@ def test_a_completion_row(read_rows: ReadRows, prompt: Any, text: str | None, id
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETION, RESPONSE])
 def test_urls_of_other_services(read_rows: ReadRows, url: str) -> None:
-    """Azure's have no version, and files for Mistral, Together and Fireworks no url."""
-    without_version = parse(read_rows, line(url, outer={"url": url.removeprefix("/v1")}))
-    assert without_version == parse(read_rows, line(url))
+    """Azure's have no version, others another one or a host, and files for Mistral, Together and Fireworks no url."""
+    for other in (url.removeprefix("/v1"), f"https://api.openai.com{url}/", url.replace("/v1", "v4")):
+        assert parse(read_rows, line(url, outer={"url": other, "method": "post"})) == parse(read_rows, line(url))
     without_url = parse(read_rows, line(url, outer={"url": None}))
     if url != RESPONSE:
         assert without_url == parse(read_rows, line(url))
@@ -106,7 +106,11 @@ def test_what_clients_and_other_servers_send_without_an_effect_is_accepted(read_
         "verbosity": "medium", "prediction": {"type": "content", "content": "a"}, "prompt_cache_retention": "24h",
         "use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True, "priority": 3,
         "cache_salt": "s", "request_id": "r", "include_reasoning": True, "return_token_ids": False,
+        "add_special_tokens": url == COMPLETION, "routed_experts_prompt_start": 0, "return_mm_kwargs": True,
+        "return_hidden_states": False, "stream_reasoning": True, "no_stop_trim": False, "thinking_token_budget": None,
     }  # fmt: skip
+    if url == CHAT:
+        own["top_logprobs"] = 0
     job = parse(read_rows, line(url, **own))
     assert isinstance(job, Job)
     assert job.sampling == SamplingParams()
@@ -150,7 +154,7 @@ BAD = [
     ),
     (line(RESPONSE, input="a", background=True), "unsupported_parameter", "`body.background` is true"),
     (line(RESPONSE, input="a", include=["reasoning.encrypted_content"]), "unsupported_parameter", "`body.include` is"),
-    (line(RESPONSE, input="a", text={"verbosity": "low"}), "unsupported_parameter", "`body.text` is"),
+    (line(RESPONSE, input="a", text={"verbosity": "low"}), "unsupported_parameter", '`body.text.verbosity` is "low"'),
     (line(RESPONSE, input="a", max_output_tokens=0), "invalid_sampling", "`body.max_output_tokens` is 0"),
     (line(COMPLETION, prompt=[1, "b"]), "invalid_value", "`body.prompt[1]`"),
     (line(COMPLETION, prompt=5), "invalid_value", "`body.prompt` is 5"),

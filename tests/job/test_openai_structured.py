@@ -42,6 +42,9 @@ TEXT = '{"type": "object", "properties": {"z": {"type": "integer"}, "a": {}}, "r
         ({"guided_regex": "a+"}, {"regex": "a+"}),
         ({"guided_choice": ["a"], "response_format": {"type": "text"}}, {"choice": ["a"]}),
         ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+        ({"json_schema": TEXT}, {"json_schema": SCHEMA}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"ebnf": "root ::= x"}, {"grammar": "root ::= x"}),
     ],
 )
 def test_spellings(body: dict[str, Any], wanted: dict[str, Any] | None) -> None:

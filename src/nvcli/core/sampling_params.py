@@ -87,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "P",
         ),
     ] = 0.0
-    seed: Annotated[int, Meta(ge=0, le=MAX_INT64)] | None = None
+    seed: Annotated[int, Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
     """A row's own seed: its tokens then depend only on the row; null: on the run's seed and the row's index."""
     n: Annotated[int, Meta(ge=1, le=1024), Flag("-n", SAMPLING, "Answers per row.")] = 1
     best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None

@@ -35,14 +35,18 @@ ARGUMENTS = (TOOLS, DOCUMENTS, ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, RE
 """Arguments of chat templates that come from these keys."""
 
 _KEYS = frozenset((*CONVERSATION_KEYS, REASONING_EFFORT))
-_TEXT_TYPES = ("text", "input_text", "output_text")
-"""The types of parts that are text; the last two in OpenAI's responses."""
+_TEXT, _REFUSAL = "text", "refusal"
+_TEXT_KEYS = {**dict.fromkeys((_TEXT, "input_text", "output_text"), _TEXT), _REFUSAL: _REFUSAL}
+"""The types of parts that are text, with the key of the text. Refusals are OpenAI's, and those between are of its
+responses."""
 IMAGE = "image"
 """The type of a part that is an image, once it is read, and its key for what the row names."""
 _IMAGE_TYPES = (IMAGE, "image_url", "input_image", "image_pil")
 """The types of such parts in Qwen's form, in OpenAI's chat completions, in its responses and in vLLM's programs."""
 _NAMING_KEYS = (IMAGE, "image_url", "image_pil", "url", "path")
 """The keys under which they name the image; the last two in transformers' form."""
+_TELLING_KEYS = (_TEXT, *_IMAGE_TYPES)
+"""Keys that tell the type of a part without one, as in Qwen's own messages."""
 DETAIL = "detail"
 """OpenAI's key for the resolution at which an image is read."""
 _DETAILS = ("auto", "low", "high", "original")
@@ -93,6 +97,8 @@ def _check_message(message: dict[str, Any], name: str, images: Iterator[dict[str
     if isinstance(message.get("tool_calls"), list):
         message = {**message, "tool_calls": [_decode_arguments(call, name) for call in message["tool_calls"]]}
     content = message.get("content")
+    if content is None and isinstance(message.get(_REFUSAL), str):
+        message = {**message, "content": (content := message[_REFUSAL])}
     if isinstance(content, list):
         return {**message, "content": _read_parts(content, f"{name}.content", images)}
     if not isinstance(content, str | None):
@@ -117,16 +123,19 @@ def _read_parts(parts: list[Any], name: str, images: Iterator[dict[str, Any]]) -
     found: list[dict[str, Any]] = []
     for number, part in enumerate(parts):
         place = f"{name}[{number}]"
-        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, str):
+            found.append({"type": _TEXT, _TEXT: part})
+            continue
+        kind = _type_of(part) if isinstance(part, dict) else None
         if kind in _IMAGE_TYPES:
             found.append(_read_image(part, place, images))
         elif kind == PDF:
             file, pages = pdf_pages(part, place)
             image = _read_image({**part, IMAGE: file}, place, images)
             found += [{**image, **page} for page in pages]
-        elif kind in _TEXT_TYPES and isinstance(part.get("text"), str):
-            found.append({"type": "text", "text": part["text"]})
-        elif isinstance(kind, str) and kind not in _TEXT_TYPES:
+        elif isinstance(kind, str) and isinstance(text := part.get(_TEXT_KEYS.get(kind)), str):
+            found.append({"type": _TEXT, _TEXT: text})
+        elif isinstance(kind, str) and kind not in _TEXT_KEYS:
             raise RowError(
                 "unsupported_content",
                 f"`{place}` is a part of the type {show(kind)}; messages hold text, images and pages of PDF files "
@@ -136,14 +145,20 @@ def _read_parts(parts: list[Any], name: str, images: Iterator[dict[str, Any]]) -
             raise InvalidValue((), f'`{place}` is {show(part)}; allowed: {{"type": "text", "text": …}}')
     if any(part["type"] == IMAGE for part in found):
         return found
-    return "\n".join(part["text"] for part in found)
+    return "\n".join(part[_TEXT] for part in found)
+
+
+def _type_of(part: dict[str, Any]) -> Any:
+    """Return the type of a part, which its keys may tell; None if they do not."""
+    named = part.get("type")
+    return next((key for key in _TELLING_KEYS if part.get(key) is not None), None) if named is None else named
 
 
 def _read_image(part: dict[str, Any], name: str, images: Iterator[dict[str, Any]]) -> dict[str, Any]:
     """Return a part that is an image in one form, whichever of its forms it has: what the row names under `image`, or
     the next of `images`, and what it says of its size."""
     value = next((part[key] for key in _NAMING_KEYS if part.get(key) is not None), None)
-    if value is None and part["type"] == IMAGE:
+    if value is None and part.get("type") == IMAGE:
         value = next(images, {}).get(IMAGE)
     detail = part.get(DETAIL)
     if isinstance(value, dict):
@@ -259,11 +274,12 @@ def _check_parameters(schema: Any, path: Path) -> None:
 
 
 def _tools(value: Any, path: tuple[str, ...]) -> list[dict[str, Any]]:
-    tools = convert(value, list[dict[str, Any]], under=path)
+    given = convert(value, list[dict[str, Any]], under=path)
+    tools = [tool if "type" in tool else {"type": "function", **tool} for tool in given]
     for number, tool in enumerate(tools):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, dict) else None
-        if tool.get("type") != "function" or not isinstance(name, str) or not name:
+        if tool["type"] != "function" or not isinstance(name, str) or not name:
             raise InvalidValue(
                 path,
                 f"`{join_path((*path, number))}` is {show(tool)}; allowed: "
@@ -280,7 +296,8 @@ def _call_rule(choice: Any, tools: list[dict[str, Any]], path: tuple[str, ...]) 
     name = join_path(path)
     if choice in ("none", "auto"):
         return CallRule()
-    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    is_named = isinstance(choice, dict) and choice.get("type", "function") == "function"
+    named = choice.get("function") if is_named else None
     function = named.get("name") if isinstance(named, dict) else None
     if choice != "required" and not isinstance(function, str):
         raise InvalidValue(

@@ -86,7 +86,9 @@ def _message(item: Any, name: str) -> Any:
 
 def _text_options(text: Any) -> dict[str, Any]:
     is_known = isinstance(text, dict) and text.keys() <= {"format", "verbosity"}
-    form = text.get("format") if is_known and text.get("verbosity") in (None, "medium") else False
+    if is_known and text.get("verbosity") not in (None, "medium"):
+        raise unsupported_value("text.verbosity", text["verbosity"])
+    form = text.get("format") if is_known else False
     if not isinstance(form, dict | None):
         raise _unsupported(f"`body.text` is {show(text)}; allowed: an object with `format`")
     if form is None or form.get("type") == "text":

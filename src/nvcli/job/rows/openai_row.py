@@ -51,11 +51,13 @@ _SAME = (
     *("stop_repetition", "thinking_budget"),
 )
 """Parameters of the body that `sampling` knows by the same name."""
+_OTHER_NAMES = {"thinking_token_budget": "thinking_budget", "no_stop_trim": "include_stop_str_in_output"}
+"""Parameters of vLLM and SGLang that `sampling` knows by another name."""
 _IGNORED = (
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
     *("prompt_cache_key", "prompt_cache_retention"),
-    # vLLM's:
-    *("guided_decoding_backend", "priority", "request_id", "cache_salt"),
+    # vLLM's and SGLang's:
+    *("guided_decoding_backend", "priority", "request_id", "rid", "session_id", "cache_salt", "extra_key"),
 )
 """Parameters that do not affect the answer; `model` is copied to it."""
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
@@ -71,17 +73,26 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     # vLLM's and SGLang's:
     **dict.fromkeys(("use_beam_search", "early_stopping", "return_token_ids", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("spaces_between_special_tokens", "include_reasoning", "separate_reasoning"), (True,)),
+    **dict.fromkeys(("return_token_offsets", "return_prompt_token_ids", "return_hidden_states"), (False,)),
+    **dict.fromkeys(("return_routed_experts", "return_cached_tokens_details", "return_meta_info"), (False,)),
+    **dict.fromkeys(("routed_experts_prompt_start", "routed_experts_start_len"), (0,)),
+    **dict.fromkeys(("stream_reasoning", "return_mm_kwargs"), (True, False)),
+    "use_audio_in_video": (False,),
     "length_penalty": (1,),
 }
-"""Parameters that are allowed only with values that change nothing."""
+"""Parameters that are allowed only with values that change nothing: of vLLM and SGLang, those that a dump of a request
+with all its defaults holds."""
+_ADD_SPECIAL_TOKENS = "add_special_tokens"
+"""vLLM's parameter that is harmless where it is true for completions, and false for chats."""
 _CHAT_KEYS = (
-    *("messages", "max_completion_tokens", "thinking_token_budget", "logprobs", "top_logprobs", "chat_template_kwargs"),
+    *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"),
     *(*CONVERSATION_KEYS, REASONING_EFFORT),
 )
 _IN_COMPLETIONS = ("logprobs", "best_of", "rank_by")
 """Parameters of completions alone that `sampling` knows by the same name."""
-_WORKING_IN_CHATS = dict.fromkeys((*_SAME, *STRUCTURED_KEYS, *_CHAT_KEYS))
-_WORKING_IN_COMPLETIONS = dict.fromkeys((*_SAME, *STRUCTURED_KEYS, "prompt", *_IN_COMPLETIONS))
+_WORKING = (*_SAME, *_OTHER_NAMES, *STRUCTURED_KEYS)
+_WORKING_IN_CHATS = dict.fromkeys((*_WORKING, *_CHAT_KEYS))
+_WORKING_IN_COMPLETIONS = dict.fromkeys((*_WORKING, "prompt", *_IN_COMPLETIONS))
 """Parameters with an effect, in the order in which messages list them."""
 
 
@@ -102,13 +113,15 @@ def openai_form(row: dict[str, Any]) -> RowForm:
 
 def _url_of(row: dict[str, Any]) -> str | None:
     """Return the url of a row as OpenAI's files have it; None if it has no text as its url. Azure's have no version,
-    and files for Mistral, Together and Fireworks no url: there it stands in the request for the whole batch."""
+    others have another one or a whole address, and files for Mistral, Together and Fireworks have no url: there it
+    stands in the request for the whole batch."""
     url, body = row.get("url"), row.get("body")
     if url is None and isinstance(body, dict):
         return next((url for key, url in _URLS_BY_KEY.items() if body.get(key) is not None), None)
     if not isinstance(url, str):
         return None
-    return f"/v1{url}" if f"/v1{url}" in _COMMANDS else url
+    path = f"/{url.rstrip('/')}"
+    return next((known for known in _COMMANDS if path.endswith(known.removeprefix("/v1"))), url)
 
 
 def openai_id(row: dict[str, Any]) -> str:
@@ -128,7 +141,7 @@ def openai_model(row: dict[str, Any]) -> str | None:
 def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
     """Return the parameters of a request to one of these urls, without those that are null. Raises RowError and
     InvalidValue."""
-    if row.get("method", "POST") != "POST":
+    if str(row.get("method", "POST")).upper() != "POST":
         raise RowError("invalid_value", f'`method` is {show(row["method"])}; allowed: "POST"')
     url, body = _url_of(row), row.get("body")
     if url is None or url not in urls:
@@ -156,6 +169,7 @@ def openai_job(row: dict[str, Any], context: RowContext, defaults: RowDefaults, 
         given, is_chat, key = chat_body(given), True, "input"
     _check_keys(given, is_chat)
     own = {key: given[key] for key in (_SAME if is_chat else (*_SAME, *_IN_COMPLETIONS)) if key in given}
+    own |= {name: given[key] for key, name in _OTHER_NAMES.items() if key in given}
     if is_chat:
         own |= _chat_parameters(given)
     if (structured := structured_of(given)) is not None:
@@ -191,13 +205,14 @@ def _completion_job(given: dict[str, Any], context: RowContext, sampling: Sampli
 
 def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
     working = _WORKING_IN_CHATS if is_chat else _WORKING_IN_COMPLETIONS
+    harmless = {**_HARMLESS_VALUES, _ADD_SPECIAL_TOKENS: (not is_chat,)}
     for key, value in given.items():
         if key == "chat_template":
             raise RowError(
                 "unsupported_parameter",
                 "`body.chat_template` is not supported: set `job.chat_template` (--chat-template) for all rows",
             )
-        if not (key in working or key in _IGNORED or key in _HARMLESS_VALUES):
+        if not (key in working or key in _IGNORED or key in harmless):
             raise unsupported_key(key, working)
         if key == "suffix" and value != "":
             raise RowError(
@@ -207,7 +222,7 @@ def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
             )
         if is_chat and key in _CHAT_KEYS:
             continue
-        if key in _HARMLESS_VALUES and value not in _HARMLESS_VALUES[key]:
+        if key in harmless and value not in harmless[key]:
             raise unsupported_value(key, value)
 
 
@@ -218,19 +233,15 @@ def _chat_parameters(given: dict[str, Any]) -> dict[str, Any]:
         if given.get("max_tokens", most) != most:
             raise RowError("invalid_sampling", "`body.max_tokens` and `body.max_completion_tokens` differ; give one")
         own["max_tokens"] = most
-    if "thinking_token_budget" in given:  # vLLM's name
-        own["thinking_budget"] = given["thinking_token_budget"]
     wanted, count = given.get("logprobs", False), given.get("top_logprobs")
     if not isinstance(wanted, bool):
         raise RowError("invalid_sampling", f"`body.logprobs` is {show(wanted)}; allowed: true or false")
-    if count is not None:
-        if not wanted:
-            raise RowError("invalid_sampling", "`body.top_logprobs` is given without `body.logprobs`: true")
-        if not is_integer(count, 0, MAX_LOGPROBS):
-            raise RowError(
-                "invalid_sampling",
-                f"`body.top_logprobs` is {show(count)}; allowed: an integer from 0 to {MAX_LOGPROBS}",
-            )
+    if count is not None and not is_integer(count, 0, MAX_LOGPROBS):
+        raise RowError(
+            "invalid_sampling", f"`body.top_logprobs` is {show(count)}; allowed: an integer from 0 to {MAX_LOGPROBS}"
+        )
+    if count and not wanted:
+        raise RowError("invalid_sampling", "`body.top_logprobs` is given without `body.logprobs`: true")
     if wanted:
         own["logprobs"] = count or 0
     return own

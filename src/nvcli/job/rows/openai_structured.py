@@ -1,7 +1,8 @@
-"""Reads which form an OpenAI row wants for its answer, in the API's spelling and in vLLM's.
+"""Reads which form an OpenAI row wants for its answer, in the spelling of the API, vLLM and SGLang.
 
 `response_format` is the API's (platform.openai.com/docs/guides/structured-outputs); `structured_outputs` and, in older
-releases, `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar` are vLLM's.
+releases, `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar` are vLLM's; `json_schema`, `regex` and
+`ebnf` are SGLang's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from nvcli.job.rows.raw_values import decode_inner
 STRUCTURED_KEYS = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "regex", "ebnf"),
 )
 """Parameters of a body, at most one of which may be given."""
 
@@ -38,6 +40,8 @@ _FORMS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "grammar": ("grammar", lambda value: isinstance(value, str), "text"),
 }
 """vLLM's names → the keys of `structured`, whether they may have a value, and what is allowed."""
+_OF_SGLANG = {"json_schema": "json", "ebnf": "grammar"}
+"""SGLang's names that differ from vLLM's."""
 
 
 def unsupported_key(key: str, known: Iterable[str], where: str = "body") -> RowError:
@@ -68,7 +72,7 @@ def structured_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
     if key == "structured_outputs":
         return _of_structured_outputs(given[key])
     name = key.removeprefix("guided_")
-    return _structured(name, given[key], f"body.{key}")
+    return _structured(_OF_SGLANG.get(name, name), given[key], f"body.{key}")
 
 
 def _of_response_format(value: Any) -> dict[str, Any]:
