@@ -58,8 +58,8 @@ def test_a_chat_row(read_rows: ReadRows) -> None:
     assert (job.context.id, job.context.form, job.context.model, job.messages) == ("a", RowForm.CHAT, "gpt-x", MESSAGES)
     assert job.context.extra == {}
     assert job.sampling == SamplingParams(
-        max_tokens=5, temperature=0.5, top_p=0.9, n=2, stop=["x"], seed=-3, presence_penalty=1.0, frequency_penalty=-1.0,
-        logit_bias={7: -100.0}, logprobs=4, min_p=0.2, top_k=3,
+        max_tokens=5, temperature=0.5, top_p=0.9, n=2, stop=["x"], seed=-3, presence_penalty=1.0,
+        frequency_penalty=-1.0, logit_bias={7: -100.0}, logprobs=4, min_p=0.2, top_k=3,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from nvcli.core.text_template import TextTemplate
 from nvcli.errors import ConfigError
 from nvcli.job import file_formats
 from nvcli.job.files import check_inputs, check_output
@@ -25,6 +26,7 @@ from nvcli.job.output.parquet_output import write_parquet
 from nvcli.job.own_files import digests_path, manifest_path
 from nvcli.job.rows.native_row import RowKeys
 from nvcli.job.rows.parser import RowParser
+from nvcli.job.rows.prompt_rules import PromptRules
 from output_jobs import extra_of, make_table, open_job, write
 
 
@@ -95,12 +97,39 @@ def test_other_column_names_and_many_rows(tmp_path: Path) -> None:
     [
         (pyarrow.array([Decimal(7), Decimal(2**60), None], pyarrow.decimal128(38, 0)), [7, 2**60, "row-2"]),
         (pyarrow.array([UUID(int=7).bytes, None, None], pyarrow.uuid()), [str(UUID(int=7)), "row-1", "row-2"]),
+        (pyarrow.array([b"a", None, b"c"]), ["a", "row-1", "c"]),
     ],
 )
 def test_ids_of_databases(tmp_path: Path, ids: pyarrow.Array, expected: list[int | str]) -> None:
     path = tmp_path / "in.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"] * 3, "id": ids}), path)
     assert [row.context.id for row in read(path) if isinstance(row, Job)] == expected
+
+
+def test_maps_of_texts_are_objects_and_bytes_are_texts_where_one_is_needed(tmp_path: Path) -> None:
+    """As Spark makes objects, and Hive columns of texts."""
+    message = [("role", "user"), ("content", "hi")]
+    odd = pyarrow.map_(pyarrow.string(), pyarrow.struct([("x", pyarrow.map_(pyarrow.int8(), pyarrow.int8()))]))
+    columns = {
+        "messages": pyarrow.array(
+            [[message], None, None], pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.string()))
+        ),
+        "prompt": pyarrow.array([None, b"q", b"\xff"]),
+        "odd": pyarrow.array([[("a", {"x": [(1, 2)]})], [("a", None), ("a", None)], None], odd),
+    }
+    path = tmp_path / "in.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    talk, text, bad = read(path)
+    assert isinstance(talk, Job)
+    assert (talk.messages, extra_of(talk)) == ([dict(message)], {"odd": {"a": {"x": [[1, 2]]}}})
+    assert isinstance(text, Job)
+    assert (text.prompt, extra_of(text)) == ("q", {"odd": [["a", None], ["a", None]]})
+    assert isinstance(bad, JobResult)
+    template = PromptRules(prompt_template=TextTemplate("<{prompt}>"))
+    reader = RowReader([str(path)], RowParser({}, RowKeys(messages="m"), template))
+    told = [row.prompt if isinstance(row, Job) else str(row.error) for batch in reader.batches() for row in batch]
+    assert told[1] == "<q>"
+    assert "`prompt` cannot be read: UnicodeDecodeError" in told[2]
 
 
 def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
@@ -114,7 +143,7 @@ def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
 def test_what_is_no_parquet_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
     path.write_bytes(b"x" * 100)
-    with pytest.raises(ConfigError, match=r"in\.parquet: cannot be read past row 0: ArrowInvalid"):
+    with pytest.raises(ConfigError, match=r"in\.parquet: cannot be read: ArrowInvalid"):
         list(RowReader([str(path)], RowParser({})).batches())
 
 

@@ -63,7 +63,7 @@ def test_a_damaged_file_ends_the_reading_after_its_good_rows(tmp_path: Path, suf
     path = tmp_path / f"in.jsonl.{suffix}"
     path.write_bytes({"truncated": data[:half], "garbled": data[:half] + b"\xff" * 1000}.get(damage, lines))
     rows: list[list[Job | JobResult]] = []
-    with pytest.raises(ConfigError, match=r"in\.jsonl\.\w+: cannot be read past line \d+"):
+    with pytest.raises(ConfigError, match=r"in\.jsonl\.\w+: cannot be read( past line \d+)?: "):
         rows.extend(RowReader([str(path)], RowParser({})).batches())
     assert (sum(map(len, rows)) > 1000) == (damage != "not compressed")
 

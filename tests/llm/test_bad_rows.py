@@ -155,7 +155,7 @@ KINDS: dict[str, tuple[Any, str]] = {
     "a key that is a tuple": (structured(json_schema={(1, 2): 3}), "has a key of the type `tuple`"),
     "no number": (sampling(temperature=math.nan), f"`sampling.temperature` {NOT_FINITE}"),
     "no number in a variable": (variables(a=[math.inf]), f"`chat_template_kwargs.a[0]` {NOT_FINITE}"),
-    "bytes as the prompt": ({"prompt": b"x"}, "allowed: text"),
+    "bytes as the prompt": ({"prompt": b"\xff"}, "allowed: text"),
     "bytes in a variable": (variables(a=b"x"), "`chat_template_kwargs.a` is an object of the type `bytes`"),
     "JSON as the sampling": ({"prompt": "x", "sampling": msgspec.Raw(b"[" * 999)}, "expected an object with keys"),
     "a set": (sampling(stop={"x"}), "`sampling.stop` is an object of the type `set`"),

@@ -272,14 +272,12 @@ class RowReader:
         """Return the error of an input that could only be read in part."""
         reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
         problem = reason.splitlines()[0].rstrip(" .:")
-        way_out = "Replace it with an intact file"
-        if self._digests is not None:  # rows are answered, by a job that goes on
-            others = " and the other inputs" if len(self._inputs) > 1 else ""
-            way_out = (
-                f"The rows up to there{others} are answered; replace the file with an intact one, and continue with "
-                "--update"
-            )
-        return UnreadableInput(f"{_label(name)}: cannot be read past {self._place}: {problem}. {way_out}")
+        way_out, past = "Replace it with an intact file", f" past {self._place}" if self._line_number else ""
+        answered = ["the rows up to there"] * bool(past) + ["the other inputs"] * (len(self._inputs) > 1)
+        if answered and self._digests is not None:  # by a job that goes on
+            those = " and ".join(answered).capitalize()
+            way_out = f"{those} are answered; replace the file with an intact one, and continue with --update"
+        return UnreadableInput(f"{_label(name)}: cannot be read{past}: {problem}. {way_out}")
 
     @property
     def _is_at_limit(self) -> bool:

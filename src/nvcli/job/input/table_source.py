@@ -206,13 +206,35 @@ def rows_of(batch: Any) -> Iterator[tuple[list[dict[str, Any] | RowError], int]]
 
 
 def _to_rows(part: Any) -> list[dict[str, Any]]:
-    """Return the rows of a `RecordBatch`, with texts for moments that Python's types cannot hold."""
+    """Return the rows of a `RecordBatch`, with texts for moments that Python's types cannot hold, and objects for maps
+    of texts to values."""
     try:
         rows: list[dict[str, Any]] = part.to_pylist()
     except Exception:
         columns = [_values(column) for column in part.columns]
         rows = [dict(zip(part.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
+    for field in part.schema:
+        if _holds_map(field.type):
+            for row in rows:
+                row[field.name] = _with_objects(row[field.name], field.type)
     return rows
+
+
+def _holds_map(kind: Any) -> bool:
+    return types.is_map(kind) or any(_holds_map(kind.field(at).type) for at in range(kind.num_fields))
+
+
+def _with_objects(value: Any, kind: Any) -> Any:
+    """Return a value of a type with dicts in place of maps, whose keys must be texts that differ."""
+    if value is None:
+        return None
+    if types.is_map(kind):
+        pairs = [(key, _with_objects(item, kind.item_type)) for key, item in value]
+        found = dict(pairs) if types.is_string(kind.key_type) or types.is_large_string(kind.key_type) else {}
+        return found if len(found) == len(pairs) else pairs
+    if types.is_struct(kind):
+        return {field.name: _with_objects(value[field.name], field.type) for field in kind}
+    return [_with_objects(each, kind.value_type) for each in value] if isinstance(value, list) else value
 
 
 def _in_utc(kind: Any) -> Any:

@@ -15,7 +15,7 @@ from nvcli.core.byte_sizes import counted
 from nvcli.core.config_types import MAX_INT64
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.core.sampling_params import SamplingParams
-from nvcli.core.validation import InvalidValue, convert, is_integer, show, whole_number
+from nvcli.core.validation import InvalidValue, convert, is_integer, is_utf8, show, whole_number
 from nvcli.errors import RowError
 from nvcli.job.job import Job, JobId, PromptTask, RowContext
 from nvcli.job.rows.conversation import check_messages, conversation_options, image_parts, with_images
@@ -115,6 +115,8 @@ class RowDefaults:
 
 def native_id(value: Any, key: str) -> JobId | None:
     """Return the id in a row's `key`; None if there is none."""
+    if isinstance(value, bytes) and is_utf8(value):
+        return value.decode()
     if value is None or isinstance(value, str):
         return value
     number = whole_number(value)

@@ -17,7 +17,7 @@ from uuid import UUID
 
 import msgspec
 
-from nvcli.core.validation import is_text
+from nvcli.core.validation import is_text, is_utf8
 from nvcli.errors import RowError, first_line
 from nvcli.job.rows.bad_json import explain_surrogate, find_non_json
 from nvcli.job.rows.raw_values import MAX_LEVELS, NestedTooDeep, decode, is_deeper
@@ -32,14 +32,16 @@ def plain_value(value: Any, key: str) -> Any:
     """Return the value of one of nvcli's own keys as plain data. Raises RowError that names what is not.
 
     Tuples become lists, arrays and numbers of numpy (and what is like it) lists and numbers, and subclasses what they
-    stand for. A single object that is no text, number or collection is returned as it is: whoever reads the key says
-    what it must be.
+    stand for. Bytes that are UTF-8 become text: some writers of Parquet do not say which columns are texts. A single
+    object that is no text, number or collection is returned as it is: whoever reads the key says what it must be.
     """
     try:
         kind = type(value)
         if kind is not str and kind is not dict and kind is not list:
             if isinstance(value, str):
                 value = str.__str__(value)
+            elif isinstance(value, bytes) and is_utf8(value):
+                value = value.decode()
             elif hasattr(value, "tolist") and not isinstance(value, type):
                 return plain_value(value.tolist(), key)
             elif not isinstance(value, Collection) or isinstance(value, bytes | bytearray | memoryview):

@@ -52,7 +52,10 @@ def as_json(value: Any) -> msgspec.Raw:
 
 
 def as_text(value: Any) -> str:
-    """Return a text unchanged, and any other value as JSON."""
+    """Return a text unchanged, bytes as the UTF-8 text that they are, and any other value as JSON. Raises
+    UnicodeDecodeError."""
+    if isinstance(value, bytes):
+        return value.decode()
     raw = value if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
     data = bytes(raw)
     return str(decode(raw)) if data.startswith(b'"') else data.decode()
