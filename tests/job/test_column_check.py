@@ -138,6 +138,7 @@ def test_what_is_no_text(tmp_path: Path, data: bytes, told: str) -> None:
             b'[{"prompt": "a"},\n {"prompt": "b"}]\n',
             r"it is a JSON array\n  name it so: mv \S*in.jsonl \S*in.json\n  or make",
         ),
+        (b'[\r\n{"prompt": "a"},\r\n{"prompt": "b"}\r\n]\r\n', "first 4 lines is JSON: it is a JSON array"),
         (b'{\n  "prompt": "a"\n}\n', r"its objects go over several lines\n  .*: jq -c \.\n"),
         (b"What is 3 + 4?\nAnd 5 + 6?\n", r"it is text\n  name it so, if each line is a prompt .*: mv \S* \S*in.txt\n"),
     ],

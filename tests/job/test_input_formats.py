@@ -112,7 +112,10 @@ def test_records_that_are_no_rows(tmp_path: Path) -> None:
         ("invalid_utf8", "line 5"),
         ("invalid_csv", "line 7"),
     ]
-    assert "it has 3 cells, and there are 2 columns: `id`, `prompt`" in errors(rows)[0][1]
+    told = [message for _, message in errors(rows)]
+    assert "it has 3 cells, and there are 2 columns: `id`, `prompt`" in told[0]
+    assert told[2].endswith("a quote stands inside a cell in quotes; write two of them, and no backslash")
+    assert told[4].endswith("a quote is not closed")
 
 
 def test_a_quote_that_is_not_closed_takes_a_bounded_part_of_the_file(
@@ -122,6 +125,11 @@ def test_a_quote_that_is_not_closed_takes_a_bounded_part_of_the_file(
     rows = read(tmp_path / "in.csv", b'prompt\n"open\n' + b"p\n" * 100)
     assert errors(rows)[0][0] == "line_too_long"
     assert len(jobs(rows)) == 100 - (50 - len('"open\n')) // 2 - 1
+
+
+def test_columns_without_names_get_numbers(tmp_path: Path) -> None:
+    rows = read(tmp_path / "in.csv", b"prompt,,x,\np,,1,\nq,2,,3\n")
+    assert jobs(rows) == [("row-0", "p", {"x": "1"}), ("row-1", "q", {"column 2": "2", "column 4": "3"})]
 
 
 @settings(max_examples=100, deadline=None)

@@ -65,6 +65,11 @@ class ReadRow(NamedTuple):
     """The first bytes of a line that is not JSON; empty for other faults."""
     is_binary: bool = False
 
+    @property
+    def begins_array(self) -> bool:
+        """Whether the row is the first line of a JSON array, the last of whose items stands on a line like a row."""
+        return self.start.strip() == b"["
+
 
 def with_fault(row: Job | JobResult, line: Row, num_bytes: int, parser: RowParser) -> ReadRow:
     """Return a row with its fault. `line` is what was read, and takes `num_bytes`."""

@@ -24,10 +24,15 @@ from nvcli.job.rows.parser import Cells, Row
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 """A longer record is an error row. Without such a bound, a quote that is not closed takes the rest of the file."""
-_CARRIAGE_RETURN = (
-    "a carriage return stands in a cell without quotes; if lines of the file end with one alone, `tr '\\r' '\\n'` "
-    "may fix that"
-)
+_REASONS = {
+    "new-line": (
+        "a carriage return stands in a cell without quotes; if lines of the file end with one alone, `tr '\\r' '\\n'` "
+        "may fix that"
+    ),
+    "expected after": "a quote stands inside a cell in quotes; write two of them, and no backslash",
+    "unexpected end": "a quote is not closed",
+}
+"""What is said of a record, by a part of the csv module's message."""
 
 _SEPARATOR = re.compile(rb'"?sep=([,;|\t])"?\r?')
 """A line before the header with which spreadsheets tell each other the delimiter."""
@@ -76,7 +81,7 @@ class CsvSource(LineSource):
             except RowError as error:
                 row = error
             except csv.Error as error:
-                why = _CARRIAGE_RETURN if "new-line" in str(error) else error
+                why = next((why for part, why in _REASONS.items() if part in str(error)), error)
                 row = RowError("invalid_csv", f"not valid CSV: {why}")
             self._at = f"line {first}" if first == records.number else f"lines {first} to {records.number}"
             if columns is None:
@@ -146,6 +151,8 @@ def _check_header(row: Row | list[str], name: str, place: str) -> list[str]:
     if not isinstance(row, list):
         why = row.message if isinstance(row, RowError) else ""
         raise ColumnsError(f"{name}: {place}, which names the columns, cannot be read: {why}")
+    if row.count("") > 1:  # as spreadsheets write columns that were once used
+        row = [column or f"column {number}" for number, column in enumerate(row, 1)]
     if len(set(row)) < len(row):
         twice = next(column for column in row if row.count(column) > 1)
         raise ColumnsError(

@@ -191,7 +191,7 @@ class RowReader:
                 held.append(read)
                 if fault == "bad id":
                     fault = read.fault
-                elif read.fault not in (fault, "bad id"):
+                elif read.fault not in (fault, "bad id") and not held[0].begins_array:
                     fault = None
                 if fault is None or len(held) == MAX_HELD_ROWS:
                     break
