@@ -110,6 +110,18 @@ def test_any_file_can_be_scanned(tmp_path_factory: pytest.TempPathFactory, data:
         assert scan_output(path).sound_bytes <= len(data)
 
 
+def test_what_the_shell_has_opened_is_written_where_its_other_commands_write(tmp_path: Path) -> None:
+    path = tmp_path / "all"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.write(fd, b"before\n")
+    output = open_job(Path(f"/dev/fd/{fd}"))
+    output.sink.write(b"row\n")
+    output.close()
+    os.write(fd, b"after\n")
+    os.close(fd)
+    assert path.read_bytes() == b"before\nrow\nafter\n"
+
+
 def test_another_job_is_refused_with_a_line_for_each_difference(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     write(path, range(3))

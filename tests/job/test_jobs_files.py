@@ -70,6 +70,7 @@ def test_inputs(tmp_path: Path) -> None:
         ([str(good), str(link)], r"link\.jsonl is given twice: .*a\.jsonl is the same file"),
         (["-", "-"], "given twice"),
         (["a" * 300], "cannot be read: File name too long"),
+        ([""], "the input cannot be read: its name is empty"),
         ([os.fsdecode(b"caf\xe9.jsonl")], "cannot be read: its name is not UTF-8 text; rename it"),
     ]:
         with pytest.raises(ConfigError, match=message):
@@ -90,6 +91,7 @@ def test_outputs(tmp_path: Path) -> None:
         (tmp_path / "no" / "c.jsonl", "mkdir -p"),
         (existing / "no" / "c.jsonl", "b.jsonl is a file, not a folder"),
         (tmp_path / ("a" * 300), "cannot be written: File name too long"),
+        ("", "the output cannot be written: its name is empty"),
         (tmp_path / ("a" * 245), r"is called /.*/a+\.manifest\.json, and that is longer .* a shorter name with -o"),
         (tmp_path / ("a" * 237), r"/\.a+\.manifest\.json\.tmp, and that is longer"),
         (tmp_path / os.fsdecode(b"caf\xe9.jsonl"), "its name is not UTF-8 text"),

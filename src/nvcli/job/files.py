@@ -342,6 +342,8 @@ def _check_name(name: str, trouble: str) -> None:
 
     `trouble` is how the message begins.
     """
+    if not name:
+        raise ConfigError(f"{' '.join(trouble.split())}: its name is empty")
     if not is_text(name):
         raise ConfigError(f"{trouble}: its name is not UTF-8 text; rename it")
     try:

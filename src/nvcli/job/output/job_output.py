@@ -115,11 +115,22 @@ def open_output(name: str, job: Manifest, options: OutputOptions) -> JobOutput:
     path = Path(name)
     if path.exists() and (path.parent in STREAM_FOLDERS or not stat.S_ISREG(path.stat().st_mode)):
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            fd = _open_stream(path)
         except OSError as error:
             raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
         return JobOutput(form, Sink(fd, name, pack=make_packer(compression_of(name))))
     return FileOutput(path, job, options)
+
+
+def _open_stream(path: Path) -> int:
+    """Open a device, or what the shell has opened for the command, such as /dev/stdout. Raises OSError.
+
+    The shell's is shared: opened by its name, a file would get rows where the shell's other commands write too.
+    """
+    name = {"stdout": "1", "stderr": "2"}.get(path.name, path.name)
+    if path.parent in STREAM_FOLDERS and name.isdecimal():
+        return os.dup(int(name))
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
 
 def _output_form(path: Path, job: Manifest, options: OutputOptions) -> OutputForm:
