@@ -83,7 +83,7 @@ ERRORS_IN_FILES = [
     ("model: m\nsampling: {bad_words: ['']}", r"`sampling.bad_words\[0\]` is \"\"; allowed: text that is not empty"),
     (
         "model: m\nsampling: {allowed_token_ids: []}",
-        r"is \[\]; allowed: a list that is not empty, each item an integer",
+        r"is \[\]; allowed: null or a list that is not empty, each item an integer",
     ),
     ("model: [m]", r'run.yaml:1: `model` is \["m"\]; allowed: text'),
     ("model: m\nmax_num_seqs: 0", r"run.yaml:2: `max_num_seqs` is 0; allowed: an integer from 1 to 65536"),
@@ -97,7 +97,7 @@ ERRORS_IN_FILES = [
     ("model: m\nseed: 9223372036854775808", r"run.yaml:2: `seed` is 9223372036854775808; allowed"),
     ("model: m\nseed: 010", r'run.yaml:2: `seed` is "010"; allowed: an integer'),
     ("model: m\nattention_backend: fa3", r"allowed: auto, flash-attn, flashinfer, torch, triton"),
-    ("model: m\nattention_backend: 3", r"allowed: auto, .*triton or a mapping with the keys prefill, decode"),
+    ("model: m\nattention_backend: 3", r"allowed: auto, .*triton or an object with the keys prefill, decode"),
     (
         "model: m\nattention_backend: {prefill: fa3}",
         r'run.yaml:2: `attention_backend.prefill` is "fa3"; allowed: auto, flash-attn, flashinfer, torch, triton',
@@ -106,9 +106,9 @@ ERRORS_IN_FILES = [
         "model: m\nattention_backend: {decod: triton}",
         r"run.yaml:2: unknown key `attention_backend.decod`; did you mean `decode`\?",
     ),
-    ("model: m\njob: 3", r"run.yaml:2: `job` is 3; allowed: a mapping with the keys order, on_too_long"),
+    ("model: m\njob: 3", r"run.yaml:2: `job` is 3; allowed: an object with the keys order, on_too_long"),
     ("model: m\njob:\n  order: random", r'run.yaml:3: `job.order` is "random"; allowed: completion, input'),
-    ("model: m\nsampling: [1]", r"run.yaml:2: `sampling` is \[1\]; allowed: a mapping"),
+    ("model: m\nsampling: [1]", r"run.yaml:2: `sampling` is \[1\]; allowed: an object with keys"),
     ("model: m\nsampling: {top_p: 3}", r"run.yaml:2: `sampling.top_p` is 3; allowed: a number above 0 and at most 1"),
     ("model: m\nsampling: {temperature: .nan}", r"`sampling.temperature` is NaN; allowed: a number from 0 to 100"),
     ("model: m\nsampling: {stop: [a, 3]}", r"`sampling.stop\[1\]` is 3; allowed: text"),
@@ -176,7 +176,7 @@ ERRORS_IN_FILES += [
     ),
     (
         "model: m\njob: {chat_template_kwargs: [1]}",
-        r"run.yaml:2: `job.chat_template_kwargs` is \[1\]; allowed: a mapping",
+        r"run.yaml:2: `job.chat_template_kwargs` is \[1\]; allowed: an object with keys",
     ),
     ("model: m\njob: {chat_template: ''}", r"run.yaml:2: `job.chat_template` is \"\""),
     (

@@ -142,7 +142,11 @@ BAD_ROWS = [
     (b'{"prompt": "a", "sampling": {"logit_bias": {"7": 101}}}', "invalid_sampling", "`sampling.logit_bias.7` is 101"),
     (b'{"prompt": "a", "sampling": {"best_of": 2, "n": 3}}', "invalid_sampling", "`best_of` (2) is smaller"),
     (b'{"prompt": "a", "sampling": {"bad_words": [""]}}', "invalid_sampling", "`sampling.bad_words[0]` is"),
-    (b'{"prompt": "a", "sampling": {"bad_words": [[]]}}', "invalid_sampling", "not empty and holds at most 32, each"),
+    (
+        b'{"prompt": "a", "sampling": {"bad_words": [[]]}}',
+        "invalid_sampling",
+        "a list of 1 to 32 items, each item an integer",
+    ),
     (b'{"prompt": "a", "sampling": {"allowed_token_ids": []}}', "invalid_sampling", "`sampling.allowed_token_ids` is"),
     (b'{"prompt": "a", "sampling": {"stop_repetition": {"min_count": 1}}}', "invalid_sampling", "min_count` is 1"),
     (b'{"prompt": "a", "sampling": {"truncate_prompt_tokens": 0}}', "invalid_sampling", "is 0; allowed"),

@@ -142,7 +142,7 @@ def test_template_variables_of_both_forms() -> None:
             assert "chat_template_kwargs" not in job.context.extra
     assert error_of(parse(chat_row(chat_template_kwargs=3), parser)) == (
         "invalid_value",
-        "line 1: `body.chat_template_kwargs` is 3; allowed: a mapping",
+        "line 1: `body.chat_template_kwargs` is 3; allowed: an object with keys",
     )
     kind, message = error_of(parse({**chat_row(chat_template="x"), "custom_id": "b"}, parser))
     assert kind == "unsupported_parameter"

@@ -110,6 +110,8 @@ BODIES = [
     ({"input": "a", "encoding_format": "int8"}, '`body.encoding_format` is "int8"'),
     ({"input": "a", "dimensions": "4"}, '`body.dimensions` is "4"'),
     ({"input": "a", "temperature": 1}, "`body.temperature` is not supported"),
+    ({"input": "a", "add_special_tokens": True, "embed_dtype": "float32", "priority": 0}, None),
+    ({"input": "a", "embed_dtype": "float16"}, "`body.embed_dtype` is not supported"),
     ({"input": "a", "dimension": 4}, "`body.dimension` is not supported; did you mean `dimensions`?"),
 ]
 

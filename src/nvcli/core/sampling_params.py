@@ -204,7 +204,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if (getattr(self, name) or 0) > MAX_INT64:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; allowed: an integer of 64 bits")
         if any(not s for s in self.stop_strings):
-            raise ValueError("`stop` must not contain an empty string")
+            raise ValueError("`stop` holds an empty text, which would end every answer at once; leave it out")
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise ValueError(f"`stop` holds {len(self.stop_strings):,} texts; allowed: at most {MAX_STOP_STRINGS:,}")
         if (num_chars := sum(map(len, self.stop_strings))) > MAX_STOP_CHARS:

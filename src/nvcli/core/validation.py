@@ -257,19 +257,20 @@ def describe(info: inspect.Type) -> str:
     """Describe in words which values a type allows."""
     match info:
         case inspect.UnionType():
-            return " or ".join(describe(part) for part in _with_one_literal(info.types))
+            parts = sorted(_with_one_literal(info.types), key=lambda part: isinstance(part, inspect.ListType))
+            return " or ".join(map(describe, parts))  # what follows a list would seem to be said of its items
         case inspect.IntType() | inspect.FloatType():
             return _describe_number(info)
         case inspect.LiteralType():
             return ", ".join(str(value) for value in info.values)
         case inspect.ListType():
-            noun = "a list that is not empty" if info.min_length else "a list"
-            noun += "" if info.max_length is None else f" and holds at most {info.max_length:,}"
-            return f"{noun}, each item {describe(info.item_type)}"
+            least, most = info.min_length, info.max_length
+            bounds = f" of {least or 0:,} to {most:,} items" if most else " that is not empty" if least else ""
+            return f"a list{bounds}, each item {describe(info.item_type)}"
         case inspect.StructType():
-            return f"a mapping with the keys {', '.join(_field_names(info))}"
+            return f"an object with the keys {', '.join(_field_names(info))}"
         case inspect.DictType():
-            return "a mapping"
+            return "an object with keys"
         case inspect.BoolType():
             return "true or false"
         case inspect.StrType():

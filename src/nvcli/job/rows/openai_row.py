@@ -53,7 +53,7 @@ _SAME = (
 """Parameters of the body that `sampling` knows by the same name."""
 _OTHER_NAMES = {"thinking_token_budget": "thinking_budget", "no_stop_trim": "include_stop_str_in_output"}
 """Parameters of vLLM and SGLang that `sampling` knows by another name."""
-_IGNORED = (
+IGNORED = (
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
     *("prompt_cache_key", "prompt_cache_retention"),
     # vLLM's and SGLang's:
@@ -212,7 +212,7 @@ def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
                 "unsupported_parameter",
                 "`body.chat_template` is not supported: set `job.chat_template` (--chat-template) for all rows",
             )
-        if not (key in working or key in _IGNORED or key in harmless):
+        if not (key in working or key in IGNORED or key in harmless):
             raise unsupported_key(key, working)
         if key == "suffix" and value != "":
             raise RowError(

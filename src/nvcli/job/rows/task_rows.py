@@ -13,7 +13,7 @@ from nvcli.core.task_config import EmbeddingEncoding, ScoreConfig
 from nvcli.core.validation import convert, is_integer, show, whole_number
 from nvcli.errors import RowError
 from nvcli.job.job import EmbedTask, Job, PromptTask, RowContext, RowForm, ScoreTask
-from nvcli.job.rows.openai_row import check_request, job_of, prompts_of
+from nvcli.job.rows.openai_row import IGNORED, check_request, job_of, prompts_of
 from nvcli.job.rows.openai_structured import unsupported_key
 from nvcli.job.rows.raw_values import as_text, decode, decode_nested, is_null
 
@@ -23,6 +23,12 @@ MAX_CHOICES = 1024
 """Maximum number of choices in a row."""
 _EMBEDDINGS_URL = "/v1/embeddings"
 _EMBEDDING_KEYS = ("input", "model", "encoding_format", "dimensions", "user")
+_HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("add_special_tokens", "normalize", "use_activation"), (True,)),
+    "endianness": ("native", "little"),
+    "embed_dtype": ("float32",),
+}
+"""Parameters of vLLM that are allowed only with values that change nothing."""
 
 
 class ScoreRows(msgspec.Struct, frozen=True):
@@ -103,8 +109,9 @@ class EmbedRows(msgspec.Struct, frozen=True):
     def openai_job(self, row: dict[str, Any], context: RowContext) -> Job:
         """Make the job of a row of an OpenAI batch file."""
         given = check_request(row, (_EMBEDDINGS_URL,))
-        if unknown := [key for key in given if key not in _EMBEDDING_KEYS]:
-            raise unsupported_key(unknown[0], _EMBEDDING_KEYS)
+        for key, value in given.items():
+            if not (key in _EMBEDDING_KEYS or key in IGNORED or value in _HARMLESS_VALUES.get(key, ())):
+                raise unsupported_key(key, _EMBEDDING_KEYS)
         prompts = prompts_of(given, "input")
         wanted = convert(given, _EmbeddingRequest, under=("body",))
         task = msgspec.structs.replace(
