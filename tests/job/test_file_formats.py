@@ -17,7 +17,7 @@ from nvcli.job.files import check_inputs, check_output, is_terminal
 ROW = b'{"prompt": "a"}\n'
 
 
-@pytest.mark.parametrize("name", ["out.txt", "out.arrow", "out.jsonl.bz2", "out.txt.gz", "out.parquet.gz"])
+@pytest.mark.parametrize("name", ["out.txt", "out.arrow", "out.jsonl.7z", "out.txt.gz", "out.parquet.gz"])
 def test_formats_that_are_not_written_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"\.jsonl, \.csv or \.tsv .*or \.parquet, and not as \.") as error:
         check_output([], str(tmp_path / name))
@@ -40,6 +40,8 @@ def test_formats_that_are_not_written_are_refused(tmp_path: Path, name: str) -> 
         "out.tsv",
         "out.csv.gz",
         "out.tsv.zst",
+        "out.csv.bz2",
+        "out.json.xz",
         "OUT.JSONL",
         "OUT.PARQUET",
     ],
@@ -74,6 +76,9 @@ def test_packed_rows_are_named_so(tmp_path: Path) -> None:
         (gzip.compress(ROW), "gzip data", "gz"),
         (b"\x28\xb5\x2f\xfd\x04", "zstd data", "zst"),
         (b"\x50\x2a\x4d\x18\x04", "zstd data", "zst"),
+        (bz2.compress(ROW, 3), "bzip2 data", "bz2"),
+        (bz2.compress(b""), "bzip2 data", "bz2"),
+        (lzma.compress(ROW), "xz data", "xz"),
         (b"PAR1\x15", "a Parquet table", "parquet"),
     ):
         path.write_bytes(data)
@@ -89,8 +94,7 @@ def test_packed_rows_are_named_so(tmp_path: Path) -> None:
     ("data", "told"),
     [
         (b"PK\x03\x04\x14\0", "a spreadsheet or another ZIP archive, which is not read; save it as CSV"),
-        (bz2.compress(ROW), "bzip2 data, which is not read; unpack it"),
-        (lzma.compress(ROW), "xz data, which is not read; unpack it"),
+        (b"FEA1\0\0", "a Feather file of version 1, which is not read; write it again"),
     ],
 )
 def test_files_that_are_not_read_are_told_so(tmp_path: Path, data: bytes, told: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -45,16 +44,17 @@ def test_zstd_with_and_without_sizes_and_in_many_frames(tmp_path: Path) -> None:
 
 
 def test_what_the_formats_allow_between_and_behind_members(tmp_path: Path) -> None:
-    padded = tmp_path / "in.jsonl.gz"
-    padded.write_bytes(gzip.compress(b'{"prompt":"a"}\n') + bytes(1000))
-    assert len(read(padded)) == 1
+    for suffix in ("gz", "xz"):
+        padded = tmp_path / f"in.jsonl.{suffix}"
+        padded.write_bytes(make_packer(suffix)(b'{"prompt":"a"}\n') + bytes(1000))
+        assert len(read(padded)) == 1
     skippable = bytes.fromhex("502a4d1804000000") + b"pzst"  # which pzstd writes before each frame
     frames = tmp_path / "in.jsonl.zst"
     frames.write_bytes(skippable + zstandard.compress(b'{"prompt":"a"}\n') + skippable + zstandard.compress(b"{}"))
     assert len(read(frames)) == 2
 
 
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("suffix", ["gz", "zst", "bz2", "xz"])
 @pytest.mark.parametrize("damage", ["truncated", "garbled", "not compressed"])
 def test_a_damaged_file_ends_the_reading_after_its_good_rows(tmp_path: Path, suffix: str, damage: str) -> None:
     lines = b"".join(b'{"prompt":"%s"}\n' % os.urandom(30).hex().encode() for _ in range(20_000))
@@ -65,12 +65,12 @@ def test_a_damaged_file_ends_the_reading_after_its_good_rows(tmp_path: Path, suf
     rows: list[list[Job | JobResult]] = []
     with pytest.raises(ConfigError, match=r"in\.jsonl\.\w+: cannot be read( past line \d+)?: "):
         rows.extend(RowReader([str(path)], RowParser({})).batches())
-    assert (sum(map(len, rows)) > 1000) == (damage != "not compressed")
+    assert (sum(map(len, rows)) > 1000) == (damage != "not compressed" and suffix != "bz2")  # whose blocks are large
 
 
 @given(
     parts=st.lists(st.binary(max_size=300), max_size=6),
-    suffix=st.sampled_from(["gz", "zst"]),
+    suffix=st.sampled_from(["gz", "zst", "bz2", "xz"]),
     size=st.integers(1, 500),
     cut=st.integers(0, 100),
 )
@@ -99,11 +99,11 @@ def rle_frame(byte: bytes, num_blocks: int) -> bytes:
     return header + b"".join(blocks) + b"\x01\0\0"  # the last one is empty
 
 
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("suffix", ["gz", "zst", "bz2", "xz"])
 @pytest.mark.parametrize("byte", [b"\n", b"a"])
 def test_what_unpacks_to_much_comes_in_small_pieces(suffix: str, byte: bytes) -> None:
     plain = byte * (32 << 20)
-    data = rle_frame(byte, 256) if suffix == "zst" else gzip.compress(plain)
+    data = rle_frame(byte, 256) if suffix == "zst" else make_packer(suffix)(plain)
     unpacker = Unpacker(suffix)
     pieces = [*unpacker.feed(data[:500]), *unpacker.feed(data[500:])]
     unpacker.end()

@@ -30,10 +30,10 @@ def generate(
     INPUT is JSONL: a row has `prompt`, `messages` or `prompt_token_ids`, and may have `id`, `sampling` and
     `chat_template_kwargs`; all other keys are passed through. Rows of OpenAI batch files are answered in OpenAI's
     format. By its file extension it may also be a JSON array (.json), CSV or TSV, plain text with a prompt on each line
-    (.txt), PDF with a row for each page, Parquet, or Arrow; all but the last three may end in .gz or .zst. `-` is
-    standard input, a quoted pattern matches many files, a folder is a dataset on disk, hf://OWNER/NAME/CONFIG:SPLIT one
-    on the Hugging Face hub, and https://, s3:// and gs:// name remote files. The output is JSONL, CSV, TSV or Parquet,
-    by its name.
+    (.txt), PDF with a row for each page, Parquet, or Arrow; all but the last three may end in .gz, .zst, .bz2 or .xz.
+    `-` is standard input, a quoted pattern matches many files, a folder is a dataset on disk,
+    hf://OWNER/NAME/CONFIG:SPLIT one on the Hugging Face hub, and https://, s3:// and gs:// name remote files. The
+    output is JSONL, CSV, TSV or Parquet, by its name.
 
     An existing output is continued: the same command finishes a job that was cut short. With --update it
     follows an INPUT with corrected, new or removed rows.

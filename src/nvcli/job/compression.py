@@ -1,8 +1,8 @@
-"""Gzip and zstd files, known by their suffix: packed bytes to plain bytes and back.
+"""Gzip, zstd, bzip2 and xz files, known by their suffix: packed bytes to plain bytes and back.
 
-Each write becomes a complete member (gzip) or frame (zstd) that can be read by itself. So a file can be continued, and
-a torn end costs the last member only. Python's file wrappers do not tell where a member ends; this module does. Plain
-bytes come in pieces of at most `PIECE_BYTES`, whatever the file unpacks to.
+Each write becomes a complete member (in zstd a frame, in bzip2 and xz a stream) that can be read by itself. So a file
+can be continued, and a torn end costs the last member only. Python's file wrappers do not tell where a member ends;
+this module does. Plain bytes come in pieces of at most `PIECE_BYTES`, whatever the file unpacks to.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-READ_BYTES = {"": 256 * 1024, "gz": 64 * 1024, "zst": 32 * 1024}
+READ_BYTES = {"": 256 * 1024, "gz": 64 * 1024, "zst": 32 * 1024, "bz2": 64 * 1024, "xz": 64 * 1024}
 """Bytes to read at a time, few enough that what they unpack to stays small."""
 PIECE_BYTES = 1024 * 1024
 """Maximum size of a piece of plain bytes."""
+_XZ_MEMORY_BYTES = 256 * 1024 * 1024
+"""Maximum memory for unpacking xz; `xz -9` needs 65 MiB."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_BLOCK_BYTES = 128 * 1024
@@ -31,8 +33,8 @@ class CompressionError(Exception):
 
 
 def compression_of(name: str) -> str:
-    """Return the compression of a file by its name, in capitals or not: `gz`, `zst`, or `` for none."""
-    return next((suffix for suffix in ("gz", "zst") if name.lower().endswith(f".{suffix}")), "")
+    """Return the compression of a file by its name, in capitals or not: `gz`, `zst`, `bz2`, `xz`, or `` for none."""
+    return next((suffix for suffix in READ_BYTES if suffix and name.lower().endswith(f".{suffix}")), "")
 
 
 class Unpacker:
@@ -40,7 +42,7 @@ class Unpacker:
 
     def __init__(self, compression: str) -> None:
         self._compression = compression
-        self._padding = b"\0" if compression == "gz" else b""
+        self._padding = b"\0" if compression in ("gz", "xz") else b""
         self._member: Any = None
         self.num_bytes = 0
         """Compressed bytes taken so far."""
@@ -55,16 +57,15 @@ class Unpacker:
         self.num_bytes += len(data)
         may_hold_more = False
         while data or may_hold_more:
-            if self._member is None:
-                if self._padding and not (data := data.lstrip(self._padding)):
-                    break  # which gzip allows after a member
-                self._member = _new_member(self._compression)
+            if self._member is None and self._padding and not (data := data.lstrip(self._padding)):
+                break  # which gzip and xz allow after a member
             try:
+                self._member = self._member or _new_member(self._compression)
                 plain = self._member.decompress(data, PIECE_BYTES)
-            except Exception as error:  # zlib.error, zstandard.ZstdError: no common base
+            except Exception as error:  # zlib.error, ZstdError, a Python without bz2: no common base
                 raise CompressionError(str(error)) from None
             data = self._member.unconsumed_tail
-            may_hold_more = len(plain) == PIECE_BYTES  # zlib keeps what did not fit
+            may_hold_more = len(plain) == PIECE_BYTES  # the libraries keep what did not fit
             is_end = self._member.eof
             if is_end:
                 data = self._member.unused_data
@@ -89,12 +90,49 @@ def make_packer(compression: str) -> Callable[[bytes], bytes]:
         import zstandard
 
         return zstandard.ZstdCompressor(level=3, write_checksum=True).compress
+    if compression == "bz2":
+        import bz2
+
+        return bz2.compress
+    if compression == "xz":
+        import lzma
+
+        return lzma.compress
     return bytes
 
 
 def _new_member(compression: str) -> Any:
     """Return an object that unpacks one member, as zlib's decompression objects do."""
+    if compression == "bz2":
+        import bz2
+
+        return _Stream(bz2.BZ2Decompressor())
+    if compression == "xz":
+        import lzma
+
+        return _Stream(lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY_BYTES))
     return zlib.decompressobj(wbits=31) if compression == "gz" else _ZstdMember()
+
+
+class _Stream:
+    """One stream of bzip2 or xz, whose decompressors keep what did not fit.
+
+    It has the part of zlib's decompression objects that is used here.
+    """
+
+    unconsumed_tail = b""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.decompress: Callable[[bytes, int], bytes] = stream.decompress
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._stream.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._stream.unused_data)
 
 
 class _ZstdMember:

@@ -38,14 +38,14 @@ _ROW_SUFFIXES = ("", ".jsonl", ".ndjson", ".json")
 _KINDS = {
     "gz": "gzip data",
     "zst": "zstd data",
+    "bz2": "bzip2 data",
+    "xz": "xz data",
     "parquet": "a Parquet table",
     "arrow": "an Arrow table",
     "pdf": "a PDF file",
 }
 _UNREAD = {
     b"PK\x03\x04": "a spreadsheet or another ZIP archive, which is not read; save it as CSV, or unpack it",
-    b"\xfd7zXZ\0": "xz data, which is not read; unpack it, or pack it with gzip or zstd",
-    b"BZh91A": "bzip2 data, which is not read; unpack it, or pack it with gzip or zstd",
     b"FEA1": "a Feather file of version 1, which is not read; write it again with pyarrow.feather.write_feather",
 }
 """Descriptions of files by their first bytes, and what to do with them."""
@@ -107,8 +107,8 @@ def check_output_format(path: Path) -> None:
     if suffix.lower() in _ROW_SUFFIXES or is_table(path):
         return
     raise ConfigError(
-        f"the output {path} cannot be written: answers are written as .jsonl, .csv or .tsv (also with .gz or .zst "
-        f"after it) or .parquet, and not as {suffix}{path.name.removeprefix(name)}; name it, for example, "
+        f"the output {path} cannot be written: answers are written as .jsonl, .csv or .tsv (also with .gz, .zst, "
+        f".bz2 or .xz after it) or .parquet, and not as {suffix}{path.name.removeprefix(name)}; name it, for example, "
         f"-o {shlex.quote(str(path.with_name(Path(name).stem)))}.jsonl"
     )
 
@@ -149,7 +149,8 @@ def check_stream_format(start: bytes) -> None:
     if unread := _unread(start):
         raise ConfigError(f"standard input holds {unread}")
     if found := _kind_of(start[:6]):
-        unpack = {"gz": ", or unpack it (zcat FILE | …)", "zst": ", or unpack it (zstdcat FILE | …)"}.get(found, "")
+        command = {"gz": "zcat", "zst": "zstdcat", "bz2": "bzcat", "xz": "xzcat"}.get(found)
+        unpack = f", or unpack it ({command} FILE | …)" if command else ""
         raise ConfigError(f"standard input holds {_KINDS[found]}, and is read as JSONL; name the file instead{unpack}")
 
 
@@ -163,6 +164,10 @@ def _kind_of(start: bytes) -> str:
         return "gz"
     if start[:4] == b"\x28\xb5\x2f\xfd" or (start[1:4] == b"\x2a\x4d\x18" and start[0] >> 4 == 5):  # skippable frames
         return "zst"
+    if start.startswith(b"BZh") and start[4:] in (b"1A", b"\x17r"):  # a block; the end
+        return "bz2"
+    if start == b"\xfd7zXZ\0":
+        return "xz"
     if start == b"ARROW1" or start[:4] == b"\xff\xff\xff\xff":  # a file; a stream
         return "arrow"
     return "parquet" if start[:4] == b"PAR1" else "pdf" if start[:5] == b"%PDF-" else ""

@@ -22,7 +22,7 @@ _SHARD_OUTPUT = re.compile(r"\.shard-\d+-of-\d+(\.out\.[a-z.]+)$")
 """End of the name of a shard's output."""
 
 
-_CSV_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")
+_CSV_SUFFIXES = tuple(f"{kind}{packed}" for kind in (".csv", ".tsv") for packed in ("", ".gz", ".zst", ".bz2", ".xz"))
 
 
 def is_parquet(path: Path | str) -> bool:

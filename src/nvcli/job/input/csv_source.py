@@ -32,7 +32,7 @@ _REASONS = {
     "expected after": "a quote stands inside a cell in quotes; write two of them, and no backslash",
     "unexpected end": "a quote is not closed",
 }
-"""What is said of a record, by a part of the csv module's message."""
+"""Reasons that messages give, by a part of the csv module's own."""
 
 _SEPARATOR = re.compile(rb'"?sep=([,;|\t])"?\r?')
 """A line before the header with which spreadsheets tell each other the delimiter."""
