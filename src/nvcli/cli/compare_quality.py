@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -61,7 +62,7 @@ def compare_quality(
     report = run_comparison(
         run_a,
         run_b,
-        input_file,
+        os.path.expanduser(input_file),
         limit=limit,
         context=context,
         max_answer_tokens=answer_tokens,

@@ -57,6 +57,7 @@ def show(
     others = [flag for flag, value in (("--errors", errors), ("--length", length), ("--random", at_random)) if value]
     if len(alone) > 1 or (alone and others):
         raise ConfigError(f"{' and '.join([*alone, *others])} exclude each other: {alone[0]} names one row")
+    output = os.path.expanduser(output)
     path = choose_file(output)
     print_pages(_texts(path, selection, output=Path(output), as_json=as_json))
 

@@ -233,13 +233,15 @@ def test_what_is_set_for_b_goes_over_the_flags(
     arguments: list[str], a: int, b: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[RunConfig] = []
+    monkeypatch.setenv("HOME", "/home/me")
 
     def take(run_a: RunConfig, run_b: RunConfig, input_file: str, **options: object) -> None:
+        assert input_file == "/home/me/x.txt"
         compared.extend((run_a, run_b))
         raise ConfigError("enough")
 
     monkeypatch.setattr(compare, "compare_quality", take)
-    result = CliRunner().invoke(app, ["compare-quality", "x.txt", "-m", "demo", *arguments])
+    result = CliRunner().invoke(app, ["compare-quality", "~/x.txt", "-m", "demo", *arguments])
     assert isinstance(result.exception, ConfigError)
     assert [run.tensor_parallel_size for run in compared] == [a, b]
     assert [run.model for run in compared] == ["demo", "demo"]

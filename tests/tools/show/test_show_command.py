@@ -67,11 +67,12 @@ def test_an_embedding_in_openais_form() -> None:
     assert Page(is_coloured=False).format(row, None) == " 2  id e  embedding  4 + 0 tokens \n[0.5, 1]\n\n"
 
 
-def test_options(output: Path) -> None:
+def test_options(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = CliRunner()
+    monkeypatch.setenv("HOME", str(output.parent))
 
     def shown(*options: str) -> Any:
-        return runner.invoke(app, ["show", str(output), *options])
+        return runner.invoke(app, ["show", f"~/{output.name}", *options])
 
     result = shown("--random", "3", "--json")
     assert [json.loads(row)["choices"][0]["finish_reason"] for row in result.stdout.splitlines()] == ["stop"] * 3
