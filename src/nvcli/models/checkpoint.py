@@ -95,8 +95,8 @@ def resolve_model(
     try:
         return download(name, revision, overrides=overrides) if weights else download_small_files(name, revision)
     except LoadError as error:
-        there = _in_cache(name, weights=weights, revision=revision)
-        raise reworded(error, f"{error}{there}") from None
+        there = parts_in_cache(name, weights=weights, revision=revision)
+        raise reworded(error, f"{error}\n{there}" if there else str(error)) from None
 
 
 def find_model(name: str, *, weights: bool = True, revision: str | None = None) -> Path | None:
@@ -304,9 +304,9 @@ def _lacks(path: Path, *, weights: bool) -> str | None:
         return _format_of(path).single
 
 
-def _in_cache(name: str, *, weights: bool, revision: str | None) -> str:
-    """Return what the cache has of a model that it does not have as a whole, as lines behind a message; empty if it has
-    nothing of it."""
+def parts_in_cache(name: str, *, weights: bool = True, revision: str | None = None) -> str:
+    """Say what the cache has of a model that it does not have as a whole; empty if it has nothing of it. The arguments
+    are those of `resolve_model`."""
     hub_id, quantisation = split_quantisation(name)
     folder = cached_snapshot(hub_id, weights=weights, revision=revision)
     if folder is not None:
@@ -314,8 +314,8 @@ def _in_cache(name: str, *, weights: bool, revision: str | None) -> str:
             try:
                 cached_gguf(folder, name)
             except LoadError as error:
-                return f"\nin the cache: {error}"
-            return f"\nthe cache has a GGUF model of it: name its quantisation, as in {hub_id}:Q4_K_M"
-        return f"\nthe cache has a part of it: {folder} lacks {_lacks(folder, weights=weights)}"
+                return f"in the cache: {error}"
+            return f"the cache has a GGUF model of it: name its quantisation, as in {hub_id}:Q4_K_M"
+        return f"the cache has a part of it: {folder} lacks {_lacks(folder, weights=weights)}"
     others = cached_revisions(hub_id)
-    return f"\nthe cache has other revisions of it (--revision): {', '.join(others)}" if others else ""
+    return f"the cache has other revisions of it (--revision): {', '.join(others)}" if others else ""

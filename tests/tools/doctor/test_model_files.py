@@ -67,8 +67,11 @@ def test_a_model_that_would_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> No
         raise LoadError("the hub cannot be reached")
 
     monkeypatch.setattr(model_files, "check_reachable", unreachable)
+    monkeypatch.setattr(model_files, "parts_in_cache", lambda name, revision: "the cache has a part of it: lacks x")
     (finding,) = check_files("someone/model").findings
     assert finding.level == Level.PROBLEM
+    assert finding.found == "the hub cannot be reached; the cache has a part of it: lacks x"
+    assert finding.advice.startswith("download it where the hub can be reached, or name a folder")
 
 
 def test_several_things_wrong_at_once(folder: Path) -> None:

@@ -21,7 +21,7 @@ from nvcli.job.run.engine_settings import load_checkpoint
 from nvcli.job.run.row_settings import describe_not_applied
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_local_adapter
-from nvcli.models.checkpoint import find_model, read_file, read_tensors, weight_files
+from nvcli.models.checkpoint import find_model, parts_in_cache, read_file, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
 from nvcli.models.hub import check_reachable, download_size, split_quantisation
@@ -74,16 +74,20 @@ def check_model_files(run: RunConfig) -> ModelFiles:
 
 
 def _find(name: str, revision: str | None) -> tuple[Path | None, Finding]:
+    advice = "name a folder with config.json, weights and tokenizer: --model FOLDER"
     try:
         path = find_model(name, revision=revision)
-        if path is None:
-            gguf = check_reachable(name, revision)  # tells at once whether a download can work
-            return None, _not_here(name, revision, download_size(name, revision), gguf)
     except (ConfigError, LoadError) as error:
-        return None, problem(
-            "folder", str(error), "name a folder with config.json, weights and tokenizer: --model FOLDER"
-        )
-    return path, ok("folder", str(path))
+        return None, problem("folder", str(error), advice)
+    if path is not None:
+        return path, ok("folder", str(path))
+    try:
+        gguf = check_reachable(name, revision)  # tells at once whether a download can work
+        return None, _not_here(name, revision, download_size(name, revision), gguf)
+    except LoadError as error:
+        there = parts_in_cache(name, revision=revision)
+        found = f"{error}; {there}" if there else str(error)
+        return None, problem("folder", found, f"download it where the hub can be reached, or {advice}")
 
 
 def _not_here(name: str, revision: str | None, size: DownloadSize, gguf: Sequence[str]) -> Finding:
