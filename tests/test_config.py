@@ -157,7 +157,16 @@ ERRORS_IN_FILES += [
         "model: m\njob:\n  messages_template:\n  - {role: user, content: '{}'}",
         r"run.yaml:3: `job.messages_template` is \"\{\}\"; a placeholder is the name of a column",
     ),
-    ("model: m\njob: {messages_template: [{rol: user, content: a}]}", r"unknown key `job.messages_template\[0\].rol`"),
+    (
+        "model: m\njob:\n  messages_template:\n  - {role: user, content: a}\n  - rol: user",
+        r"run.yaml:5: unknown key `job.messages_template\[1\].rol`; did you mean `role`",
+    ),
+    (
+        "model: m\njob:\n  messages_template:\n  - {role: user, role: user, content: a}",
+        r"run.yaml:4: the key `job.messages_template\[0\].role` is given twice",
+    ),
+    ("sampling: {stop: &a [*a]}", r"run.yaml:1: the alias leads back to a list"),
+    ("model: m\nsampling:\n  stop: ['']\n  max_tokens: 5", r"run.yaml:3: `stop` must not contain an empty string"),
     (
         "model: m\njob: {prompt_template: a, messages_template: [{role: user, content: a}]}",
         r"`job.prompt_template` and `job.messages_template` exclude each other",

@@ -18,7 +18,7 @@ import yaml
 
 from nvcli.core.system.regular_file import read_regular
 from nvcli.core.validation import Path as KeyPath
-from nvcli.core.validation import is_text, shorten, show
+from nvcli.core.validation import is_text, join_path, shorten, show
 from nvcli.errors import ConfigError
 
 _SECTIONS = ("sampling", "speculation", "job", "score", "embed")
@@ -267,27 +267,32 @@ def _count_values(node: yaml.Node, counted: dict[int, int]) -> int:
 
 
 def _walk(
-    node: yaml.MappingNode, file: Path, under: KeyPath = (), seen: frozenset[int] = frozenset()
+    node: yaml.Node, file: Path, under: KeyPath = (), seen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[KeyPath, int]]:
-    """Yield the path and line of each key. Raises ConfigError for a duplicate key."""
+    """Yield the path and line of each key and of each item of a list. Raises ConfigError for a duplicate key."""
     lines: dict[str, int] = {}
     seen |= {id(node)}
-    for key_node, value_node in node.value:
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            yield (*under, number), _line(item)
+            if id(item) in seen:
+                raise ConfigError(f"{file}:{_line(item)}: the alias leads back to a list that holds it")
+            yield from _walk(item, file, (*under, number), seen)
+    for key_node, value_node in node.value if isinstance(node, yaml.MappingNode) else ():
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(f"{file}:{_line(key_node)}: a key must be a plain word")
         key = key_node.value
         path = (*under, key)
         if key in lines:
             raise ConfigError(
-                f"{file}:{_line(key_node)}: the key `{'.'.join(map(str, path))}` is given twice, "
+                f"{file}:{_line(key_node)}: the key `{join_path(path)}` is given twice, "
                 f"first in line {lines[key]}; remove one"
             )
         lines[key] = _line(key_node)
         yield path, lines[key]
         if id(value_node) in seen:
             raise ConfigError(f"{file}:{lines[key]}: the alias of `{key}` leads back to a mapping that holds it")
-        if isinstance(value_node, yaml.MappingNode):
-            yield from _walk(value_node, file, path, seen)
+        yield from _walk(value_node, file, path, seen)
 
 
 def _line(node: yaml.Node) -> int:

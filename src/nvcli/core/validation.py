@@ -25,6 +25,7 @@ Path = tuple[str | int, ...]
 _WHERE = re.compile(r"^(?P<reason>.*?)(?: - at (?P<is_key>`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<item>\d+|\.\.\.)\]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_NAMED_KEY = re.compile(r"`(\w+)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 _LONGEST_NAME = 100
@@ -189,7 +190,10 @@ def _explain(text: str, data: Any, kind: type, under: Path) -> InvalidValue:
     if (missing := _MISSING.fullmatch(match["reason"])) is not None:
         return InvalidValue(under + path, f"`{name}` is {show(value)}, which lacks the key `{missing['name']}`; add it")
     if not match["reason"].startswith(("Expected ", "Invalid enum value")):
-        return InvalidValue(under + path, match["reason"])  # a struct's own __post_init__: complete as it is
+        # A struct's own __post_init__: complete as it is, with the first key that it names at fault.
+        key = _NAMED_KEY.search(match["reason"])
+        inner = (key[1],) if key is not None and isinstance(value, dict) and key[1] in value else ()
+        return InvalidValue(under + path + inner, match["reason"])
     if match["is_key"]:
         allowed = info.key_type if isinstance(info, inspect.DictType) else inspect.StrType()
         key = next((key for key in value if not _fits_key(key, allowed)), "")
