@@ -19,6 +19,7 @@ from held_engine import MakeLLM
 from nvcli import SamplingParams
 from nvcli.core.config import RunConfig
 from nvcli.core.lora_config import LoraConfig
+from nvcli.core.other_names import remarks
 from nvcli.errors import ConfigError, RowError
 from nvcli.llm.keywords import HARMLESS, NO_EFFECT, read_config, understood_settings
 from nvcli.llm.llm import LLM
@@ -241,6 +242,9 @@ def test_settings_of_others(caplog: pytest.LogCaptureFixture) -> None:
         "swap_space": 4,
         "enable_lora": False,
         "tokenizer_mode": "auto",
+        "chat_template": None,
+        "model_loader_extra_config": {},
+        "speculative_config": {"method": "ngram"},
     }
     with caplog.at_level(logging.WARNING, "nvcli"):
         understood = understood_settings("m", given)
@@ -256,8 +260,8 @@ def test_settings_of_others(caplog: pytest.LogCaptureFixture) -> None:
         "generation_config": "none",
     }
     assert [record.getMessage() for record in caplog.records] == [
-        "LLM: `trust_remote_code` has no effect here and is ignored",
-        "LLM: `swap_space` has no effect here and is ignored",
+        f"LLM: `{name}` has no effect here and is ignored; {remarks()[name]}"
+        for name in ("trust_remote_code", "swap_space", "speculative_config")
     ]
     assert understood_settings("m", {"quantization": None, "max_model_len": None}) == {"max_model_len": None}
     assert read_config(Path("m"), None, {}, {"lora": Path("adapter")}).lora == "adapter"

@@ -32,24 +32,27 @@ NO_EFFECT = frozenset(
         *("distributed_executor_backend", "async_scheduling", "preemption_mode", "scheduling_policy"),
         *("served_model_name", "compilation_config", "max_logprobs", "limit_mm_per_prompt", "mm_processor_kwargs"),
         *("guided_decoding_backend", "structured_outputs_config", "max_parallel_loading_workers", "model_impl"),
-        *("speculative_config", "worker_cls"),
+        *("speculative_config", "worker_cls", "attention_config", "kv_transfer_config", "profiler_config"),
+        *("additional_config",),
     )
 )
 """Settings that are ignored with a warning, unless their value is a no-op."""
 
+_NOT_GIVEN: tuple[Any, ...] = (None, {}, [])
+"""Values of other engines' settings that are no-ops, whatever the setting."""
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(NO_EFFECT, (None, False)),
-    **dict.fromkeys(("tokenizer", "tokenizer_revision", "code_revision", "download_dir", "hf_token"), (None,)),
-    **dict.fromkeys(("skip_tokenizer_init", "enable_lora", "load_in_4bit", "load_in_8bit"), (None, False)),
-    **dict.fromkeys(("override_generation_config", "override_pooler_config"), (None, {})),
-    "tokenizer_mode": (None, "auto"),
-    "cpu_offload_gb": (None, 0, 0.0),
-    "logits_processors": (None, []),
-    "max_loras": (None, 1),
-    "max_lora_rank": (None, 16),
-    "runner": (None, "auto", "generate"),
-    "device_map": (None, "auto"),
-    "enable_sleep_mode": (None, False, True),
+    **dict.fromkeys(NO_EFFECT, (False,)),
+    **dict.fromkeys(("skip_tokenizer_init", "enable_lora", "load_in_4bit", "load_in_8bit"), (False,)),
+    **dict.fromkeys(("tokenizer_mode", "device_map"), ("auto",)),
+    "cpu_offload_gb": (0, 0.0),
+    "max_loras": (1,),
+    "max_lora_rank": (16,),
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "logprobs_mode": ("raw_logprobs",),
+    "enable_return_routed_experts": (False,),
+    "enable_sleep_mode": (False, True),
+    "use_tqdm_on_load": (False, True),
 }
 """Settings that are not keys of the configuration → values that are no-ops."""
 
@@ -97,7 +100,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "quantization": dict.fromkeys(
         (
             *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"),
-            *("modelopt", "modelopt_fp4", "fbgemm_fp8", "mxfp4"),
+            *("modelopt", "modelopt_fp4", "fbgemm_fp8", "mxfp4", "gguf"),
         ),
         "auto",
     ),
@@ -132,13 +135,15 @@ def understood_settings(model: object, settings: Mapping[str, Any]) -> dict[str,
     known = dict(zip(RunConfig.__struct_fields__, RunConfig.__struct_defaults__, strict=True))
     ours: dict[str, Any] = {}
     for name, value in settings.items():
+        harmless = (*_NOT_GIVEN, *HARMLESS.get(name, ()))
         if name in known:
             if value is not None or known[name] is None:  # None is the default in other engines
                 ours[name] = _our_value(name, value)
-        elif _is_one_of(value, HARMLESS.get(name, ())) or (name == "tokenizer" and str(value) == str(model)):
+        elif _is_one_of(value, harmless) or (name == "tokenizer" and str(value) == str(model)):
             continue
         elif name in NO_EFFECT:
-            logging.getLogger("nvcli").warning("LLM: `%s` has no effect here and is ignored", name)
+            remark = f"; {remarks()[name]}" if name in remarks() else ""
+            logging.getLogger("nvcli").warning("LLM: `%s` has no effect here and is ignored%s", name, remark)
         elif name == "order":
             raise ConfigError('LLM takes no `order`; give it in each call: llm.generate(rows, order="completion")')
         elif section := next((section for section, kind in SECTIONS.items() if name in kind.__struct_fields__), None):
