@@ -253,9 +253,9 @@ REFUSED = {
         edit(lambda t: t.update({f"{Q}.pre_quant_scale": torch.ones(3)})),
         [f"{Q}.pre_quant_scale has shape [3]", "[64]"],
     ),
-    "another method": ("awq", configure(quant_method="aqlm"), ['"aqlm"', "not supported", "gptq and bitsandbytes"]),
+    "another method": ("awq", configure(quant_method="aqlm"), ['"aqlm"', "not supported", "gptq or bitsandbytes"]),
     "another AWQ": ("awq", configure(quant_method="awq", bits=4, version="gemv"), ["version", '"gemv"', "only gemm"]),
-    "3 bits": ("gptq", configure(quant_method="gptq", bits=3), ["bits", "3 bits", "2 and 4 and 8"]),
+    "3 bits": ("gptq", configure(quant_method="gptq", bits=3), ["bits", "3 bits", "2, 4, 8"]),
     "4 bits float": ("awq", configure(**compressed({"type": "float", "num_bits": 4})), ["group_size", "16 and 32"]),
     "no factor": (
         "modelopt, nvfp4",
@@ -298,8 +298,8 @@ REFUSED = {
         [f"{Q}.weight_scale has shape [64, 3]", "1 × 32", "[64, 2]"],
     ),
     "GGUF": ("awq", configure(quant_method="gguf"), ['"gguf"', "llama.cpp", "not supported", "quantization: fp8"]),
-    "EXL2": ("awq", configure(quant_method="exl2", bits=4.0), ['"exl2"', "ExLlamaV2", "gptq and bitsandbytes"]),
-    "HQQ": ("awq", configure(quant_method="hqq"), ['"hqq"', "HQQ", "gptq and bitsandbytes"]),
+    "EXL2": ("awq", configure(quant_method="exl2", bits=4.0), ['"exl2"', "ExLlamaV2", "gptq or bitsandbytes"]),
+    "HQQ": ("awq", configure(quant_method="hqq"), ['"hqq"', "HQQ", "gptq or bitsandbytes"]),
     "mixed with another": (
         "awq",
         configure(
@@ -328,7 +328,7 @@ REFUSED = {
         lambda path: edit_json(path / "config.json", quantization_config=None),
         ["belongs to a quantised weight", "neither config.json", "nor hf_quant_config.json says how"],
     ),
-    "no method": ("awq", configure(bits=4), ["`quantization_config.quant_method`: missing", "gptq and bitsandbytes"]),
+    "no method": ("awq", configure(bits=4), ["`quantization_config.quant_method`: missing", "gptq or bitsandbytes"]),
     "no groups": (
         "awq",
         configure(quant_method="compressed-tensors", config_groups={"group_0": 3}),

@@ -20,7 +20,7 @@ from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFil
 _KEYS, _MODELOPT = ("quantization_config", "compression_config"), "quantization"
 _OF_EXPERTS = "expert_dtype"
 """The type of experts, which files may have beside the section."""
-_SUPPORTED = "fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq and bitsandbytes"
+_SUPPORTED = "fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq or bitsandbytes"
 _OTHERS = {
     "aqlm": "codebooks of AQLM",
     "exl2": "ExLlamaV2's format",

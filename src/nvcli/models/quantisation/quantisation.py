@@ -41,7 +41,7 @@ class QuantisationFile(JsonFile):
         """Read the size of a code."""
         bits = self.positive(key)
         if bits not in allowed:
-            raise self.error(key, f"{bits} bits are not supported here, only {' and '.join(map(str, allowed))}")
+            raise self.error(key, f"{bits} bits are not supported here, only {', '.join(map(str, allowed))}")
         return bits
 
     def names(self, *keys: str) -> tuple[str, ...]:
