@@ -119,7 +119,8 @@ def test_eos_ids_of_both_files(tmp_path: Path, in_config: Any, in_generation: An
     ("generation", "expected"),
     [
         (None, {}),
-        ({"eos_token_id": 3, "max_new_tokens": 50, "pad_token_id": None}, {}),
+        ({"eos_token_id": 3, "max_new_tokens": 50, "pad_token_id": None}, {"max_tokens": 50}),
+        ({"do_sample": False, "stop_strings": ["END"]}, {"temperature": 0.0, "stop": ["END"]}),
         (
             {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
             {"temperature": 0.6, "top_k": 20, "top_p": 0.95},

@@ -51,7 +51,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     max_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Flag("--max-tokens", SAMPLING, "Maximum tokens of an answer [default: what --max-model-len leaves]"),
+        Flag(
+            "--max-tokens",
+            SAMPLING,
+            "Maximum tokens of an answer [default: the checkpoint's, else what --max-model-len leaves]",
+        ),
     ] = None
     temperature: Annotated[
         float,

@@ -42,12 +42,18 @@ _TEXT, _VISION, _TIED = "text_config", "vision_config", "tie_word_embeddings"
 _HEADLESS, _WITH_HEAD = "Model", ("ForCausalLM", "LMHeadModel")
 """Suffixes of an architecture's name: for the bare decoder, and for the decoder with an LM head."""
 _LIST_OF_MODELS = "`nvcli models` lists what is supported"
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DRAWN_KEYS = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING_KEYS = {
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "stop_strings": "stop",
+}
+"""Keys of generation_config.json, also where tokens are not drawn, and `SamplingParams`' names for them."""
 _NOT_APPLIED = {
     **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "min_length"), 0),
-    **dict.fromkeys(("begin_suppress_tokens", "sequence_bias", "stop_strings")),
+    **dict.fromkeys(("min_new_tokens", "min_length"), 0),
+    **dict.fromkeys(("begin_suppress_tokens", "sequence_bias")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
     **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "watermarking_config")),
 }
@@ -431,9 +437,9 @@ def _generation_defaults(generation: JsonFile, vocab_size: int, eos_ids: tuple[i
     """
     values = generation.values
     greedy = values.get("do_sample") is False
-    keys = ("repetition_penalty",) if greedy else _SAMPLING_KEYS
+    names = _SAMPLING_KEYS | ({} if greedy else {key: key for key in _DRAWN_KEYS})
     defaults: dict[str, Any] = {"temperature": 0.0} if greedy else {}
-    defaults.update({key: values[key] for key in keys if values.get(key) is not None})
+    defaults.update({name: values[key] for key, name in names.items() if values.get(key) is not None})
     if words := _bad_words(values, vocab_size, eos_ids):
         defaults["bad_words"] = words
     return defaults

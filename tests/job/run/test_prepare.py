@@ -85,6 +85,15 @@ def test_an_end_of_sequence_id_outside_the_vocabulary_does_not_reach_the_engine(
     assert row.stop_ids == [1, 5]
 
 
+def test_the_usual_length_of_answers_makes_no_prompt_too_long(tokenizer: Tokenizer) -> None:
+    """Rows that name no length get that of generation_config.json, and fail only for one of their own."""
+    limits = msgspec.structs.replace(LIMITS, usual_max_tokens=40)
+    jobs = [job(text, max_tokens=number) for text, number in (("a", 40), ("a" * 50, 40), ("a" * 50, 41), ("a", None))]
+    rows = preparer_of(tokenizer, limits).prepare(jobs)
+    room = LIMITS.max_model_len - 2  # behind the token that begins every text
+    assert [row.max_tokens if isinstance(row, PreparedRow) else None for row in rows] == [40, room - 49, None, room]
+
+
 def test_the_tokenizers_own_end_of_sequence_ends_answers_too(tokenizer: Tokenizer) -> None:
     """The config.json of a model that was trained further on conversations may be that of its base: answers ran on."""
     assert tokenizer.eos_token_id == 1

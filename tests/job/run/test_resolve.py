@@ -177,15 +177,15 @@ def test_bad_defaults_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
 
 def test_what_only_transformers_does_of_generation_config_is_told(tmp_path: Path) -> None:
     folder = shutil.copytree(demo_path(), tmp_path / "model")
-    values = {"do_sample": False, "num_beams": 4, "max_new_tokens": 9, "min_length": 0, "typical_p": 0.5}
+    values = {"do_sample": False, "num_beams": 4, "min_new_tokens": 9, "min_length": 0, "typical_p": 0.5}
     (folder / "generation_config.json").write_text(json.dumps(values))
     run = RunConfig(model=str(folder), device="cpu")
     (warning,) = resolve.resolve_settings(run).warnings
     assert warning.endswith(
-        "/generation_config.json: not applied, unlike in transformers: `num_beams` 4, `max_new_tokens` 9 (set "
-        "`sampling.max_tokens`)"
+        "/generation_config.json: not applied, unlike in transformers: `num_beams` 4, `min_new_tokens` 9 (set "
+        "`sampling.min_tokens`)"
     )
-    run = msgspec.structs.replace(run, sampling={"max_tokens": 9})
+    run = msgspec.structs.replace(run, sampling={"min_tokens": 9})
     (folder / "generation_config.json").write_text(json.dumps(values | {"num_beams": 1}))
     assert resolve.resolve_settings(run).warnings == []
 

@@ -88,6 +88,7 @@ class ResolvedModel(RowSettings):
             max_model_len=self.config.max_model_len,
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
+            usual_max_tokens=None if "max_tokens" in self.run.sampling else self.sampling_defaults.get("max_tokens"),
             on_too_long=self.run.job.on_too_long,
             special_tokens=self.run.job.special_tokens,
             reasoning_parser=self.run.job.reasoning_parser,

@@ -38,11 +38,7 @@ from nvcli.models.families.catalogue import find_family
 
 _POSITIONS: dict[PoolingName, Literal["last", "first", "all"]] = {"last": "last", "mean": "all", "cls": "first"}
 
-_INSTEAD = {
-    "max_new_tokens": "max_tokens",
-    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
-    "stop_strings": "stop",
-}
+_INSTEAD = dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens")
 """Keys of `sampling` that do what keys of generation_config.json would in transformers."""
 
 

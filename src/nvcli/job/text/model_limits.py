@@ -24,6 +24,9 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    usual_max_tokens: int | None = None
+    """The `max_tokens` of the checkpoint's generation_config.json; None: it has none, or the run ignores it. Where a
+    prompt leaves less room, this is no error of its row, which has not asked for it."""
     on_too_long: OnTooLong = "error"
     special_tokens: SpecialTokens = "allow"
     reasoning_parser: ReasoningParserName = "auto"
@@ -75,7 +78,7 @@ def fit_prompt(
     `under` is the key that holds the sampling's keys in the row, `around` as in `cut`. Raises RowError.
     """
     max_len = limits.max_model_len
-    asked = sampling.max_tokens
+    asked = None if sampling.max_tokens == limits.usual_max_tokens else sampling.max_tokens
     on_too_long = limits.on_too_long
     if sampling.truncate_prompt_tokens is not None:
         if sampling.truncate_prompt_tokens > 0:
@@ -92,7 +95,7 @@ def fit_prompt(
             raise _too_long(1, asked, max_len, under)
         ids = cut(ids, keep, on_too_long, around)
         room = answer_len
-    max_tokens = asked or room
+    max_tokens = min(room, sampling.max_tokens or room)
     if sampling.min_tokens > max_tokens:
         raise RowError(
             "max_tokens_too_large",
