@@ -39,6 +39,7 @@ _ARCHITECTURES = {
     "Qwen3_5": "qwen35",
     "Qwen3_5Moe": "qwen35moe",
     "SeedOss": "seed_oss",
+    "GptOss": "gpt-oss",
     "Cohere2": "cohere2",
 }
 """llama.cpp's names, by transformers'."""
@@ -185,6 +186,8 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "embedding_scale": config.get("embedding_multiplier"),
         "residual_scale": config.get("residual_multiplier"),
     }
+    if architecture == "gpt-oss":
+        found["expert_feed_forward_length"] = config["intermediate_size"]
     if rope.get("rope_type", "default") in ("linear", "yarn"):
         found["rope.scaling.type"] = rope["rope_type"]
         found["rope.scaling.factor"] = float(rope["factor"])
@@ -211,6 +214,8 @@ def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterat
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     stacks: dict[str, list[Tensor]] = {}
+    if architecture == "gpt-oss":
+        stored = dict(_gpt_oss(stored))
     for name, tensor in stored.items():
         if config["tie_word_embeddings"] and name == "lm_head.weight":
             continue
@@ -237,6 +242,19 @@ def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterat
     for length in ("short", "long"):
         if f"{length}_factor" in rope:
             yield f"rope_factors_{length}.weight", torch.tensor(rope[f"{length}_factor"])
+
+
+def _gpt_oss(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield gpt-oss's tensors with gates and up projections apart, and experts as matrices [out, in]."""
+    for name, tensor in stored.items():
+        if "_proj" in name and ".experts." in name:
+            base, is_bias, _ = name.partition("_proj_bias")
+            tensor, kind = (tensor, "bias") if is_bias else (tensor.transpose(1, 2), "weight")
+            base = base.removesuffix("_proj")
+            parts = {"gate": tensor[:, ::2], "up": tensor[:, 1::2]} if base.endswith("gate_up") else {"down": tensor}
+            yield from ((f"{base.rpartition('.')[0]}.{part}_proj.{kind}", one) for part, one in parts.items())
+        else:
+            yield f"{name}.weight" if name.endswith("sinks") else name, tensor
 
 
 def _renamed(names: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

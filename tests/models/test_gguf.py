@@ -24,7 +24,7 @@ from rank_weights import load_model, load_parameters
 from torch import Tensor
 
 from checkpoints import write_tiny_model
-from expert_shapes import EXPERT_SHAPES
+from expert_shapes import EXPERT_SHAPES, GPT_OSS
 from family_shapes import HYBRID, HYBRID_EXPERTS, SHAPES
 from gguf_files import write_copy, write_gguf
 from model_driver import CPU
@@ -52,6 +52,7 @@ TOKENIZER = {
     "tokenizer.ggml.merges": ["a b"],
 }
 """A tokenizer for tiny models, which none of these tests uses."""
+EXPERTS = ("Qwen3Moe", "GptOss")
 TIED = {"tie_word_embeddings": True}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -80,6 +81,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         )
     },
     **{name: EXPERT_SHAPES[name] for name in ("mixtral", "qwen2 moe", "qwen3 moe", "granite 3 moe", "glm 4.5")},
+    "gpt-oss": ("GptOss", {**GPT_OSS, "swiglu_limit": 7.0}),
     "olmo 3": ("Olmo3", {"sliding_window": 20, "num_hidden_layers": 4, "rope_parameters": {**YARN, "rope_theta": 1e4}}),
     "qwen 3.5": ("Qwen3_5Text", {**HYBRID, **FOUR, "linear_num_key_heads": 4, "linear_num_value_heads": 12}),
     "qwen 3.5 moe": ("Qwen3_5MoeText", {**HYBRID_EXPERTS, **FOUR}),
@@ -158,7 +160,7 @@ def test_ranks_keep_the_numbers_of_blocks(family: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 97, "head_dim": 64, **experts}
     path = write_tiny_model(tmp_path / "model", family, **sizes)
     kinds = [Type[name] for name in ("Q8_0", "Q4_K", "Q6_K", "F16", "Q5_0", "BF16", "Q4_0", "Q5_K", "IQ4_XS", "Q3_K")]
-    kinds += [Type.Q2_K, Type.MXFP4, Type.IQ2_XXS]
+    kinds += [Type.Q2_K, Type.IQ2_XXS]
     number = iter(range(1000))
     write_gguf(
         path,
@@ -181,20 +183,29 @@ def test_ranks_keep_the_numbers_of_blocks(family: str, tmp_path: Path) -> None:
         assert torch.equal(values.float(), in_fp8[1][parameter].float()), parameter
 
 
-@pytest.mark.parametrize("family", ["Llama", "Phi3", "Qwen3Moe"])
-def test_ranks_keep_q4_0_as_it_is(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "blocks"),
+    [("Llama", "Q4_0"), ("Phi3", "Q4_0"), ("Qwen3Moe", "Q4_0"), ("Qwen3Moe", "MXFP4"), ("GptOss", "MXFP4")],
+)
+def test_ranks_keep_blocks_as_they_are(family: str, blocks: str, tmp_path: Path) -> None:
     """In 4 bits, but for the layers that are in other types; or as plain numbers."""
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64} if "Moe" in family else {}
-    path = write_tiny_model(tmp_path / "model", family, hidden_size=64, intermediate_size=128, vocab_size=97, **experts)
+    count = "num_local_experts" if family == "GptOss" else "num_experts"
+    experts = {count: 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64} if family in EXPERTS else {}
+    path = write_tiny_model(
+        tmp_path / "model", family, hidden_size=64, intermediate_size=128, vocab_size=97, num_hidden_layers=3, **experts
+    )
     others = {"token_embd.weight": Type.Q8_0, "blk.1.ffn_down.weight": Type.Q4_1, "blk.1.attn_q.weight": Type.F16}
+    others |= {"blk.2.ffn_up_exps.weight": Type.Q8_0} if blocks == "MXFP4" else {}
 
     def choose(name: str) -> Type:
-        return others.get(name, Type.F32 if "gate_inp" in name else Type.Q4_0)
+        is_plain = "gate_inp" in name or (blocks == "MXFP4" and not name.endswith("exps.weight"))
+        return others.get(name, Type.F32 if is_plain else Type[blocks])
 
     folder = resolve_model(str(write_gguf(path, tmp_path / "model.gguf", choose=choose, **TOKENIZER)))
     config = load_model_config(folder)
     assert config.quantisation is not None
     assert config.quantisation.kept_as == "w4a16"
+    assert config.quantisation.name == f"GGUF's {blocks}"
     for rank in (0, 1):
         plain = load_parameters(folder, rank, 2)
         model = load_model(folder, rank, 2, quantization="w4a16")
@@ -210,10 +221,20 @@ def test_ranks_keep_q4_0_as_it_is(family: str, tmp_path: Path) -> None:
                 weight = f"{name}.weight"
                 columns = plain[weight].shape[1]
                 decoded[weight] = dequantise(module.weight, module.weight_scale, columns, module.method.format)
-        assert len(decoded) >= 6
+        assert len(decoded) >= (4 if blocks == "MXFP4" else 6)
         for parameter, values in model.named_parameters():
             if not parameter.endswith("_scale"):
                 assert torch.equal(decoded.get(parameter, values), plain[parameter]), parameter
+        if blocks == "MXFP4":
+            check_fp8_of_experts(load_model(folder, rank, 2, quantization="fp8").state_dict(), plain)
+
+
+def check_fp8_of_experts(found: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    """Numbers of MXFP4 lose no bit in FP8."""
+    for name in ("gate_up", "down"):
+        parameter = f"model.layers.0.mlp.experts.{name}_proj"
+        scales = found[parameter.replace("_proj", "_scale")].unsqueeze(2)
+        assert torch.equal(found[parameter].float() * scales, plain[parameter])
 
 
 @pytest.mark.parametrize("is_uploaded", [False, True])
@@ -318,6 +339,12 @@ def test_settings_of_sampling_templates_and_ends(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode(["<9>"], add_special_tokens=True) == [[3, 9]]
     assert tokenizer.chat_template == "{{ messages }}\n{{ tools }}"
+
+
+def test_a_message_of_gpt_oss_ends_no_answer(tmp_path: Path) -> None:
+    tokens = ["<|end|>", "<|return|>", "<|call|>", "<|channel|>"]
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * 4}
+    assert gguf_tokenizer.GGUFVocabulary(tmp_path, metadata).end_ids() == [1, 2]
 
 
 def test_a_folder_is_made_once_for_each_content(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from itertools import count, takewhile
 
 from msgspec.structs import replace
 
+from nvcli.models.gguf.files import is_gguf
 from nvcli.models.quantisation.join import join_parts, twice
 from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.tensor_info import RowPlaces, TensorInfo, fused_places
@@ -288,7 +289,8 @@ def _unstack(
     """Put each expert's tensors of a stack into `found`."""
     rows = sum(shapes[part][0] for part in experts[0])
     is_other = layout.interleaves_experts or (layout.transposes_experts and info.shape[1:2] != (rows,))
-    is_transposed = is_other and info.codes is None and len(info.shape) == 3
+    is_plain = info.codes is None and not is_gguf(info.file.name)  # which are [out, in] whatever the family
+    is_transposed = is_other and is_plain and len(info.shape) == 3
     num_experts, *shape = info.shape or (0,)
     if num_experts != len(experts):
         raise info.error(f"has shape {list(info.shape)}, config.json asks for {len(experts)} experts")

@@ -21,7 +21,7 @@ from nvcli.models.adapters.merge import read_values
 from nvcli.models.rounded_rows import RowTally
 from nvcli.models.stacked_values import StoredStack, decode_stack, has_one_scale, read_stack, scales_of, stack_key
 from nvcli.models.stored_values import OpenFiles
-from nvcli.models.tensor_info import Q4_0, TensorInfo
+from nvcli.models.tensor_info import MXFP4, Q4_0, TensorInfo
 from nvcli.models.weights import WeightSource
 
 _FP8_CODES = "F8_E4M3"
@@ -138,18 +138,19 @@ def _read_fp8(
 ) -> KeptPart:
     order = source.tensor.row_order
     if not has_kept_codes(info, source):
-        if scaling == "block" or info.codes is None or not info.codes.has_small_scales or info.changes:
+        if scaling == "block" or not info.has_small_scales or info.changes:
             values = in_order(read_values(files, info, source.read, device).to(device), order)
             return KeptPart(*quantise_weight(values, scaling))
-        bare, factor = replace(info, codes=replace(info.codes, factor=None)), files.read_factor(info, device)
-        codes, powers = _move_to_fp8(in_order(files.read(bare, source.read, device).to(device), order))
-        return KeptPart(codes, powers if factor is None else powers * factor)
+        codes = None if info.codes is None else replace(info.codes, factor=None)
+        bare, factor = replace(info, codes=codes), files.read_factor(info, device)
+        kept, powers = _move_to_fp8(in_order(files.read(bare, source.read, device).to(device), order))
+        return KeptPart(kept, powers if factor is None else powers * factor)
     stored = files.read_codes(info, source.read, device)
-    codes = in_order(stored.codes.view(torch.uint8), order).view(FP8)
+    kept = in_order(stored.codes.view(torch.uint8), order).view(FP8)
     if scaling == "block":
         is_power = stored.scales.dtype == torch.uint8
-        return KeptPart(codes, powers_of_scales(stored.scales) if is_power else stored.scales)
-    return KeptPart(codes, in_order(stored.scales.expand(len(codes), 1).squeeze(1), order))
+        return KeptPart(kept, powers_of_scales(stored.scales) if is_power else stored.scales)
+    return KeptPart(kept, in_order(stored.scales.expand(len(kept), 1).squeeze(1), order))
 
 
 def _move_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,8 +168,8 @@ def _read_w4(
     files: OpenFiles, info: TensorInfo, source: WeightSource, kept: W4Format, device: torch.device
 ) -> KeptPart:
     is_mxfp4, factor = kept.kind in MXFP4_KINDS, None
-    is_q4_0 = info.form is not None and info.form.blocks == Q4_0
-    if not is_q4_0 and (info.codes is None or info.packing is None or info.packing.bits != 4):
+    has_blocks = info.form is not None and info.form.blocks == (MXFP4 if is_mxfp4 else Q4_0)
+    if not has_blocks and (info.codes is None or info.packing is None or info.packing.bits != 4):
         raise LoadError(
             f"{info.file}: tensor {info.name} is stored as {info.dtype}, but config.json does not list it among those "
             "that are not quantised: use quantization: none"
@@ -207,9 +208,9 @@ def _check_exponents(files: OpenFiles, infos: Sequence[TensorInfo], scales: Tens
         return
     files.scales.check()
     info = infos[int(largest.argmax())]
-    assert info.codes is not None
+    name = info.name if info.codes is None else info.codes.scales.name
     raise LoadError(
-        f"{info.file}: tensor {info.codes.scales.name} has scales above {LARGEST_FP4_SCALE}, which are too large to "
+        f"{info.file}: tensor {name} has scales above {LARGEST_FP4_SCALE}, which are too large to "
         "keep its weight in 4 bits: use quantization: none"
     )
 

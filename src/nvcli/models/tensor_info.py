@@ -88,8 +88,10 @@ class FlatCodes:
     nested_scales: TensorInfo | None = None
 
 
-Q4_0, Q4_0_GROUP = "Q4_0", 32
-"""ggml's name of blocks that ranks can keep, of codes of 4 bits with a scale in float16, and how many of them."""
+Q4_0, MXFP4 = "Q4_0", "MXFP4"
+"""ggml's names of blocks that ranks can keep: integers of 4 bits with a scale in float16, and FP4 with an exponent."""
+GGUF_GROUP = 32
+"""How many codes such a block has."""
 
 
 class GGUFOrder(msgspec.Struct, frozen=True, gc=False):
@@ -252,6 +254,13 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether a dimension of 1 follows each of the dimensions in the file."""
     changes: tuple[WeightChange, ...] = ()
     """Changes by an adapter, in this order (`adapters/merge.py`)."""
+
+    @property
+    def has_small_scales(self) -> bool:
+        """Whether its numbers have scales of few bits."""
+        if self.codes is not None:
+            return self.codes.has_small_scales
+        return self.form is not None and self.form.blocks == MXFP4
 
     def seen_as(self, dtype: str) -> TensorInfo:
         """Return the same bytes as numbers of another type of the same size."""

@@ -51,11 +51,13 @@ _NAMES_IN_LAYER = {
 }
 """The names of modules in GGUF and in the decoder (`geometry.py`)."""
 _WHOLE_NAMES = {
+    "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
 }
 """Names of a layer's tensors whose ends differ too."""
+_SECOND_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -64,7 +66,7 @@ _DELTA_NET = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
-    "post_attention_norm": "post_attention_layernorm",
+    **_SECOND_NORM,
 }
 _SHORT_CONVOLUTIONS = {
     "attn_norm": "operator_norm",
@@ -80,7 +82,7 @@ _OF_VALUE_HEADS = (*_WHOLE_VALUES, "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 """Modules of a delta net with rows for each number, or for each head, of its values."""
 _FUSED_MLP = {"ffn_up": "mlp.gate_up_proj"}
 _NORMS_AROUND = {
-    "post_attention_norm": "post_attention_layernorm",
+    **_SECOND_NORM,
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
@@ -192,13 +194,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "post_ffw_norm": "post_mlp_layernorm",
         },
     ),
-    "glm4moe": Architecture(
-        name="Glm4MoeForCausalLM", config=configs.glm4_moe, names={"post_attention_norm": "post_attention_layernorm"}
-    ),
+    "glm4moe": Architecture(name="Glm4MoeForCausalLM", config=configs.glm4_moe, names=_SECOND_NORM),
+    "gpt-oss": Architecture(name="GptOssForCausalLM", config=configs.gpt_oss, names=_SECOND_NORM),
     "lfm2": Architecture(name="Lfm2ForCausalLM", config=configs.lfm2, names=_SHORT_CONVOLUTIONS),
-    "seed_oss": Architecture(
-        name="SeedOssForCausalLM", config=configs.seed_oss, names={"post_attention_norm": "post_attention_layernorm"}
-    ),
+    "seed_oss": Architecture(name="SeedOssForCausalLM", config=configs.seed_oss, names=_SECOND_NORM),
     "cohere2": Architecture(name="Cohere2ForCausalLM", config=configs.cohere2),
 }
 """The families that are read, by `general.architecture`."""

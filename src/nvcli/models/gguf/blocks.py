@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvcli.errors import LoadError
 from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
+from nvcli.models.tensor_info import MXFP4, Q4_0
 
 Q4_0_ZERO = 8
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -60,13 +61,16 @@ def _bits(packed: Tensor) -> Tensor:
     return (packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).flatten(1)
 
 
-def parts_of_q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of blocks in Q4_0, [n, 32] uint8, whose zero is `Q4_0_ZERO`, and scales, [n, 1] float32."""
+def codes_of_blocks(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the codes of blocks in Q4_0, whose zero is `Q4_0_ZERO`, or MXFP4, [n, 32] uint8, and their scales, [n, 1]:
+    float32, or for MXFP4 exponents in uint8 (`kernels/mxfp4.py`)."""
+    if kind == MXFP4:
+        return _nibbles(blocks[:, 1:], 16).flatten(1), blocks[:, :1]
     return _nibbles(blocks[:, 2:], 16).flatten(1), _half(blocks, 0)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    codes, scales = parts_of_q4_0(blocks)
+    codes, scales = codes_of_blocks(blocks, Q4_0)
     return codes.float().sub_(Q4_0_ZERO).mul_(scales)
 
 
@@ -140,9 +144,8 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    return (
-        numbers_of_codes(_nibbles(blocks[:, 1:], 16).flatten(1)).float().mul_(powers_of_scales(blocks[:, :1]).float())
-    )
+    codes, scales = codes_of_blocks(blocks, MXFP4)
+    return numbers_of_codes(codes).float().mul_(powers_of_scales(scales).float())
 
 
 def _iq4_values(codes: Tensor) -> Tensor:

@@ -224,6 +224,17 @@ def glm4_moe(found: Settings) -> dict[str, Any]:
     }
 
 
+def gpt_oss(found: Settings) -> dict[str, Any]:
+    keys, config = found.keys, common(found)
+    config["rope_parameters"] |= {"truncate": False}
+    return {
+        **config,
+        "intermediate_size": keys.positive("expert_feed_forward_length"),
+        "num_local_experts": keys.positive("expert_count"),
+        "num_experts_per_tok": keys.positive("expert_used_count"),
+    }
+
+
 def gemma2(found: Settings) -> dict[str, Any]:
     keys, config = found.keys, common(found)
     return {

@@ -22,9 +22,9 @@ from nvcli.models.gguf.files import SUFFIX
 from nvcli.models.gguf.header import GGUFHeader
 from nvcli.models.gguf.tensors import read_model_header
 from nvcli.models.gguf.tokenizer import GGUFVocabulary
-from nvcli.models.quantisation.gguf import METHOD
+from nvcli.models.quantisation.gguf import METHODS
 from nvcli.models.safetensors_header import unreadable
-from nvcli.models.tensor_info import Q4_0
+from nvcli.models.tensor_info import MXFP4
 from nvcli.models.tensor_spec import EXPERTS
 
 _MOST_LETTERS = 60
@@ -126,14 +126,17 @@ def make_config(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _quantisation(header: GGUFHeader, architecture: Architecture) -> dict[str, Any]:
-    """Return the section that says which layers' weights are in Q4_0, if most of them are."""
-    weights = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1 and layer_of(tensor.name) >= 0]
-    others = [tensor for tensor in weights if tensor.type.name != Q4_0]
-    if 2 * len(others) >= len(weights):
-        return {}
-    modules = (architecture.decoder_name(tensor.name).removesuffix(".weight") for tensor in others)
-    left = sorted({module.partition(f".{EXPERTS}.")[0] if f".{EXPERTS}." in module else module for module in modules})
-    return {"quantization_config": {"quant_method": METHOD, "modules_to_not_convert": left}}
+    """Return the section that says which layers' weights are not in blocks that ranks can keep, if most are: of Q4_0,
+    or of MXFP4 those of experts."""
+    of_layers = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1 and layer_of(tensor.name) >= 0]
+    for method, kind in METHODS.items():
+        weights = [one for one in of_layers if kind != MXFP4 or (len(one.shape) > 2 and one.name.endswith(".weight"))]
+        others = [tensor for tensor in weights if tensor.type.name != kind]
+        if 2 * len(others) < len(weights):
+            modules = (architecture.decoder_name(tensor.name).removesuffix(".weight") for tensor in others)
+            left = sorted({module.partition(f".{EXPERTS}.")[0] for module in modules})
+            return {"quantization_config": {"quant_method": method, "modules_to_not_convert": left}}
+    return {}
 
 
 def _dtype(header: GGUFHeader) -> str:

@@ -74,9 +74,12 @@ _ENDS = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
         *("<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>"),
+        *("<|return|>", "<|call|>"),
     )
 )
 """Tokens that end an answer under whichever id, as in llama.cpp."""
+_END, _AFTER_ENDS = "<|end|>", ("<|return|>", "<|call|>")
+"""A token that ends a message, and tokens beside which it does not end the answer: gpt-oss's."""
 
 
 class GGUFVocabulary:
@@ -136,10 +139,11 @@ class GGUFVocabulary:
     def end_ids(self) -> list[int]:
         """Return the ids of the tokens that end an answer."""
         own = (self._special(key) for key in ("eos", "eot", "eom"))
+        ends = _ENDS - {_END} if set(_AFTER_ENDS) <= set(self.tokens) else _ENDS
         by_name = (
             number
             for number, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
-            if kind in (_CONTROL, _USER_DEFINED) and token in _ENDS
+            if kind in (_CONTROL, _USER_DEFINED) and token in ends
         )
         return [*dict.fromkeys(number for number in (*own, *by_name) if number is not None)]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.whole_numbers import ceil_div
-from nvcli.models.gguf.blocks import numbers_of_blocks, parts_of_q4_0
+from nvcli.models.gguf.blocks import codes_of_blocks, numbers_of_blocks
 from nvcli.models.gguf.types import BLOCK_TYPES, TensorType
-from nvcli.models.tensor_info import Q4_0, GGUFOrder, TensorInfo
+from nvcli.models.tensor_info import GGUFOrder, TensorInfo
 
 
 class ReadsTensors(Protocol):
@@ -41,13 +41,15 @@ def read_form(files: ReadsTensors, info: TensorInfo, part: Sequence[slice], devi
     return (-values.float()).log() if form.is_power else values
 
 
-def read_q4_0(
+def read_codes(
     files: ReadsTensors, info: TensorInfo, part: Sequence[slice], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Read a part of a weight in Q4_0 that consists of whole blocks, as it is stored: codes [rows, columns] uint8,
-    whose zero is `Q4_0_ZERO`, and scales [rows, blocks] float32."""
-    blocks, _ = _read_blocks(files, info, part, BLOCK_TYPES[Q4_0], device)
-    codes, scales = parts_of_q4_0(blocks.flatten(0, 1))
+    """Read a part of a weight in Q4_0 or MXFP4 that consists of whole blocks, as it is stored: what `codes_of_blocks`
+    returns, [rows, columns] and [rows, blocks]."""
+    assert info.form is not None
+    assert info.form.blocks is not None
+    blocks, _ = _read_blocks(files, info, part, BLOCK_TYPES[info.form.blocks], device)
+    codes, scales = codes_of_blocks(blocks.flatten(0, 1), info.form.blocks)
     return codes.view(len(blocks), -1), scales.view(len(blocks), -1)
 
 

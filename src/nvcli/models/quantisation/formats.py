@@ -10,8 +10,7 @@ from nvcli.models.quantisation.awq import read_awq
 from nvcli.models.quantisation.bitsandbytes import read_bitsandbytes
 from nvcli.models.quantisation.compressed_tensors import read_compressed
 from nvcli.models.quantisation.fp8 import read_fbgemm, read_fp8
-from nvcli.models.quantisation.gguf import METHOD as GGUF_Q4_0
-from nvcli.models.quantisation.gguf import read_gguf
+from nvcli.models.quantisation.gguf import METHODS, read_gguf
 from nvcli.models.quantisation.gptq import read_gptq
 from nvcli.models.quantisation.modelopt import read_modelopt
 from nvcli.models.quantisation.mxfp4 import read_mxfp4
@@ -37,10 +36,9 @@ _READERS: Mapping[str, Callable[[QuantisationFile], Quantisation]] = {
     "gptq": read_gptq,
     "compressed-tensors": read_compressed,
     "bitsandbytes": read_bitsandbytes,
-    GGUF_Q4_0: read_gguf,
 }
 _OF_FAMILIES = {"mxfp4": read_mxfp4}
-"""Formats of families that support no others."""
+"""Formats of families that support no others, but for those of GGUF files."""
 
 
 def read_quantisation(
@@ -64,7 +62,8 @@ def read_quantisation(
             found, key = found[_MODELOPT], f"{key}.{_MODELOPT}"
         if found.get("quant_algo") is None:
             return None  # the KV cache alone is quantised
-    readers = {name: _OF_FAMILIES[name] for name in methods} or _READERS
+    own = {name: _OF_FAMILIES[name] for name in methods} or _READERS
+    readers = {**own, **dict.fromkeys(METHODS, read_gguf)}
     reader = readers.get(method) if isinstance(method, str) and isinstance(found, dict) else None
     if reader is None:
         if isinstance(found, dict) and method is None:
