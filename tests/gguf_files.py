@@ -40,6 +40,7 @@ _ARCHITECTURES = {
     "Qwen3_5Moe": "qwen35moe",
     "SeedOss": "seed_oss",
     "GptOss": "gpt-oss",
+    **dict.fromkeys(("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu"), "deepseek2"),
     "Cohere2": "cohere2",
 }
 """llama.cpp's names, by transformers'."""
@@ -188,11 +189,15 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
     if architecture == "gpt-oss":
         found["expert_feed_forward_length"] = config["intermediate_size"]
+    if "kv_lora_rank" in config:
+        found |= _latents(config, rope)
     if rope.get("rope_type", "default") in ("linear", "yarn"):
         found["rope.scaling.type"] = rope["rope_type"]
         found["rope.scaling.factor"] = float(rope["factor"])
         found["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
-        found["rope.scaling.yarn_log_multiplier"] = rope.get("mscale_all_dim")
+        found["rope.scaling.yarn_log_multiplier"] = rope.get("mscale_all_dim", 0.0) * (
+            0.1 if architecture == "deepseek2" else 1.0
+        )
         found["attention.temperature_scale"] = rope.get("llama_4_scaling_beta")
     if "conv_L_cache" in config:
         kinds = config["layer_types"]
@@ -206,6 +211,21 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if config.get("sliding_window") and "layer_types" in config:
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
     return found
+
+
+def _latents(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of latent attention, which llama.cpp computes with one key for all heads."""
+    latents, rope_dim = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    return {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": latents,
+        "attention.key_length": latents + rope_dim,
+        "attention.value_length": latents,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rope_dim,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rope_dim,
+    }
 
 
 def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, Tensor]]:
@@ -232,6 +252,9 @@ def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterat
             stacks |= {f"{experts}.gate_proj": [*gate], f"{experts}.up_proj": [*up]}
         elif name.endswith("output_linear.weight"):
             stacks[f"{name.split('.block')[0]}.mlp.experts.down_proj"] = [*tensor]
+        elif name.endswith("kv_b_proj.weight"):
+            for part, matrix in _split_latents(tensor, config):
+                yield from _renamed(names, name.replace("kv_b", part), matrix)
         else:
             yield from _renamed(names, name, _changed(name, tensor, config, architecture))
     for name, experts in stacks.items():
@@ -242,6 +265,13 @@ def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterat
     for length in ("short", "long"):
         if f"{length}_factor" in rope:
             yield f"rope_factors_{length}.weight", torch.tensor(rope[f"{length}_factor"])
+
+
+def _split_latents(tensor: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The projection from latents as two, for keys, transposed, and values: with a matrix for each head."""
+    sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+    keys, values = tensor.view(-1, sum(sizes), tensor.shape[1]).split(sizes, dim=1)
+    yield from (("k_b", keys.transpose(1, 2)), ("v_b", values))
 
 
 def _gpt_oss(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

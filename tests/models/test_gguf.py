@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -37,7 +38,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.experts import Experts
 from nvcli.models.gguf import tokenizer as gguf_tokenizer
 from nvcli.models.gguf.blocks import numbers_of_blocks
-from nvcli.models.gguf.tensors import read_gguf
+from nvcli.models.gguf.tensors import join_latents, read_gguf
 from nvcli.models.gguf.types import BLOCK_TYPES, TENSOR_TYPES
 from nvcli.models.linear_methods import W4LinearMethod
 from nvcli.models.pinned_upload import PinnedUpload
@@ -63,6 +64,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+MSCALE = {**YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7}
+V2, V3 = EXPERT_SHAPES["deepseek v2, queries without latents"], EXPERT_SHAPES["deepseek v3"]
 GEMMA3 = {"sliding_window": 20, "num_hidden_layers": 7, "query_pre_attn_scalar": 16, "rope_parameters": None, **TIED}
 FOUR = {"num_hidden_layers": 4, "layer_types": None, "full_attention_interval": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,10 +80,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         name: SHAPES[name]
         for name in (
             *("smollm3, layers without rope", "granite", "phi 3", "phi 4, longrope of short runs", "olmo 2"),
-            *("exaone 4", "glm 4", "seed-oss", "cohere 2", "ministral 3, queries that grow", "lfm2"),
+            *("exaone 4", "glm 4", "seed-oss", "youtu-llm", "cohere 2", "ministral 3, queries that grow", "lfm2"),
         )
     },
-    **{name: EXPERT_SHAPES[name] for name in ("mixtral", "qwen2 moe", "qwen3 moe", "granite 3 moe", "glm 4.5")},
+    **{
+        name: EXPERT_SHAPES[name]
+        for name in (
+            *("mixtral", "qwen2 moe", "qwen3 moe", "granite 3 moe", "glm 4.5"),
+            *("deepseek v2, best groups",),
+        )
+    },
+    "deepseek 2, queries without latents": ("DeepseekV2", {**V2[1], "rope_parameters": MSCALE}),
+    "deepseek 3": ("DeepseekV3", {**V3[1], "rope_parameters": MSCALE}),
     "gpt-oss": ("GptOss", {**GPT_OSS, "swiglu_limit": 7.0}),
     "olmo 3": ("Olmo3", {"sliding_window": 20, "num_hidden_layers": 4, "rope_parameters": {**YARN, "rope_theta": 1e4}}),
     "qwen 3.5": ("Qwen3_5Text", {**HYBRID, **FOUR, "linear_num_key_heads": 4, "linear_num_value_heads": 12}),
@@ -238,13 +249,18 @@ def check_fp8_of_experts(found: dict[str, Tensor], plain: dict[str, Tensor]) -> 
 
 
 @pytest.mark.parametrize("is_uploaded", [False, True])
-def test_parts_of_rows_and_columns_are_those_of_the_whole(is_uploaded: bool, tmp_path: Path) -> None:
-    """Within blocks, and within heads whose rows are paired; also read as for a GPU."""
+@pytest.mark.parametrize("family", ["Llama", "Youtu"])
+def test_parts_of_rows_and_columns_are_those_of_the_whole(family: str, is_uploaded: bool, tmp_path: Path) -> None:
+    """Within blocks, and within heads whose rows are paired, or in two tensors; also read as for a GPU."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
-    path = write_tiny_model(tmp_path / "model", "Llama", **sizes)
-    file = write_gguf(path, tmp_path / "model.gguf", choose=lambda name: Type.Q4_K, **TOKENIZER)
+    sizes |= {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "q_lora_rank": 64} if family == "Youtu" else {}
+    path = write_tiny_model(tmp_path / "model", family, **sizes)
+    kind = Type.Q4_K if family == "Llama" else Type.Q8_0
+    file = write_gguf(path, tmp_path / "model.gguf", choose=lambda name: kind, **TOKENIZER)
     infos, draw = read_gguf(file), random.Random(0)
-    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"):
+    join_latents(infos)
+    projection = "q_proj" if family == "Llama" else "kv_b_proj"
+    for name in (f"model.layers.0.self_attn.{projection}.weight", "model.layers.0.mlp.up_proj.weight"):
         rows, columns = infos[name].shape
         with OpenFiles(PinnedUpload(CPU) if is_uploaded else None) as files:
             whole = files.read(infos[name], (slice(0, rows), slice(0, columns)), CPU)
@@ -314,6 +330,22 @@ def test_expressions_that_split_text_are_those_of_transformers() -> None:
     assert len(known) > 15
     for name, split in known.items():
         assert gguf_tokenizer.SPLITS[name] == (split,), name
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deepseek-llm", ["Hello", " World", "\n", "１", "ა", "，", " ", "世界", "  "]),
+        ("kimi-k2", ["Hello", " World's", "123", "4", "我想在", "apple", "工作", "!\n", "  "]),
+        ("gpt-4o", ["Hello", "World's", " ", "123", "4", "我想在apple", "!/\n"]),
+    ],
+)
+def test_text_is_split_as_the_expressions_say(name: str, words: list[str]) -> None:
+    text, found = "".join(words), ["".join(words)]
+    for expression in gguf_tokenizer.SPLITS[name]:
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(expression), "isolated")
+        found = [word for part in found for word, _ in split.pre_tokenize_str(part)]
+    assert found == words, text
 
 
 def test_settings_of_sampling_templates_and_ends(tmp_path: Path) -> None:
@@ -447,6 +479,15 @@ def test_files_that_cannot_be_read_say_why(
         resolve_model(str(file))
     for part in [str(file), *told]:
         assert part in str(caught.value)
+
+
+def test_projections_from_latents_that_do_not_fit_say_so(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "model", V3[0], **V3[1])
+    infos = read_gguf(write_gguf(path, tmp_path / "model.gguf", **TOKENIZER))
+    values = "model.layers.0.self_attn.v_b_proj.weight"
+    infos[values] = msgspec.structs.replace(infos[values], shape=(4, 12, 31))
+    with pytest.raises(LoadError, match=r"k_b_proj.weight has shape \[4, 32, 8\], which does not fit \[4, 12, 31\]"):
+        join_latents(infos)
 
 
 def test_files_that_are_missing_or_of_new_types_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

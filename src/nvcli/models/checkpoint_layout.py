@@ -16,6 +16,7 @@ from itertools import count, takewhile
 from msgspec.structs import replace
 
 from nvcli.models.gguf.files import is_gguf
+from nvcli.models.gguf.tensors import join_latents
 from nvcli.models.quantisation.join import join_parts, twice
 from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.tensor_info import RowPlaces, TensorInfo, fused_places
@@ -215,6 +216,7 @@ def locate_tensors(
             found[decoder_name] = info
     if quantisation is not None:
         join_parts(found, quantisation)
+    join_latents(found)
     shapes = {name: tensor.stored_shape for tensor in wanted for name in tensor.stored_names}
     for name, info in found.items():
         if layout.transposes_linear and name.endswith("_proj.weight") and info.codes is None and info.flat is None:

@@ -121,6 +121,9 @@ class GGUFForm(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A number that is added to the values."""
     is_power: bool = False
     """Whether numbers are stored as -exp(number)."""
+    parts: tuple[TensorInfo, TensorInfo] | None = None
+    """The two tensors that the projection from latents is stored in (`gguf/values.py`): that of keys, transposed for
+    each head, [heads × latents, numbers of a key], and that of values, [heads × numbers of a value, latents]."""
 
 
 class RowPlaces(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -75,6 +75,16 @@ _SHORT_CONVOLUTIONS = {
     "conv": "conv.conv",
     "out_proj": "conv.out_proj",
 }
+_LATENTS = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
 _HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 """The keys that count the heads of queries and keys."""
 _WHOLE_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d")
@@ -196,6 +206,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "glm4moe": Architecture(name="Glm4MoeForCausalLM", config=configs.glm4_moe, names=_SECOND_NORM),
     "gpt-oss": Architecture(name="GptOssForCausalLM", config=configs.gpt_oss, names=_SECOND_NORM),
+    "deepseek2": Architecture(name="DeepseekV3ForCausalLM", config=configs.deepseek2, names=_LATENTS),
     "lfm2": Architecture(name="Lfm2ForCausalLM", config=configs.lfm2, names=_SHORT_CONVOLUTIONS),
     "seed_oss": Architecture(name="SeedOssForCausalLM", config=configs.seed_oss, names=_SECOND_NORM),
     "cohere2": Architecture(name="Cohere2ForCausalLM", config=configs.cohere2),

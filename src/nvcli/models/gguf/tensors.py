@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from nvcli.models.gguf.architectures import Architecture, find_architecture, layer_of
 from nvcli.models.gguf.configs import Settings, is_setting, read_settings
 from nvcli.models.gguf.files import part_names
 from nvcli.models.gguf.header import GGUFHeader, GGUFTensor, read_header
 from nvcli.models.tensor_info import GGUFForm, StoredTensor, TensorInfo
 
+_KEYS, _VALUES, _BOTH = ("k_b_proj", "v_b_proj", "kv_b_proj")
+"""The projections from latents in files, and the one that a model has."""
 _VECTORS, _CONVOLUTIONS, _POWER = ".shared_expert_gate.weight", (".conv1d.weight", ".conv.conv.weight"), ".A_log"
 """Tensors that files have without a dimension of 1, and numbers that they have as powers."""
 
@@ -37,6 +41,36 @@ def read_gguf(file: Path) -> dict[str, TensorInfo]:
         if not is_setting(tensor.name) and layer_of(tensor.name) < settings.num_layers
     )
     return {info.name: info for info in infos}
+
+
+def join_latents(found: dict[str, TensorInfo]) -> None:
+    """Replace the two projections from latents in `found`, by the decoder's names, with the one that they are. Raises
+    LoadError if they do not fit together."""
+    for name in [name for name in found if f".{_KEYS}." in name]:
+        keys, values = found[name], found.get(name.replace(_KEYS, _VALUES))
+        if values is None:
+            continue
+        if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != values.shape[::2]:
+            raise keys.error(f"has shape {list(keys.shape)}, which does not fit {list(values.shape)} of {values.name}")
+        heads, latents, _ = keys.shape
+        del found[name], found[values.name]
+        joined = name.replace(_KEYS, _BOTH)
+        if joined not in found:  # some files have it besides
+            found[joined] = TensorInfo(
+                file=keys.file,
+                name=joined,
+                shape=(heads * (keys.shape[2] + values.shape[1]), latents),
+                dtype="F32",
+                num_bytes=keys.num_bytes + values.num_bytes,
+                form=GGUFForm(parts=(_flat(keys), _flat(values))),
+            )
+
+
+def _flat(info: TensorInfo) -> TensorInfo:
+    """Return a stack of matrices as one matrix, each below the other."""
+    assert info.stored is not None
+    shapes = [(shape[0] * shape[1], shape[2]) for shape in (info.shape, info.stored.shape)]
+    return replace(info, shape=shapes[0], stored=replace(info.stored, shape=shapes[1]))
 
 
 def _info(tensor: GGUFTensor, architecture: Architecture, settings: Settings) -> TensorInfo:

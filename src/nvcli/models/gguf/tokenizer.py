@@ -28,13 +28,15 @@ _QWEN35 = (
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SEED = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BY_CASE = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _by_case(contractions: str, digits: str) -> str:
-    words = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{some}{_LOWER}{others}" for some, others in (("*", "+"), ("+", "*")))
-    return "|".join(word + contractions for word in words) + f"|{digits}{_BY_CASE}"
+def _by_case(contractions: str, digits: str, *, of: str = "", marks: str = r"[\r\n/]*") -> str:
+    """Return the expression of words that end where a capital letter follows a small one. `of`: which letters are in
+    words; `marks`: what belongs to the marks before it."""
+    upper, lower = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}{of}]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+    words = (rf"[^\r\n\p{{L}}\p{{N}}]?{upper}{some}{lower}{others}" for some, others in (("*", "+"), ("+", "*")))
+    endings = rf" ?[^\s\p{{L}}\p{{N}}]+{marks}|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return "|".join((*(word + contractions for word in words), digits, endings))
 
 
 _GPT4O = _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
@@ -45,7 +47,20 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+")
+_KIMI = r"[\p{Han}]+|" + _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", of=r"&&[^\p{Han}]", marks=r"[\r\n]*")
+_UNKNOWN_CASES = (  # blocks of Unicode whose letters of two cases DeepSeek's expression leaves out
+    r"\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c88}\x{2d00}-\x{2d2d}\x{a790}-\x{a7fa}\x{ab30}-\x{ab68}"
+    r"\x{10570}-\x{105bc}\x{16e40}-\x{16e7f}\x{1d400}-\x{1d7cb}\x{1df00}-\x{1df1e}"
+)
+_CHINESE = r"[一-龥ࠀ-一가-퟿]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_UNKNOWN_CASES}]]+",
+    r"\s?[!-/:-~\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x{3002}]+",
+    r"\s+$",
+    _CHINESE,
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE)
 _GPT2: tuple[str, ...] = ()
 """No expressions: GPT-2's own, which ByteLevel has."""
 _DIGITS = (r"\p{N}",)
@@ -57,8 +72,10 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "seed-coder": (_SEED,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT4O,)),
     "tekken": (_TEKKEN,),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
     "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "kimi-k2": (_KIMI,),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "trillion", "mellum", "jais", "a.x-4.0"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
 }
@@ -157,7 +174,7 @@ class GGUFVocabulary:
         steps = [
             {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False} for one in splits
         ]
-        if name == "deepseek-coder":
+        if name in ("deepseek-coder", "deepseek-llm"):
             steps.append({"type": "Digits", "individual_digits": True})
         steps.append({**byte_level, "use_regex": splits in _GPT2_AFTER})
         merges = [merge.partition(" ") for merge in self._list("merges", str, count=None)]

@@ -17,6 +17,8 @@ from nvcli.models.tensor_info import GGUFOrder, TensorInfo
 class ReadsTensors(Protocol):
     """Reads parts of the files' tensors."""
 
+    def read(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor: ...
+
     def read_stored(self, info: TensorInfo, part: Sequence[slice]) -> Tensor: ...
 
 
@@ -24,6 +26,8 @@ def read_form(files: ReadsTensors, info: TensorInfo, part: Sequence[slice], devi
     """Read the values of a part that is not empty, [rows, columns] or [rows], for `OpenFiles.read`."""
     form = info.form
     assert form is not None
+    if form.parts is not None:
+        return _from_latents(files, *form.parts, part, device)
     columns, places = part[1:], None
     if form.columns is not None:
         places = _places(form.columns, part[1])
@@ -51,6 +55,22 @@ def read_codes(
     blocks, _ = _read_blocks(files, info, part, BLOCK_TYPES[info.form.blocks], device)
     codes, scales = codes_of_blocks(blocks.flatten(0, 1), info.form.blocks)
     return codes.view(len(blocks), -1), scales.view(len(blocks), -1)
+
+
+def _from_latents(
+    files: ReadsTensors, keys: TensorInfo, values: TensorInfo, part: Sequence[slice], device: torch.device
+) -> Tensor:
+    """Read a part of the projection from latents, whose rows are each head's keys, then its values."""
+    (_, key_dim), (_, latents) = keys.shape, values.shape
+    value_dim = values.shape[0] // (keys.shape[0] // latents)
+    size = key_dim + value_dim
+    first, last = part[0].start // size, ceil_div(part[0].stop, size)
+    heads = [
+        files.read(one, (slice(first * high, last * high), slice(0, wide)), device).to(device).view(-1, high, wide)
+        for one, high, wide in ((keys, latents, key_dim), (values, value_dim, latents))
+    ]
+    rows = torch.cat((heads[0].transpose(1, 2).float(), heads[1].float()), dim=1).flatten(0, 1)
+    return rows[part[0].start - first * size : part[0].stop - first * size, part[1]]
 
 
 def _read_blocks(
