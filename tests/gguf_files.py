@@ -39,6 +39,7 @@ _ARCHITECTURES = {
     "Qwen3_5": "qwen35",
     "Qwen3_5Moe": "qwen35moe",
     "SeedOss": "seed_oss",
+    "Gemma4": "gemma4",
     "GptOss": "gpt-oss",
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu"), "deepseek2"),
     "Cohere2": "cohere2",
@@ -189,6 +190,8 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
     if architecture == "gpt-oss":
         found["expert_feed_forward_length"] = config["intermediate_size"]
+    if architecture == "gemma4":
+        found |= _gemma4(config)
     if "kv_lora_rank" in config:
         found |= _latents(config, rope)
     if rope.get("rope_type", "default") in ("linear", "yarn"):
@@ -211,6 +214,25 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if config.get("sliding_window") and "layer_types" in config:
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
     return found
+
+
+def _gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of Gemma 4, whose layers differ."""
+    count, shared, size = config["num_hidden_layers"], config["num_kv_shared_layers"], config["intermediate_size"]
+    layers = [config["per_layer_config"].get(str(number), {}) for number in range(count)]
+    heads = [layer.get("num_key_value_heads", config["num_key_value_heads"]) for layer in layers]
+    full = next(layer["head_dim"] for layer in layers if "head_dim" in layer)
+    return {
+        "attention.head_count_kv": heads if len(set(heads)) > 1 else heads[0],
+        "attention.key_length": full,
+        "attention.key_length_swa": config["head_dim"],
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "expert_used_count": config["top_k_experts"],
+        "rope.dimension_count": full,
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "feed_forward_length": [size] * (count - shared) + [2 * size] * shared if shared else size,
+    }
 
 
 def _latents(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,10 +263,10 @@ def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterat
             continue
         if found := _EXPERT.fullmatch(name):
             stacks.setdefault(f"{found[1]}.{found[2]}", []).append(tensor)
-        elif found := _FUSED.fullmatch(name):
+        elif (found := _FUSED.fullmatch(name)) and architecture != "gemma4":
             gate, up = tensor.chunk(2, dim=1)
             stacks |= {f"{found[1]}.gate_proj": [*gate], f"{found[1]}.up_proj": [*up]}
-        elif name.endswith("experts.down_proj"):
+        elif name.endswith(("experts.down_proj", "experts.gate_up_proj")):
             stacks[name] = [*tensor]
         elif name.endswith("input_linear.weight"):  # Granite's
             gate, up = tensor.chunk(2, dim=1)
@@ -260,6 +282,8 @@ def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterat
     for name, experts in stacks.items():
         yield from _renamed(names, f"{name}.weight", torch.stack(experts))
     rope = config.get("rope_parameters") or {}
+    if architecture == "gemma4":
+        yield "rope_freqs.weight", torch.tensor([1.0] * 4 + [1e30] * 12)  # a quarter of the full layers' heads of 32
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", _llama3_factors(rope, config)
     for length in ("short", "long"):
@@ -288,6 +312,13 @@ def _gpt_oss(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _renamed(names: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if name.endswith("router.scale"):
+        yield name.replace("model.layers", "blk").replace("router.scale", "ffn_gate_inp.scale"), tensor
+        return
+    if name.endswith("per_expert_scale"):
+        yield name.replace("model.layers", "blk").replace("router.per_expert_scale", "ffn_down_exps.scale"), tensor
+        return
+    name = f"{name}.weight" if name.endswith("layer_scalar") else name
     if name.endswith(("e_score_correction_bias", "dt_bias")):  # which the converter spells in another way
         name = name.replace("gate.e_score_correction_bias", "e_score_correction.bias").replace(
             "dt_bias", "dt_proj.bias"
@@ -304,7 +335,7 @@ def _changed(name: str, tensor: Tensor, config: Mapping[str, Any], architecture:
         return halves.transpose(1, 2).reshape(tensor.shape)
     if architecture.startswith("qwen35") and ".linear_attn." in name:
         return _tiled(name.split(".linear_attn.")[1], tensor, config)
-    if architecture.startswith(("gemma", "qwen35")) and name.endswith("norm.weight"):
+    if architecture.startswith(("gemma", "qwen35")) and architecture != "gemma4" and name.endswith("norm.weight"):
         return tensor + 1
     if name.endswith("conv.conv.weight"):
         return tensor.squeeze(1)

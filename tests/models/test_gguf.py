@@ -66,6 +66,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
 MSCALE = {**YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7}
 V2, V3 = EXPERT_SHAPES["deepseek v2, queries without latents"], EXPERT_SHAPES["deepseek v3"]
+GEMMA4_MOE = "gemma 4 with vision, experts beside an mlp"
 GEMMA3 = {"sliding_window": 20, "num_hidden_layers": 7, "query_pre_attn_scalar": 16, "rope_parameters": None, **TIED}
 FOUR = {"num_hidden_layers": 4, "layer_types": None, "full_attention_interval": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,6 +81,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         name: SHAPES[name]
         for name in (
             *("smollm3, layers without rope", "granite", "phi 3", "phi 4, longrope of short runs", "olmo 2"),
+            *("gemma 4, keys as values", "gemma 4, inputs of each layer and shared keys"),
             *("exaone 4", "glm 4", "seed-oss", "youtu-llm", "cohere 2", "ministral 3, queries that grow", "lfm2"),
         )
     },
@@ -92,6 +94,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "deepseek 2, queries without latents": ("DeepseekV2", {**V2[1], "rope_parameters": MSCALE}),
     "deepseek 3": ("DeepseekV3", {**V3[1], "rope_parameters": MSCALE}),
+    "gemma 4, experts beside an mlp": ("Gemma4Text", EXPERT_SHAPES[GEMMA4_MOE][1]),
     "gpt-oss": ("GptOss", {**GPT_OSS, "swiglu_limit": 7.0}),
     "olmo 3": ("Olmo3", {"sliding_window": 20, "num_hidden_layers": 4, "rope_parameters": {**YARN, "rope_theta": 1e4}}),
     "qwen 3.5": ("Qwen3_5Text", {**HYBRID, **FOUR, "linear_num_key_heads": 4, "linear_num_value_heads": 12}),
@@ -291,14 +294,14 @@ def test_a_byte_level_tokenizer_is_that_of_the_checkpoint(tmp_path: Path) -> Non
     assert load_model_config(folder).eos_token_ids == (2, 0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4", "phi3"])
 def test_a_tokenizer_with_scores_is_the_one_that_was_trained(name: str, tmp_path: Path) -> None:
     """Merges follow from the scores of the tokens, or for Gemma from their ids."""
     special = ["<unk>", "<s>", "</s>", "<|end|>"]
     pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     marks = [tokenizers.normalizers.Replace(" ", "▁")]
-    marks = [tokenizers.normalizers.Prepend("▁"), *marks] if name != "gemma3" else marks
+    marks = [tokenizers.normalizers.Prepend("▁"), *marks] if not name.startswith("gemma") else marks
     made.normalizer = tokenizers.normalizers.Sequence(marks)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, special_tokens=pieces, show_progress=False)
     corpus = (demo_path() / "example.jsonl").read_text().splitlines()
@@ -308,12 +311,15 @@ def test_a_tokenizer_with_scores_is_the_one_that_was_trained(name: str, tmp_path
     kinds = [2, 3, 3, 3, *[6] * 256, *[1] * (len(vocabulary) - 260)]
     spaces = vocabulary.index("▁▁▁▁")  # which llama.cpp's converter writes in another way
     vocabulary[spaces], kinds[spaces] = "    ", 4 if name == "gemma3" else 1
+    merges = [" ".join(merge) for merge in json.loads(made.to_str())["model"]["merges"]]
+    own = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges, "tokenizer.ggml.bos_token_id": 1}
     metadata = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": vocabulary,
         "tokenizer.ggml.scores": [-1000.0 if name == "gemma3" else float(-number) for number in range(len(vocabulary))],
         "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.add_space_prefix": name != "gemma3",
+        "tokenizer.ggml.add_space_prefix": not name.startswith("gemma"),
+        **(own if name == "gemma4" else {}),
     }
     written = gguf_tokenizer.GGUFVocabulary(tmp_path / "model.gguf", metadata).tokenizer(name)
     found = tokenizers.Tokenizer.from_str(json.dumps(written))

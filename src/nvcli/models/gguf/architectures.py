@@ -25,6 +25,9 @@ _NAMES = {
     "output_norm": "model.norm",
     "token_embd_norm": "model.norm",
     "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 _NAMES_IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -53,6 +56,9 @@ _NAMES_IN_LAYER = {
 _WHOLE_NAMES = {
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
 }
@@ -95,6 +101,18 @@ _NORMS_AROUND = {
     **_SECOND_NORM,
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA4 = {
+    **_NORMS_AROUND,
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_up_exps": "experts.gate_up_proj",
+    "ffn_down_exps": "experts.down_proj",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
 }
 
 
@@ -192,6 +210,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture(name="GemmaForCausalLM", norm_offset=1.0),
     "gemma2": Architecture(name="Gemma2ForCausalLM", config=configs.gemma2, names=_NORMS_AROUND, norm_offset=1.0),
     "gemma3": Architecture(name="Gemma3ForCausalLM", config=configs.gemma3, names=_NORMS_AROUND, norm_offset=1.0),
+    "gemma4": Architecture(name="Gemma4ForCausalLM", config=configs.gemma4, names=_GEMMA4),
     "phi3": Architecture(name="Phi3ForCausalLM", config=configs.phi3, names=_FUSED_MLP),
     "olmo2": Architecture(name="Olmo2ForCausalLM", config=configs.olmo2, names=_NORMS_AROUND),
     "exaone4": Architecture(name="Exaone4ForCausalLM", config=configs.exaone4, names=_NORMS_AROUND),

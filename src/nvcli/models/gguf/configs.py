@@ -10,13 +10,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nvcli.core.validation import show
+from nvcli.core.validation import is_integer, show
 from nvcli.models.gguf.header import GGUFHeader
 from nvcli.models.json_file import JsonFile
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are settings: divisors of the frequencies of rotary positions."""
+_LAYER_EMBEDDING = "per_layer_token_embd.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,21 @@ class Settings:
         """The size of a head; None: that of a share of the hidden size."""
         key = "attention.key_length"
         return self.keys.positive(key) if self.keys.has(key) else None
+
+    def of_layers(self, key: str) -> list[int]:
+        """Return the value of `key` for each layer: files have one for all of them, or a list."""
+        found, count = self.keys.values.get(key), self.keys.positive("block_count")
+        values: list[Any] = found if isinstance(found, list) else [found] * count
+        if len(values) != count or not all(is_integer(value, 0) for value in values):
+            raise self.keys.error(key, f"no number from 0 on, or {count} of them, one for each layer")
+        return values[: self.num_layers]
+
+    def with_largest(self, *names: str) -> Settings:
+        """Return the settings with the largest value for a layer as that of all layers."""
+        return replace(self, keys=self.keys.replacing(**{name: max(self.of_layers(name)) for name in names}))
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.tensors
 
     def has_bias(self, module: str) -> bool:
         return f"blk.0.{module}.bias" in self.tensors
@@ -135,14 +151,10 @@ def mistral3(found: Settings) -> dict[str, Any]:
 
 
 def lfm2(found: Settings) -> dict[str, Any]:
-    key = "attention.head_count_kv"
-    heads = found.keys.values.get(key)
-    if not isinstance(heads, list) or not heads:
-        raise found.keys.error(key, "no list of a number for each layer, 0 for those of convolutions")
-    config = common(replace(found, keys=found.keys.replacing(**{key: max(heads)})))
+    config = common(found.with_largest("attention.head_count_kv"))
     return {
         **config,
-        "layer_types": [_FULL if count else "conv" for count in heads],
+        "layer_types": [_FULL if count else "conv" for count in found.of_layers("attention.head_count_kv")],
         "block_auto_adjust_ff_dim": False,
         "norm_eps": config["rms_norm_eps"],
         "conv_L_cache": found.keys.positive("shortconv.l_cache"),
@@ -301,6 +313,44 @@ def gemma3(found: Settings) -> dict[str, Any]:
         "rope_parameters": {_FULL: config["rope_parameters"], _SLIDING: local},
         "final_logit_softcapping": keys.get("final_logit_softcapping", float, 0.0) or None,
         **found.window_types(),
+    }
+
+
+def gemma4(found: Settings) -> dict[str, Any]:
+    """Return Gemma 4's, whose layers without windows have heads and frequencies of their own."""
+    keys, kinds = found.keys, found.window_types()["layer_types"]
+    of_kind = dict(zip(reversed(kinds), reversed(found.of_layers("attention.head_count_kv")), strict=True))
+    sizes = found.of_layers("feed_forward_length")
+    config = common(found.with_largest("attention.head_count_kv", "feed_forward_length"))
+    turned = [1.0 if factor == 1.0 else 0.0 for factor in found.header.read_floats("rope_freqs.weight")]
+    no_values = [number for number in range(found.num_layers) if not found.has(f"blk.{number}.attn_v.weight")]
+    num_experts, inputs = keys.get("expert_count", int, 0), keys.get("embedding_length_per_layer_input", int, 0)
+    return {
+        **config,
+        "layer_types": kinds,
+        "intermediate_size": sizes[0],
+        "head_dim": keys.positive("attention.key_length_swa"),
+        "global_head_dim": keys.positive("attention.key_length"),
+        "num_key_value_heads": of_kind.get(_SLIDING, config["num_key_value_heads"]),
+        "num_global_key_value_heads": of_kind.get(_FULL),
+        "attention_k_eq_v": any(found.has(f"blk.{number}.attn_k.weight") for number in no_values),
+        "num_kv_shared_layers": keys.get("attention.shared_kv_layers", int, 0),
+        "use_double_wide_mlp": sizes[-1] == 2 * sizes[0],
+        "rope_parameters": {
+            _FULL: {
+                "rope_type": "proportional",
+                "rope_theta": keys.positive_number("rope.freq_base"),
+                "partial_rotary_factor": sum(turned) / len(turned),
+            },
+            _SLIDING: {"rope_type": "default", "rope_theta": keys.positive_number("rope.freq_base_swa", 10_000.0)},
+        },
+        "final_logit_softcapping": keys.get("final_logit_softcapping", float, 0.0) or None,
+        "hidden_size_per_layer_input": inputs,
+        "vocab_size_per_layer_input": found.header.tensors[_LAYER_EMBEDDING].shape[0] if inputs else None,
+        "enable_moe_block": num_experts > 0,
+        "num_experts": num_experts or None,
+        "top_k_experts": keys.get("expert_used_count", int, 0) or None,
+        "moe_intermediate_size": keys.get("expert_feed_forward_length", int, 0) or None,
     }
 
 

@@ -18,6 +18,8 @@ _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens: special ones, and others that text is searched for before all else."""
 _SPACE = "▁"
+_GEMMA4 = "gemma4"
+"""A kind of vocabularies like SentencePiece's, with merges instead of scores."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDINGS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -91,7 +93,7 @@ _ENDS = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
         *("<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>"),
-        *("<|return|>", "<|call|>"),
+        *("<|return|>", "<|call|>", "<turn|>", "<|tool_response>"),
     )
 )
 """Tokens that end an answer under whichever id, as in llama.cpp."""
@@ -109,7 +111,7 @@ class GGUFVocabulary:
         self.kind = self._get("model")
         if self.kind is None or self.kind in ("none", "no_vocab"):
             raise LoadError(f"{file}: no tokenizer; copy the model's tokenizer.json beside it")
-        if self.kind not in ("gpt2", "llama"):
+        if self.kind not in ("gpt2", "llama", _GEMMA4):
             raise self._unread("model", self.kind)
         self.tokens = self._list("tokens", str)
         self.kinds = self._list("token_type", int, default=1)
@@ -177,20 +179,26 @@ class GGUFVocabulary:
         if name in ("deepseek-coder", "deepseek-llm"):
             steps.append({"type": "Digits", "individual_digits": True})
         steps.append({**byte_level, "use_regex": splits in _GPT2_AFTER})
-        merges = [merge.partition(" ") for merge in self._list("merges", str, count=None)]
         return {
             "normalizer": {"type": "NFC"} if name in _COMPOSED else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
             "decoder": {**byte_level, "use_regex": True},
-            "model": self._bpe(self.tokens, [(first, second) for first, _, second in merges], name in _WHOLE_WORDS),
+            "model": self._bpe(self.tokens, self._merges(), name in _WHOLE_WORDS),
         }
+
+    def _merges(self) -> list[tuple[str, str]]:
+        parted = (merge.partition(" ") for merge in self._list("merges", str, count=None))
+        return [(first, second) for first, _, second in parted]
 
     def _with_scores(self, architecture: str) -> dict[str, Any]:
         """Return the parts of a vocabulary of SentencePiece, whose merges follow from the tokens' scores."""
         tokens = [_SPACE * len(token) if _is_spaces(token) else token for token in self.tokens]
-        ranks = [-score for score in self._list("scores", float)]
-        if architecture.startswith("gemma"):  # their scores do not say the order of the merges, but their ids do
-            ranks = [*map(float, range(len(tokens)))]
+        if self.kind == _GEMMA4:
+            merges = self._merges()
+        elif architecture.startswith("gemma"):  # their scores do not say the order of the merges, but their ids do
+            merges = merges_of(tokens, range(len(tokens)))
+        else:
+            merges = merges_of(tokens, [-score for score in self._list("scores", float)])
         starts_with_space = self._get("add_space_prefix", True)
         space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
         steps = [{"type": "Prepend", "prepend": _SPACE}, space] if starts_with_space else [space]
@@ -201,7 +209,7 @@ class GGUFVocabulary:
         ]
         if starts_with_space:
             decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-        model = self._bpe(tokens, merges_of(tokens, ranks), False)
+        model = self._bpe(tokens, merges, False)
         unknown = self._special("unknown")
         return {
             "normalizer": {"type": "Sequence", "normalizers": steps},
@@ -226,7 +234,7 @@ class GGUFVocabulary:
     def _around(self) -> dict[str, Any] | None:
         """Return the tokens that are put before and behind a text; None: there are none."""
         is_llama = self.kind == "llama"
-        adds_bos = self._get("add_bos_token", is_llama or self._get("pre") in _ADDS_BOS)
+        adds_bos = self._get("add_bos_token", is_llama or self._get("pre") in _ADDS_BOS) or self.kind == _GEMMA4
         before = self._special("bos") if adds_bos else None
         behind = self._special("eos") if self._get("add_eos_token", False) else None
         if before is None and behind is None:
