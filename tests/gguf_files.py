@@ -40,12 +40,14 @@ _ARCHITECTURES = {
     "Qwen3_5Moe": "qwen35moe",
     "SeedOss": "seed_oss",
     "Gemma4": "gemma4",
+    "Qwen3Next": "qwen3next",
     "GptOss": "gpt-oss",
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu"), "deepseek2"),
     "Cohere2": "cohere2",
 }
 """llama.cpp's names, by transformers'."""
 _PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+_WITH_OFFSETS = ("gemma", "qwen35", "qwen3next")
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 _FUSED = re.compile(r"(.*\.experts)\.gate_up_proj")
 
@@ -274,6 +276,9 @@ def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterat
             stacks |= {f"{experts}.gate_proj": [*gate], f"{experts}.up_proj": [*up]}
         elif name.endswith("output_linear.weight"):
             stacks[f"{name.split('.block')[0]}.mlp.experts.down_proj"] = [*tensor]
+        elif name.endswith("in_proj_qkvz.weight"):
+            for part, matrix in _split_heads(tensor, config):
+                yield from _renamed(names, name.replace("qkvz", part), matrix)
         elif name.endswith("kv_b_proj.weight"):
             for part, matrix in _split_latents(tensor, config):
                 yield from _renamed(names, name.replace("kv_b", part), matrix)
@@ -289,6 +294,15 @@ def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterat
     for length in ("short", "long"):
         if f"{length}_factor" in rope:
             yield f"rope_factors_{length}.weight", torch.tensor(rope[f"{length}_factor"])
+
+
+def _split_heads(tensor: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Qwen3-Next's projections, which are fused for each key head, as two."""
+    keys, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    value_dim = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
+    parts = tensor.view(keys, -1, tensor.shape[1]).split([key_dim, key_dim, value_dim, value_dim], dim=1)
+    q, k, v, z = (part.flatten(0, 1) for part in parts)
+    yield from (("qkv", torch.cat((q, k, v))), ("z", z))
 
 
 def _split_latents(tensor: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -333,9 +347,15 @@ def _changed(name: str, tensor: Tensor, config: Mapping[str, Any], architecture:
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
         return halves.transpose(1, 2).reshape(tensor.shape)
+    if architecture == "qwen3next" and ".linear_attn." in name:
+        return -tensor.exp() if name.endswith("A_log") else tensor.squeeze(1) if "conv1d" in name else tensor
     if architecture.startswith("qwen35") and ".linear_attn." in name:
         return _tiled(name.split(".linear_attn.")[1], tensor, config)
-    if architecture.startswith(("gemma", "qwen35")) and architecture != "gemma4" and name.endswith("norm.weight"):
+    if (
+        architecture.startswith(("gemma", "qwen35", "qwen3next"))
+        and architecture != "gemma4"
+        and name.endswith("norm.weight")
+    ):
         return tensor + 1
     if name.endswith("conv.conv.weight"):
         return tensor.squeeze(1)

@@ -69,6 +69,7 @@ _DELTA_NET = {
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
@@ -201,6 +202,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2vl": Architecture(name="Qwen2ForCausalLM", config=configs.qwen2),
     "qwen3vl": Architecture(name="Qwen3ForCausalLM", config=configs.qwen2),
     "qwen3vlmoe": Architecture(name="Qwen3MoeForCausalLM", config=configs.qwen3_moe),
+    "qwen3next": Architecture(
+        name="Qwen3_5MoeForCausalLM", config=configs.qwen3_next, names=_DELTA_NET, norm_offset=1.0
+    ),
     "qwen35": Architecture(
         name="Qwen3_5ForCausalLM", config=configs.qwen35, names=_DELTA_NET, norm_offset=1.0, tiles_values=True
     ),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nvcli.core.validation import is_integer, show
+from nvcli.errors import LoadError
 from nvcli.models.gguf.header import GGUFHeader
 from nvcli.models.json_file import JsonFile
 
@@ -209,6 +210,16 @@ def qwen35(found: Settings) -> dict[str, Any]:
 
 def qwen35_moe(found: Settings) -> dict[str, Any]:
     return {**qwen2_moe(found), **qwen35(found)}
+
+
+def qwen3_next(found: Settings) -> dict[str, Any]:
+    """Return Qwen 3.5's config.json, as which newer files have Qwen3-Next's projections."""
+    if any(name.endswith(".ssm_in.weight") for name in found.tensors):
+        raise LoadError(
+            f"{found.header.file}: Qwen3-Next as early versions of llama.cpp stored it (tensors ssm_in), which is not "
+            "read: download a newer file"
+        )
+    return qwen35_moe(found)
 
 
 def glm4(found: Settings) -> dict[str, Any]:

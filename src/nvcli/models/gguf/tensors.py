@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -10,10 +11,11 @@ from nvcli.models.gguf.architectures import Architecture, find_architecture, lay
 from nvcli.models.gguf.configs import Settings, is_setting, read_settings
 from nvcli.models.gguf.files import part_names
 from nvcli.models.gguf.header import GGUFHeader, GGUFTensor, read_header
-from nvcli.models.tensor_info import GGUFForm, StoredTensor, TensorInfo
+from nvcli.models.tensor_info import GGUFForm, StoredTensor, TensorInfo, fused_places
 
 _KEYS, _VALUES, _BOTH = ("k_b_proj", "v_b_proj", "kv_b_proj")
 """The projections from latents in files, and the one that a model has."""
+_FUSED = ".in_proj_ba.weight"
 _VECTORS, _CONVOLUTIONS, _POWER = ".shared_expert_gate.weight", (".conv1d.weight", ".conv.conv.weight"), ".A_log"
 """Tensors that files have without a dimension of 1, and numbers that they have as powers."""
 
@@ -36,11 +38,24 @@ def read_gguf(file: Path) -> dict[str, TensorInfo]:
     name, architecture = find_architecture(of_model)
     settings = read_settings(of_model, name)
     infos = (
-        _info(tensor, architecture, settings)
+        part
         for tensor in header.tensors.values()
         if not is_setting(tensor.name) and layer_of(tensor.name) < settings.num_layers
+        for part in _parts(_info(tensor, architecture, settings), settings)
     )
     return {info.name: info for info in infos}
+
+
+def _parts(info: TensorInfo, settings: Settings) -> Iterator[TensorInfo]:
+    """Yield a tensor, or the two that Qwen3-Next's files fuse, for each key head."""
+    if not info.name.endswith(_FUSED):
+        yield info
+        return
+    rows = info.shape[0] // 2
+    places = fused_places([rows, rows], settings.keys.positive("ssm.group_count"))
+    for letter, part in zip("ba", places, strict=True):
+        name = info.name.replace(_FUSED, f".in_proj_{letter}.weight")
+        yield replace(info, name=name, shape=(rows, *info.shape[1:]), num_bytes=info.num_bytes // 2, rows=part)
 
 
 def join_latents(found: dict[str, TensorInfo]) -> None:
