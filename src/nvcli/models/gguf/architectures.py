@@ -1,4 +1,4 @@
-"""How llama.cpp names and stores the models of each family; `configs.py` reads their settings.
+"""How llama.cpp names and stores the models of each family; `settings.py` reads their settings.
 
 Names: github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py; what is changed on the way to a file:
 convert_hf_to_gguf.py there. Torch-free.
@@ -13,9 +13,9 @@ from typing import Any
 
 from nvcli.core.validation import show
 from nvcli.errors import LoadError
-from nvcli.models.gguf import configs
-from nvcli.models.gguf.configs import Settings
+from nvcli.models.gguf import configs, expert_configs, hybrid_configs
 from nvcli.models.gguf.header import GGUFHeader, GGUFTensor
+from nvcli.models.gguf.settings import Settings, common
 from nvcli.models.json_file import JsonFile
 from nvcli.models.tensor_info import GGUFOrder
 
@@ -123,7 +123,7 @@ class Architecture:
 
     name: str
     """Its name in config.json."""
-    config: Callable[[Settings], dict[str, Any]] = configs.common
+    config: Callable[[Settings], dict[str, Any]] = common
     """Makes config.json of a file's settings, but for the keys that all architectures have."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of a layer's modules that differ from `_NAMES_IN_LAYER`."""
@@ -195,21 +195,29 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granite": Architecture(name="GraniteForCausalLM", config=configs.granite, pairs_rows=True),
     "granitemoe": Architecture(name="GraniteForCausalLM", config=configs.granite_moe, pairs_rows=True),
     "qwen2": Architecture(name="Qwen2ForCausalLM", config=configs.qwen2),
-    "qwen2moe": Architecture(name="Qwen2MoeForCausalLM", config=configs.qwen2_moe),
+    "qwen2moe": Architecture(name="Qwen2MoeForCausalLM", config=expert_configs.qwen2_moe),
     "qwen3": Architecture(name="Qwen3ForCausalLM", config=configs.qwen2),
-    "qwen3moe": Architecture(name="Qwen3MoeForCausalLM", config=configs.qwen3_moe),
+    "qwen3moe": Architecture(name="Qwen3MoeForCausalLM", config=expert_configs.qwen3_moe),
     # The text parts of models that read images, of whose positions text needs one axis.
     "qwen2vl": Architecture(name="Qwen2ForCausalLM", config=configs.qwen2),
     "qwen3vl": Architecture(name="Qwen3ForCausalLM", config=configs.qwen2),
-    "qwen3vlmoe": Architecture(name="Qwen3MoeForCausalLM", config=configs.qwen3_moe),
+    "qwen3vlmoe": Architecture(name="Qwen3MoeForCausalLM", config=expert_configs.qwen3_moe),
     "qwen3next": Architecture(
-        name="Qwen3_5MoeForCausalLM", config=configs.qwen3_next, names=_DELTA_NET, norm_offset=1.0
+        name="Qwen3_5MoeForCausalLM", config=hybrid_configs.qwen3_next, names=_DELTA_NET, norm_offset=1.0
     ),
     "qwen35": Architecture(
-        name="Qwen3_5ForCausalLM", config=configs.qwen35, names=_DELTA_NET, norm_offset=1.0, tiles_values=True
+        name="Qwen3_5ForCausalLM",
+        config=hybrid_configs.qwen35,
+        names=_DELTA_NET,
+        norm_offset=1.0,
+        tiles_values=True,
     ),
     "qwen35moe": Architecture(
-        name="Qwen3_5MoeForCausalLM", config=configs.qwen35_moe, names=_DELTA_NET, norm_offset=1.0, tiles_values=True
+        name="Qwen3_5MoeForCausalLM",
+        config=hybrid_configs.qwen35_moe,
+        names=_DELTA_NET,
+        norm_offset=1.0,
+        tiles_values=True,
     ),
     "gemma": Architecture(name="GemmaForCausalLM", norm_offset=1.0),
     "gemma2": Architecture(name="Gemma2ForCausalLM", config=configs.gemma2, names=_NORMS_AROUND, norm_offset=1.0),
@@ -227,10 +235,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "post_ffw_norm": "post_mlp_layernorm",
         },
     ),
-    "glm4moe": Architecture(name="Glm4MoeForCausalLM", config=configs.glm4_moe, names=_SECOND_NORM),
-    "gpt-oss": Architecture(name="GptOssForCausalLM", config=configs.gpt_oss, names=_SECOND_NORM),
-    "deepseek2": Architecture(name="DeepseekV3ForCausalLM", config=configs.deepseek2, names=_LATENTS),
-    "lfm2": Architecture(name="Lfm2ForCausalLM", config=configs.lfm2, names=_SHORT_CONVOLUTIONS),
+    "glm4moe": Architecture(name="Glm4MoeForCausalLM", config=expert_configs.glm4_moe, names=_SECOND_NORM),
+    "gpt-oss": Architecture(name="GptOssForCausalLM", config=expert_configs.gpt_oss, names=_SECOND_NORM),
+    "deepseek2": Architecture(name="DeepseekV3ForCausalLM", config=expert_configs.deepseek2, names=_LATENTS),
+    "lfm2": Architecture(name="Lfm2ForCausalLM", config=hybrid_configs.lfm2, names=_SHORT_CONVOLUTIONS),
     "seed_oss": Architecture(name="SeedOssForCausalLM", config=configs.seed_oss, names=_SECOND_NORM),
     "cohere2": Architecture(name="Cohere2ForCausalLM", config=configs.cohere2),
 }

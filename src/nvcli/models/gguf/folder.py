@@ -17,9 +17,9 @@ from nvcli.core.system.regular_file import check_regular
 from nvcli.core.system.user_cache import user_cache
 from nvcli.errors import LoadError
 from nvcli.models.gguf.architectures import Architecture, find_architecture, layer_of
-from nvcli.models.gguf.configs import read_settings
 from nvcli.models.gguf.files import SUFFIX
 from nvcli.models.gguf.header import GGUFHeader
+from nvcli.models.gguf.settings import read_settings
 from nvcli.models.gguf.tensors import read_model_header
 from nvcli.models.gguf.tokenizer import GGUFVocabulary
 from nvcli.models.quantisation.gguf import METHODS

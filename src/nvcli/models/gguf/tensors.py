@@ -8,9 +8,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from nvcli.models.gguf.architectures import Architecture, find_architecture, layer_of
-from nvcli.models.gguf.configs import Settings, is_setting, read_settings
 from nvcli.models.gguf.files import part_names
 from nvcli.models.gguf.header import GGUFHeader, GGUFTensor, read_header
+from nvcli.models.gguf.settings import Settings, is_setting, read_settings
 from nvcli.models.tensor_info import GGUFForm, StoredTensor, TensorInfo, fused_places
 
 _KEYS, _VALUES, _BOTH = ("k_b_proj", "v_b_proj", "kv_b_proj")

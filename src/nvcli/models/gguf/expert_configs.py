@@ -1,0 +1,113 @@
+"""Makes config.json of the settings in a GGUF file for families of mixtures of experts.
+
+Settings: github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py; what is changed on the way to a file:
+convert_hf_to_gguf.py there. Torch-free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvcli.models.gguf.configs import qwen2
+from nvcli.models.gguf.settings import Settings, common
+
+
+def _experts(found: Settings, *, renormalises: bool) -> dict[str, Any]:
+    """Return the keys of Qwen's mixtures of experts."""
+    keys = found.keys
+    used = keys.positive("expert_used_count")
+    size = keys.get("feed_forward_length", int, 0) // used  # of older files
+    return {
+        **qwen2(found),
+        "num_experts": keys.positive("expert_count"),
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length", size or None),
+        "norm_topk_prob": renormalises,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def qwen2_moe(found: Settings) -> dict[str, Any]:
+    shared = found.keys.get("expert_shared_feed_forward_length", int, 0)
+    shared = shared or found.keys.positive("feed_forward_length")  # of older files
+    return {**_experts(found, renormalises=False), "shared_expert_intermediate_size": shared}
+
+
+def qwen3_moe(found: Settings) -> dict[str, Any]:
+    return _experts(found, renormalises=True)
+
+
+def glm4_moe(found: Settings) -> dict[str, Any]:
+    has_norms = "blk.0.attn_q_norm.weight" in found.tensors
+    return {**common(found), **_shared_experts(found), "use_qk_norm": has_norms}
+
+
+def deepseek2(found: Settings) -> dict[str, Any]:
+    """Return DeepSeek-V3's config.json, as GLM-4.7-Flash and Kimi-K2 have it too, or DeepSeek-V2's, or Youtu-LLM's."""
+    keys, config = found.keys, _latent_attention(found)
+    if not keys.get("expert_count", int, 0):
+        return {**config, "architectures": ["YoutuForCausalLM"]}
+    config |= _shared_experts(found)
+    if any(name.endswith("exp_probs_b.bias") for name in found.tensors):
+        return config
+    kind = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
+    return {**config, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": kind}
+
+
+def _latent_attention(found: Settings) -> dict[str, Any]:
+    """Return what latent attention has. In newer files the sizes of heads that it projects to have keys of their own,
+    beside those of the latents."""
+    keys, rope = found.keys, found.rope()
+    rope.pop("partial_rotary_factor", None)
+    # Written 0.1 times as large (TAG_DEEPSEEK2_YARN_LOG_MUL_FIX in llama.cpp).
+    weight = 10 * keys.get("rope.scaling.yarn_log_multiplier", float, 0.0)
+    rope |= {"mscale": weight, "mscale_all_dim": weight} if weight else {}
+    rope_dim = keys.positive("rope.dimension_count")
+    key_dim, value_dim = (
+        keys.positive(f"attention.{one}_length_mla", keys.positive(f"attention.{one}_length"))
+        for one in ("key", "value")
+    )
+    return {
+        **common(found),
+        "num_key_value_heads": keys.positive("attention.head_count"),
+        "head_dim": None,
+        "q_lora_rank": keys.get("attention.q_lora_rank", int, 0) or None,
+        "kv_lora_rank": keys.positive("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key_dim - rope_dim,
+        "v_head_dim": value_dim,
+        "rope_parameters": rope,
+        "attention_bias": found.has_bias("attn_q_a"),
+    }
+
+
+def _shared_experts(found: Settings) -> dict[str, Any]:
+    """Return the keys of DeepSeek's mixtures of experts. Files that do not know groups yet are of models without them,
+    but for DeepSeek-V3's, which has 256 experts."""
+    keys = found.keys
+    count = keys.positive("expert_count")
+    groups = (8, 4) if count == 256 else (1, 1)
+    return {
+        "first_k_dense_replace": keys.get("leading_dense_block_count", int, 0),
+        "n_routed_experts": count,
+        "n_shared_experts": keys.get("expert_shared_count", int, 0),
+        "num_experts_per_tok": keys.positive("expert_used_count"),
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        "n_group": keys.positive("expert_group_count", groups[0]),
+        "topk_group": keys.positive("expert_group_used_count", groups[1]),
+        "norm_topk_prob": keys.get("expert_weights_norm", bool, False),
+        "routed_scaling_factor": keys.positive_number("expert_weights_scale", 1.0),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def gpt_oss(found: Settings) -> dict[str, Any]:
+    keys, config = found.keys, common(found)
+    config["rope_parameters"] |= {"truncate": False}
+    return {
+        **config,
+        "intermediate_size": keys.positive("expert_feed_forward_length"),
+        "num_local_experts": keys.positive("expert_count"),
+        "num_experts_per_tok": keys.positive("expert_used_count"),
+    }
