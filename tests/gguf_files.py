@@ -42,14 +42,29 @@ _ARCHITECTURES = {
     "Gemma4": "gemma4",
     "Qwen3Next": "qwen3next",
     "GptOss": "gpt-oss",
+    "Llama4": "llama4",
+    "Mistral4": "mistral4",
+    "GraniteMoeHybrid": "granitehybrid",
+    "Lfm2Moe": "lfm2moe",
+    "MiniMaxM2": "minimax-m2",
+    "Olmoe": "olmoe",
+    "Ernie4_5": "ernie4_5",
+    "Ernie4_5_Moe": "ernie4_5-moe",
+    "HunYuanDenseV1": "hunyuan-dense",
+    "HunYuanMoEV1": "hunyuan-moe",
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu"), "deepseek2"),
     "Cohere2": "cohere2",
 }
 """llama.cpp's names, by transformers'."""
-_PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+_PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid")
 _WITH_OFFSETS = ("gemma", "qwen35", "qwen3next")
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 _FUSED = re.compile(r"(.*\.experts)\.gate_up_proj")
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_DENSE_COUNTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_BY_NUMBER = re.compile(r"model\.(layers\.\d+)\.\w+\.experts\.(w\d)")
+"""Experts' projections that the converter renames."""
 
 ChooseType = Callable[[str], Type]
 """Chooses the type of a matrix by its name in GGUF."""
@@ -69,6 +84,8 @@ def write_gguf(
     folder; None leaves a key out."""
     config = json.loads((path / "config.json").read_text())
     family = config["architectures"][0].removesuffix("ForCausalLM")
+    if family == "NemotronH":
+        architecture = "nemotron_h_moe" if "moe" in config["layers_block_type"] else "nemotron_h"
     architecture = architecture or _ARCHITECTURES[family]
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split_max_tensors)
     values = {f"{architecture}.{key}": value for key, value in _metadata(config, architecture).items()}
@@ -156,10 +173,10 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     found = {
-        "block_count": config["num_hidden_layers"],
+        "block_count": _num_layers(config),
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config.get("intermediate_size"),
+        "feed_forward_length": config.get("intermediate_size_mlp", config.get("intermediate_size")),
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config.get("head_dim"),
@@ -169,19 +186,20 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "attention.scale": config.get("attention_multiplier"),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
-        "expert_count": config.get("num_experts", config.get("num_local_experts", config.get("n_routed_experts"))),
+        "expert_count": next(filter(None, map(config.get, _EXPERT_COUNTS)), None),
         "expert_group_count": config.get("n_group"),
         "expert_group_used_count": config.get("topk_group"),
-        "expert_shared_count": config.get("n_shared_experts"),
+        "expert_shared_count": config.get("n_shared_experts", config.get("moe_num_shared_experts")),
         "expert_weights_norm": config.get("norm_topk_prob"),
         "expert_weights_scale": config.get("routed_scaling_factor"),
-        "leading_dense_block_count": config.get("first_k_dense_replace"),
+        "leading_dense_block_count": next((config[key] for key in _DENSE_COUNTS if key in config), None),
+        "interleave_moe_layer_step": config.get("interleave_moe_layer_step", config.get("moe_layer_interval")),
         "full_attention_interval": config.get("full_attention_interval"),
         "ssm.conv_kernel": config.get("linear_conv_kernel_dim"),
         "ssm.state_size": config.get("linear_key_head_dim"),
         "ssm.group_count": config.get("linear_num_key_heads"),
         "ssm.time_step_rank": config.get("linear_num_value_heads"),
-        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_used_count": config.get("num_experts_per_tok", _other_used(config)),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
         "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
         "attn_logit_softcapping": config.get("attn_logit_softcapping"),
@@ -190,8 +208,14 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "embedding_scale": config.get("embedding_multiplier"),
         "residual_scale": config.get("residual_multiplier"),
     }
-    if architecture == "gpt-oss":
+    if architecture in ("gpt-oss", "llama4", "minimax-m2", "hunyuan-moe"):
         found["expert_feed_forward_length"] = config["intermediate_size"]
+    if architecture == "granitehybrid":
+        found |= _mamba(config, "mamba_d_state", "mamba_d_conv", "mamba_n_groups", "mamba_n_heads", "mamba_d_head")
+        found["attention.head_count_kv"] = [2 * (kind == "full_attention") for kind in config["layer_types"]]
+        found["expert_shared_feed_forward_length"] = config["shared_intermediate_size"]
+    if architecture.startswith("nemotron_h"):
+        found |= _nemotron(config)
     if architecture == "gemma4":
         found |= _gemma4(config)
     if "kv_lora_rank" in config:
@@ -201,7 +225,7 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         found["rope.scaling.factor"] = float(rope["factor"])
         found["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
         found["rope.scaling.yarn_log_multiplier"] = rope.get("mscale_all_dim", 0.0) * (
-            0.1 if architecture == "deepseek2" else 1.0
+            0.1 if "kv_lora_rank" in config else 1.0
         )
         found["attention.temperature_scale"] = rope.get("llama_4_scaling_beta")
     if "conv_L_cache" in config:
@@ -216,6 +240,40 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if config.get("sliding_window") and "layer_types" in config:
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
     return found
+
+
+def _other_used(config: Mapping[str, Any]) -> int | None:
+    """Return the number of a token's experts where it has another name."""
+    return config["moe_topk"][0] if "moe_topk" in config else config.get("moe_k")
+
+
+def _num_layers(config: Mapping[str, Any]) -> int:
+    return config.get("num_hidden_layers") or len(config["layers_block_type"])
+
+
+def _mamba(config: Mapping[str, Any], state: str, taps: str, groups: str, heads: str, size: str) -> dict[str, Any]:
+    """The keys of Mamba-2, whose names in config.json are given."""
+    return {
+        "ssm.state_size": config[state],
+        "ssm.conv_kernel": config[taps],
+        "ssm.group_count": config[groups],
+        "ssm.time_step_rank": config[heads],
+        "ssm.inner_size": config[heads] * config[size],
+    }
+
+
+def _nemotron(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of Nemotron-H, which say of each layer whether it is attention or an MLP."""
+    kinds = config["layers_block_type"]
+    size = config["moe_intermediate_size" if "moe" in kinds else "intermediate_size"]
+    found = _mamba(config, "ssm_state_size", "conv_kernel", "n_groups", "mamba_num_heads", "mamba_head_dim")
+    found["attention.head_count_kv"] = [2 * (kind == "full_attention") for kind in kinds]
+    found["attention.layer_norm_rms_epsilon"] = config["layer_norm_epsilon"]
+    found["feed_forward_length"] = [size * (kind in ("moe", "mlp")) for kind in kinds]
+    if "moe" not in kinds:
+        return {**found, "expert_count": None}
+    found["expert_shared_feed_forward_length"] = config["moe_shared_expert_intermediate_size"]
+    return {**found, "moe_latent_size": config["moe_latent_size"]}
 
 
 def _gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,25 +314,30 @@ def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterat
     """Yield the tensors of a checkpoint under llama.cpp's names, as its converter changes them."""
     stored = load_file(path / "model.safetensors")
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
-    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(number, _num_layers(config))
     stacks: dict[str, list[Tensor]] = {}
     if architecture == "gpt-oss":
         stored = dict(_gpt_oss(stored))
+    elif architecture == "llama4":
+        stored = {name: one.transpose(1, 2) if one.dim() == 3 else one for name, one in stored.items()}
     for name, tensor in stored.items():
         if config["tie_word_embeddings"] and name == "lm_head.weight":
             continue
         if found := _EXPERT.fullmatch(name):
             stacks.setdefault(f"{found[1]}.{found[2]}", []).append(tensor)
-        elif (found := _FUSED.fullmatch(name)) and architecture != "gemma4":
+        elif (found := _FUSED.fullmatch(name)) and architecture not in ("gemma4", "mistral4"):
             gate, up = tensor.chunk(2, dim=1)
             stacks |= {f"{found[1]}.gate_proj": [*gate], f"{found[1]}.up_proj": [*up]}
         elif name.endswith(("experts.down_proj", "experts.gate_up_proj")):
             stacks[name] = [*tensor]
-        elif name.endswith("input_linear.weight"):  # Granite's
+        elif name.endswith("moe.input_linear.weight"):  # Granite's
             gate, up = tensor.chunk(2, dim=1)
             experts = f"{name.split('.block')[0]}.mlp.experts"
             stacks |= {f"{experts}.gate_proj": [*gate], f"{experts}.up_proj": [*up]}
-        elif name.endswith("output_linear.weight"):
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield f"blk.{name.split('.')[2]}.ffn_{part}_shexp.weight", half
+        elif name.endswith("moe.output_linear.weight"):
             stacks[f"{name.split('.block')[0]}.mlp.experts.down_proj"] = [*tensor]
         elif name.endswith("in_proj_qkvz.weight"):
             for part, matrix in _split_heads(tensor, config):
@@ -334,9 +397,10 @@ def _renamed(names: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tenso
         return
     name = f"{name}.weight" if name.endswith("layer_scalar") else name
     if name.endswith(("e_score_correction_bias", "dt_bias")):  # which the converter spells in another way
-        name = name.replace("gate.e_score_correction_bias", "e_score_correction.bias").replace(
-            "dt_bias", "dt_proj.bias"
-        )
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace("dt_bias", "dt_proj.bias")
+    name = f"{name}.bias" if name.endswith("expert_bias") else _BY_NUMBER.sub(r"\1.feed_forward.experts.\2", name)
+    if ".mixer.experts." in name:
+        name = name.replace("backbone", "model").replace("mixer", "mlp")
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     yield found, tensor
@@ -357,11 +421,26 @@ def _changed(name: str, tensor: Tensor, config: Mapping[str, Any], architecture:
         and name.endswith("norm.weight")
     ):
         return tensor + 1
+    if ".mamba." in name or ".mixer." in name:
+        return _as_mamba(name, tensor, config)
+    if name.endswith("moe_statics.e_score_correction_bias"):
+        return tensor[0]
     if name.endswith("conv.conv.weight"):
         return tensor.squeeze(1)
     if name.endswith("shared_expert_gate.weight"):
         return tensor[0]
     return tensor
+
+
+def _as_mamba(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """Change a tensor of Mamba-2, or of another block of Nemotron-H."""
+    if name.endswith("A_log"):
+        return -tensor.exp().unsqueeze(1)
+    if name.endswith(".D"):
+        return tensor.unsqueeze(1)
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return tensor.view(config.get("n_groups", config.get("mamba_n_groups")), -1)
+    return tensor.squeeze(1) if name.endswith("conv1d.weight") else tensor
 
 
 def _tiled(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:

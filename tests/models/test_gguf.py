@@ -26,7 +26,7 @@ from torch import Tensor
 
 from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES, GPT_OSS
-from family_shapes import HYBRID, HYBRID_EXPERTS, SHAPES
+from family_shapes import FULL, HYBRID, HYBRID_EXPERTS, LINEAR, NEMOTRON, SHAPES
 from gguf_files import write_copy, write_gguf
 from model_driver import CPU
 from nvcli.demo import demo_path
@@ -68,6 +68,15 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
 MSCALE = {**YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7}
 V2, V3 = EXPERT_SHAPES["deepseek v2, queries without latents"], EXPERT_SHAPES["deepseek v3"]
+MSCALE4 = {**MSCALE, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 2 / 3}
+LLAMA4 = {
+    **{key: EXPERT_SHAPES["llama 4 with vision"][1][key] for key in ("num_local_experts", "num_experts_per_tok")},
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 40,
+    "num_hidden_layers": 4,
+    "interleave_moe_layer_step": 2,
+    "hidden_size": 64,
+}
 GEMMA4_MOE = "gemma 4 with vision, experts beside an mlp"
 GEMMA3 = {"sliding_window": 20, "num_hidden_layers": 7, "query_pre_attn_scalar": 16, "rope_parameters": None, **TIED}
 FOUR = {"num_hidden_layers": 4, "layer_types": None, "full_attention_interval": 4}
@@ -83,6 +92,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         name: SHAPES[name]
         for name in (
             *("smollm3, layers without rope", "granite", "phi 3", "phi 4, longrope of short runs", "olmo 2"),
+            *("ernie 4.5", "lfm2 moe", "granite 4, mamba and experts"),
             *("gemma 4, keys as values", "gemma 4, inputs of each layer and shared keys"),
             *("exaone 4", "glm 4", "seed-oss", "youtu-llm", "cohere 2", "ministral 3, queries that grow", "lfm2"),
         )
@@ -91,12 +101,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         name: EXPERT_SHAPES[name]
         for name in (
             *("mixtral", "qwen2 moe", "qwen3 moe", "granite 3 moe", "glm 4.5"),
-            *("deepseek v2, best groups",),
+            *("deepseek v2, best groups", "minimax m2", "olmoe", "ernie 4.5 moe", "hunyuan v1 moe"),
         )
     },
     "deepseek 2, queries without latents": ("DeepseekV2", {**V2[1], "rope_parameters": MSCALE}),
     "deepseek 3": ("DeepseekV3", {**V3[1], "rope_parameters": MSCALE}),
     "gemma 4, experts beside an mlp": ("Gemma4Text", EXPERT_SHAPES[GEMMA4_MOE][1]),
+    "mistral 4": ("Mistral4", {**EXPERT_SHAPES["mistral 4"][1], "rope_parameters": MSCALE4}),
+    "llama 4": ("Llama4Text", LLAMA4),
+    "hunyuan v1": ("HunYuanDenseV1", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+    "nemotron-h": ("NemotronH", {**NEMOTRON, "layers_block_type": [LINEAR, "mlp", FULL, "mlp"]}),
+    "nemotron 3 super": (
+        "NemotronH",
+        {**NEMOTRON, "layers_block_type": [LINEAR, "moe", FULL, "moe"], "moe_latent_size": 32},
+    ),
     "gpt-oss": ("GptOss", {**GPT_OSS, "swiglu_limit": 7.0}),
     "olmo 3": ("Olmo3", {"sliding_window": 20, "num_hidden_layers": 4, "rope_parameters": {**YARN, "rope_theta": 1e4}}),
     "qwen 3-next": ("Qwen3Next", {**HYBRID_EXPERTS, **FOUR}),

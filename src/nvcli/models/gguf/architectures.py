@@ -51,9 +51,7 @@ _NAMES_IN_LAYER = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-"""The names of modules in GGUF and in the decoder (`geometry.py`)."""
-_WHOLE_NAMES = {
+    # Names whose ends differ too.
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "layer_output_scale.weight": "layer_scalar",
@@ -62,7 +60,7 @@ _WHOLE_NAMES = {
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
 }
-"""Names of a layer's tensors whose ends differ too."""
+"""The names of modules in GGUF and in the decoder (`geometry.py`)."""
 _SECOND_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -97,6 +95,34 @@ _HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 _WHOLE_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d")
 _OF_VALUE_HEADS = (*_WHOLE_VALUES, "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 """Modules of a delta net with rows for each number, or for each head, of its values."""
+_MAMBA = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_dt.bias": "mamba.dt_bias",
+}
+_MIXERS = {
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "ffn_up_exps": "mixer.experts.up_proj",
+    "ffn_down_exps": "mixer.experts.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    **{name: wanted.replace("mamba.", "mixer.") for name, wanted in _MAMBA.items()},
+}
+"""Names in Nemotron-H's files, where each block is a layer."""
 _FUSED_MLP = {"ffn_up": "mlp.gate_up_proj"}
 _NORMS_AROUND = {
     **_SECOND_NORM,
@@ -126,7 +152,7 @@ class Architecture:
     config: Callable[[Settings], dict[str, Any]] = common
     """Makes config.json of a file's settings, but for the keys that all architectures have."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names of a layer's modules that differ from `_NAMES_IN_LAYER`."""
+    """Names in a layer that differ from `_NAMES_IN_LAYER`."""
     pairs_rows: bool = False
     """Whether rows of queries and keys that are rotated together lie side by side."""
     norm_offset: float = 0.0
@@ -140,9 +166,9 @@ class Architecture:
         module, _, kind = stored.rpartition(".")
         if found := _IN_LAYER.fullmatch(stored):
             layer = f"model.layers.{found[1]}"
-            if found[2] in _WHOLE_NAMES:
-                return f"{layer}.{_WHOLE_NAMES[found[2]]}"
             known, module = {**_NAMES_IN_LAYER, **self.names}, _module_of(stored)
+            if found[2] in known:
+                return f"{layer}.{known[found[2]]}"
             return f"{layer}.{known[module]}.{kind}" if module in known else stored
         return f"{_NAMES[module]}.{kind}" if module in _NAMES else stored
 
@@ -150,7 +176,8 @@ class Architecture:
         """Return the order of a tensor's rows in the file; None: they are where they belong."""
         module, keys = _module_of(tensor.name), found.keys
         if self.pairs_rows and module in _HEADS:
-            num_heads = keys.positive(_HEADS[module], keys.positive("attention.head_count"))
+            keys = found.with_largest("attention.head_count_kv").keys
+            num_heads = keys.positive(_HEADS[module])
             return GGUFOrder(2, tensor.shape[0] // num_heads // 2)
         if self.tiles_values and module in _OF_VALUE_HEADS:
             return _value_heads(keys, tensor.shape[0] if module in _WHOLE_VALUES else None)
@@ -194,6 +221,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "smollm3": Architecture(name="SmolLM3ForCausalLM", config=configs.llama, pairs_rows=True),
     "granite": Architecture(name="GraniteForCausalLM", config=configs.granite, pairs_rows=True),
     "granitemoe": Architecture(name="GraniteForCausalLM", config=configs.granite_moe, pairs_rows=True),
+    "granitehybrid": Architecture(
+        name="GraniteMoeHybridForCausalLM", config=hybrid_configs.granite_hybrid, names=_MAMBA, pairs_rows=True
+    ),
+    "nemotron_h": Architecture(name="NemotronHForCausalLM", config=hybrid_configs.nemotron_h, names=_MIXERS),
+    "nemotron_h_moe": Architecture(name="NemotronHForCausalLM", config=hybrid_configs.nemotron_h, names=_MIXERS),
+    "llama4": Architecture(name="Llama4ForCausalLM", config=expert_configs.llama4),
     "qwen2": Architecture(name="Qwen2ForCausalLM", config=configs.qwen2),
     "qwen2moe": Architecture(name="Qwen2MoeForCausalLM", config=expert_configs.qwen2_moe),
     "qwen3": Architecture(name="Qwen3ForCausalLM", config=configs.qwen2),
@@ -239,6 +272,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture(name="GptOssForCausalLM", config=expert_configs.gpt_oss, names=_SECOND_NORM),
     "deepseek2": Architecture(name="DeepseekV3ForCausalLM", config=expert_configs.deepseek2, names=_LATENTS),
     "lfm2": Architecture(name="Lfm2ForCausalLM", config=hybrid_configs.lfm2, names=_SHORT_CONVOLUTIONS),
+    "lfm2moe": Architecture(name="Lfm2MoeForCausalLM", config=hybrid_configs.lfm2_moe, names=_SHORT_CONVOLUTIONS),
+    "mistral4": Architecture(name="Mistral4ForCausalLM", config=expert_configs.mistral4, names=_LATENTS),
+    "minimax-m2": Architecture(name="MiniMaxM2ForCausalLM", config=expert_configs.minimax_m2),
+    "olmoe": Architecture(name="OlmoeForCausalLM", config=expert_configs.olmoe),
+    "ernie4_5": Architecture(name="Ernie4_5ForCausalLM", config=configs.ernie),
+    "ernie4_5-moe": Architecture(name="Ernie4_5_MoeForCausalLM", config=expert_configs.ernie_moe),
+    "hunyuan-dense": Architecture(name="HunYuanDenseV1ForCausalLM"),
+    "hunyuan-moe": Architecture(name="HunYuanMoEV1ForCausalLM", config=expert_configs.hunyuan_moe),
     "seed_oss": Architecture(name="SeedOssForCausalLM", config=configs.seed_oss, names=_SECOND_NORM),
     "cohere2": Architecture(name="Cohere2ForCausalLM", config=configs.cohere2),
 }

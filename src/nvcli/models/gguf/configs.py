@@ -164,3 +164,7 @@ def seed_oss(found: Settings) -> dict[str, Any]:
 
 def exaone4(found: Settings) -> dict[str, Any]:
     return {**common(found), **found.window_types()}
+
+
+def ernie(found: Settings) -> dict[str, Any]:
+    return {**common(found), "use_bias": found.has_bias("attn_q")}

@@ -11,6 +11,10 @@ from typing import Any
 from nvcli.models.gguf.configs import qwen2
 from nvcli.models.gguf.settings import Settings, common
 
+_SIGMOID = 2
+"""llama.cpp's number of experts that are chosen by sigmoid scores; 1: by a softmax."""
+_TEMPERATURE = "attention.temperature_scale"
+
 
 def _experts(found: Settings, *, renormalises: bool) -> dict[str, Any]:
     """Return the keys of Qwen's mixtures of experts."""
@@ -49,7 +53,9 @@ def deepseek2(found: Settings) -> dict[str, Any]:
     if not keys.get("expert_count", int, 0):
         return {**config, "architectures": ["YoutuForCausalLM"]}
     config |= _shared_experts(found)
-    if any(name.endswith("exp_probs_b.bias") for name in found.tensors):
+    if keys.has(_TEMPERATURE):
+        raise keys.error(_TEMPERATURE, "queries that grow with their position are not supported here; use safetensors")
+    if keys.get("expert_gating_func", int, _SIGMOID if found.has_any("exp_probs_b.bias") else 1) == _SIGMOID:
         return config
     kind = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
     return {**config, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": kind}
@@ -110,4 +116,76 @@ def gpt_oss(found: Settings) -> dict[str, Any]:
         "intermediate_size": keys.positive("expert_feed_forward_length"),
         "num_local_experts": keys.positive("expert_count"),
         "num_experts_per_tok": keys.positive("expert_used_count"),
+    }
+
+
+def mistral4(found: Settings) -> dict[str, Any]:
+    """Return Mistral 4's config.json, which counts the rotated numbers among all of a head."""
+    keys, config = found.keys, {**_latent_attention(found), **_shared_experts(found)}
+    head_dim, growth = keys.positive("attention.key_length_mla"), keys.get(_TEMPERATURE, float, 0.0)
+    rope = {**config["rope_parameters"], "partial_rotary_factor": config["qk_rope_head_dim"] / head_dim}
+    rope |= {"llama_4_scaling_beta": growth} if growth else {}
+    return {**config, "head_dim": head_dim, "rope_parameters": rope}
+
+
+def llama4(found: Settings) -> dict[str, Any]:
+    """Return Llama 4's config.json, of which files leave out what all models of the family share. Only the smaller one
+    norms queries and keys."""
+    keys, config = found.keys, common(found)
+    config["rope_parameters"].pop("partial_rotary_factor", None)
+    count = keys.positive("expert_count")
+    return {
+        **config,
+        "intermediate_size": keys.positive("expert_feed_forward_length"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "num_local_experts": count,
+        "num_experts_per_tok": keys.positive("expert_used_count"),
+        "interleave_moe_layer_step": keys.positive("interleave_moe_layer_step"),
+        "use_qk_norm": count != 128,
+    }
+
+
+def minimax_m2(found: Settings) -> dict[str, Any]:
+    keys = found.keys
+    return {
+        **common(found),
+        "intermediate_size": keys.positive("expert_feed_forward_length"),
+        "num_local_experts": keys.positive("expert_count"),
+        "num_experts_per_tok": keys.positive("expert_used_count"),
+        "rotary_dim": keys.positive("rope.dimension_count"),
+    }
+
+
+def olmoe(found: Settings) -> dict[str, Any]:
+    keys = found.keys
+    return {
+        **common(found),
+        "num_experts": keys.positive("expert_count"),
+        "num_experts_per_tok": keys.positive("expert_used_count"),
+        "norm_topk_prob": False,
+    }
+
+
+def ernie_moe(found: Settings) -> dict[str, Any]:
+    keys, config = found.keys, common(found)
+    return {
+        **config,
+        "moe_num_experts": keys.positive("expert_count"),
+        "moe_k": keys.positive("expert_used_count"),
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        "moe_num_shared_experts": keys.get("expert_shared_count", int, 0),
+        "moe_layer_start_index": keys.get("leading_dense_block_count", int, 0),
+        "moe_layer_end_index": config["num_hidden_layers"] - 1,
+        "moe_layer_interval": keys.positive("interleave_moe_layer_step", 1),
+    }
+
+
+def hunyuan_moe(found: Settings) -> dict[str, Any]:
+    keys = found.keys
+    return {
+        **common(found),
+        "num_experts": keys.positive("expert_count"),
+        "moe_topk": keys.positive("expert_used_count"),
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        "num_shared_expert": keys.positive("expert_shared_count", 1),
     }

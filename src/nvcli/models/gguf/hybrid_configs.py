@@ -9,20 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 from nvcli.errors import LoadError
-from nvcli.models.gguf.configs import qwen2
+from nvcli.models.gguf.configs import granite, qwen2
 from nvcli.models.gguf.expert_configs import qwen2_moe
 from nvcli.models.gguf.settings import FULL, Settings, common
 
+_KV_HEADS = "attention.head_count_kv"
+
 
 def lfm2(found: Settings) -> dict[str, Any]:
-    config = common(found.with_largest("attention.head_count_kv"))
+    config = common(found.with_largest(_KV_HEADS))
     return {
         **config,
-        "layer_types": [FULL if count else "conv" for count in found.of_layers("attention.head_count_kv")],
+        "layer_types": [FULL if count else "conv" for count in found.of_layers(_KV_HEADS)],
         "block_auto_adjust_ff_dim": False,
         "norm_eps": config["rms_norm_eps"],
         "conv_L_cache": found.keys.positive("shortconv.l_cache"),
-        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in found.tensors),
+        "conv_bias": found.has_any("shortconv.in_proj.bias"),
     }
 
 
@@ -47,9 +49,84 @@ def qwen35_moe(found: Settings) -> dict[str, Any]:
 
 def qwen3_next(found: Settings) -> dict[str, Any]:
     """Return Qwen 3.5's config.json, as which newer files have Qwen3-Next's projections."""
-    if any(name.endswith(".ssm_in.weight") for name in found.tensors):
+    if found.has_any("ssm_in.weight"):
         raise LoadError(
             f"{found.header.file}: Qwen3-Next as early versions of llama.cpp stored it (tensors ssm_in), which is not "
             "read: download a newer file"
         )
     return qwen35_moe(found)
+
+
+def lfm2_moe(found: Settings) -> dict[str, Any]:
+    keys = found.keys
+    return {
+        **lfm2(found),
+        "num_experts": keys.positive("expert_count"),
+        "num_experts_per_tok": keys.positive("expert_used_count"),
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        "num_dense_layers": keys.get("leading_dense_block_count", int, 0),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": keys.positive_number("expert_weights_scale", 1.0),
+        "use_expert_bias": found.has_any("exp_probs_b.bias"),
+    }
+
+
+def granite_hybrid(found: Settings) -> dict[str, Any]:
+    keys, heads = found.keys, found.of_layers(_KV_HEADS)
+    rotates = keys.get("rope.scaling.finetuned", bool, False)
+    shared = keys.get("expert_shared_feed_forward_length", int, 0) or keys.positive("feed_forward_length")
+    inner = keys.positive("ssm.inner_size")
+    return {
+        **granite(found.with_largest(_KV_HEADS)),
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["attention" if count else "mamba" for count in heads],
+        "position_embedding_type": "rope" if rotates else "nope",
+        "shared_intermediate_size": shared,
+        "num_local_experts": keys.get("expert_count", int, 0),
+        "num_experts_per_tok": keys.get("expert_used_count", int, 0) or None,
+        "mamba_n_heads": keys.positive("ssm.time_step_rank"),
+        "mamba_d_head": inner // keys.positive("ssm.time_step_rank"),
+        "mamba_expand": inner // keys.positive("embedding_length"),
+        "mamba_n_groups": keys.positive("ssm.group_count"),
+        "mamba_d_state": keys.positive("ssm.state_size"),
+        "mamba_d_conv": keys.positive("ssm.conv_kernel"),
+        "mamba_conv_bias": found.has_any("ssm_conv1d.bias"),
+        "mamba_proj_bias": found.has_any("ssm_in.bias"),
+    }
+
+
+def nemotron_h(found: Settings) -> dict[str, Any]:
+    """Return Nemotron-H's config.json, with or without experts; each of its layers is one block."""
+    keys, heads, sizes = found.keys, found.of_layers(_KV_HEADS), found.of_layers("feed_forward_length")
+    config, num_experts = common(found.with_largest(_KV_HEADS, "feed_forward_length")), keys.get("expert_count", int, 0)
+    mlp = "moe" if num_experts else "mlp"
+    num_heads = keys.positive("ssm.time_step_rank")
+    kinds = ("attention" if count else mlp if size else "mamba" for count, size in zip(heads, sizes, strict=True))
+    config |= {
+        "layers_block_type": [*kinds],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "mamba_num_heads": num_heads,
+        "mamba_head_dim": keys.positive("ssm.inner_size") // num_heads,
+        "n_groups": keys.positive("ssm.group_count"),
+        "ssm_state_size": keys.positive("ssm.state_size"),
+        "conv_kernel": keys.positive("ssm.conv_kernel"),
+        "use_conv_bias": found.has_any("ssm_conv1d.bias"),
+        "use_bias": found.has_any("ssm_in.bias"),
+        "attention_bias": found.has_any("attn_q.bias"),
+        "mlp_bias": found.has_any("ffn_up.bias"),
+        "mlp_hidden_act": "relu2",
+    }
+    if not num_experts:
+        return config
+    return {
+        **config,
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": keys.positive("expert_used_count"),
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": keys.positive("expert_shared_feed_forward_length"),
+        "moe_latent_size": keys.get("moe_latent_size", int, 0) or None,
+        "norm_topk_prob": keys.get("expert_weights_norm", bool, True),
+        "routed_scaling_factor": keys.positive_number("expert_weights_scale", 1.0),
+        "n_group": keys.positive("expert_group_count", 1),
+        "topk_group": keys.positive("expert_group_used_count", 1),
+    }

@@ -45,6 +45,7 @@ class Settings:
     def of_layers(self, key: str) -> list[int]:
         """Return the value of `key` for each layer: files have one for all of them, or a list."""
         found, count = self.keys.values.get(key), self.keys.positive("block_count")
+        found = self.keys.values.get("attention.head_count") if found is None and key.endswith("_kv") else found
         values: list[Any] = found if isinstance(found, list) else [found] * count
         if len(values) != count or not all(is_integer(value, 0) for value in values):
             raise self.keys.error(key, f"no number from 0 on, or {count} of them, one for each layer")
@@ -56,6 +57,10 @@ class Settings:
 
     def has(self, tensor: str) -> bool:
         return tensor in self.tensors
+
+    def has_any(self, end: str) -> bool:
+        """Whether a layer has a tensor whose name ends so."""
+        return any(name.endswith(f".{end}") for name in self.tensors)
 
     def has_bias(self, module: str) -> bool:
         return f"blk.0.{module}.bias" in self.tensors

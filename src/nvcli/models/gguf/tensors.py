@@ -16,6 +16,8 @@ from nvcli.models.tensor_info import GGUFForm, StoredTensor, TensorInfo, fused_p
 _KEYS, _VALUES, _BOTH = ("k_b_proj", "v_b_proj", "kv_b_proj")
 """The projections from latents in files, and the one that a model has."""
 _FUSED = ".in_proj_ba.weight"
+_OF_GROUPS = (".mamba.norm.weight", ".mixer.norm.weight")
+"""Norms that files have as matrices with a row for each group."""
 _VECTORS, _CONVOLUTIONS, _POWER = ".shared_expert_gate.weight", (".conv1d.weight", ".conv.conv.weight"), ".A_log"
 """Tensors that files have without a dimension of 1, and numbers that they have as powers."""
 
@@ -95,6 +97,8 @@ def _info(tensor: GGUFTensor, architecture: Architecture, settings: Settings) ->
         shape = (1, *shape)
     elif name.endswith(_CONVOLUTIONS) and len(shape) == 2:
         shape = (shape[0], 1, shape[1])
+    elif name.endswith(_OF_GROUPS) and len(shape) == 2:
+        shape = (shape[0] * shape[1],)
     is_blocks = kind.block > 1
     stored = (*shape[:-1], shape[-1] // kind.block * kind.block_bytes) if is_blocks else shape
     form = GGUFForm(

@@ -63,32 +63,39 @@ _DEEPSEEK_LLM = (
     _CHINESE,
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE)
+_YOUTU = (
+    r"[가-힣\x{3131}-\x{318e}]+|[\x{2014}\x{2018}\x{2019}\x{201c}\x{201d}\x{2026}\x{3001}-\x{303f}\x{fe30}-\x{fe4f}\x{ff01}"
+    r"\x{ff0c}\x{ff1a}\x{ff1b}]+|[\x{3105}-\x{312f}]+|[一-龥぀-ゟ゠-ヿ]+",
+    _by_case(f"{_CONTRACTIONS}?", r"\p{N}"),
+)
 _GPT2: tuple[str, ...] = ()
 """No expressions: GPT-2's own, which ByteLevel has."""
 _DIGITS = (r"\p{N}",)
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0")
 SPLITS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "midm-2.0"), (_LLAMA3,)),
+    **dict.fromkeys(_LLAMA3_NAMES, (_LLAMA3,)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo"), (_QWEN2,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo", "solar-open"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
     "seed-coder": (_SEED,),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT4O,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
     "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-llm": _DEEPSEEK_LLM,
     "kimi-k2": (_KIMI,),
+    "youtu": _YOUTU,
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "trillion", "mellum", "jais", "a.x-4.0"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
 }
 """Expressions by which text is split, one after the other, by the names in `tokenizer.ggml.pre`."""
 _GPT2_AFTER = frozenset((_GPT2, _DIGITS))
 """Expressions after which GPT-2's own follows."""
-_WHOLE_WORDS = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "midm-2.0", "tekken"))
+_WHOLE_WORDS = frozenset((*_LLAMA3_NAMES, "tekken", "youtu"))
 """Names of vocabularies in which a word that is a token is not put together by merges."""
 _COMPOSED = frozenset(("qwen2", "qwen35", "command-r"))
 """Names of those whose text is brought to Unicode's normal form C first."""
-_ADDS_BOS = _WHOLE_WORDS
+_ADDS_BOS = frozenset((*_LLAMA3_NAMES, "tekken"))
 _ENDS = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
