@@ -436,6 +436,12 @@ def test_a_folder_is_made_once_for_each_content(tmp_path: Path) -> None:
     assert load_model_config(changed).dtype == "float16"
     assert folder.exists()
     assert not other.exists(), "what was made of a file that is gone is removed"
+    for unused in (folder, changed):
+        os.utime(unused, (1e9, 1e9))
+    assert resolve_model(str(file)) == changed
+    resolve_model(str(write_gguf(demo_path(), tmp_path / "next.gguf")))
+    assert changed.exists()
+    assert not folder.exists(), "so is what no run has used for long"
     write_gguf(demo_path(), file.with_name("demo-Q8_0.gguf"))
     with pytest.raises(LoadError, match=r"several GGUF models: Demo-F32\.GGUF, demo-Q8_0\.gguf; name one: .*/Demo"):
         resolve_model(str(file.parent))

@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from glob import glob
 from hashlib import sha256
 from pathlib import Path
@@ -29,8 +31,8 @@ from nvcli.models.tensor_spec import EXPERTS
 
 _MOST_LETTERS = 60
 """The most letters of a model's name in that of its folder."""
-_FORM = 1
-"""The number of this way of making folders; another one makes them anew."""
+_UNUSED_SECONDS = 30 * 24 * 3600
+"""After how long a folder that no run has used is removed, such as that of a file that has changed."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files beside a model that take the place of a tokenizer that is not read."""
 _SAMPLING = {
@@ -51,12 +53,14 @@ def model_folder(files: Sequence[Path]) -> Path:
     beside = [file for name in _TOKENIZER_FILES if (file := files[0].with_name(name)).is_file()]
     folder = user_cache("gguf") / f"{files[0].stem[:_MOST_LETTERS]}-{_identity([*files, *beside])}"
     if os.path.isdir(folder):  # false, too, for a cache that must not be entered
+        with suppress(OSError):  # of a cache that cannot be written to
+            os.utime(folder)
         return folder
     header = read_model_header(files[0], with_vocabulary=True)
     texts, links = _contents(header, beside)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _forget_missing(folder.parent)
+        _forget(folder.parent)
         made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
         try:
             _write(made, texts, [*files, *links])
@@ -74,7 +78,9 @@ def model_folder(files: Sequence[Path]) -> Path:
 def _identity(files: Sequence[Path]) -> str:
     """Return what changes with the files, from their names, sizes and times: also that of the last change of any kind,
     as a copy may have the time of what it replaces."""
-    digest = sha256(str(_FORM).encode())
+    digest = sha256()
+    for module in sorted(Path(__file__).parent.glob("*.py")):  # other versions of these make other folders
+        digest.update(module.read_bytes())
     for file in files:
         try:
             check_regular(file)
@@ -154,11 +160,17 @@ def _write(folder: Path, texts: Mapping[str, str], links: Sequence[Path]) -> Non
     folder.chmod(0o755)
 
 
-def _forget_missing(cache: Path) -> None:
-    """Remove folders of models whose files are no longer there, as other processes may at the same time."""
+def _forget(cache: Path) -> None:
+    """Remove folders of models whose files are no longer there, and those that have long not been used, as other
+    processes may at the same time."""
     for link in glob(f"*/*{SUFFIX}", root_dir=cache):  # Path's own method raises for a folder that is gone
         if not os.path.exists(cache / link):  # or in a folder that must not be entered
             shutil.rmtree((cache / link).parent, ignore_errors=True)
+    now = time.time()
+    for entry in os.scandir(cache):
+        with suppress(FileNotFoundError):
+            if now - entry.stat(follow_symlinks=False).st_mtime > _UNUSED_SECONDS:
+                shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def _move(made: Path, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -11,6 +12,7 @@ from nvcli.models.gguf.architectures import Architecture, find_architecture, lay
 from nvcli.models.gguf.files import part_names
 from nvcli.models.gguf.header import GGUFHeader, GGUFTensor, read_header
 from nvcli.models.gguf.settings import Settings, is_setting, read_settings
+from nvcli.models.safetensors_header import unreadable
 from nvcli.models.tensor_info import GGUFForm, StoredTensor, TensorInfo, fused_places
 
 _KEYS, _VALUES, _BOTH = ("k_b_proj", "v_b_proj", "kv_b_proj")
@@ -36,7 +38,7 @@ def read_gguf(file: Path) -> dict[str, TensorInfo]:
     first of its parts. Raises LoadError for a file that is missing, truncated or corrupt, and for an architecture that
     is not supported."""
     header, first = read_header(file), file.with_name(part_names(file.name)[0])
-    of_model = header if first == file else read_header(first)
+    of_model = header if first == file else _read_first(first, *_identity(first))
     name, architecture = find_architecture(of_model)
     settings = read_settings(of_model, name)
     infos = (
@@ -46,6 +48,20 @@ def read_gguf(file: Path) -> dict[str, TensorInfo]:
         for part in _parts(_info(tensor, architecture, settings), settings)
     )
     return {info.name: info for info in infos}
+
+
+@lru_cache(maxsize=1)  # each part of a model asks for it
+def _read_first(file: Path, size: int, changed: int) -> GGUFHeader:
+    """Read the header of a model's first part, which has this size and time of its last change."""
+    return read_header(file)
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise unreadable(file, error) from None
+    return found.st_size, found.st_ctime_ns
 
 
 def _parts(info: TensorInfo, settings: Settings) -> Iterator[TensorInfo]:
