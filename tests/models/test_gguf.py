@@ -38,6 +38,8 @@ from nvcli.models.config import load_model_config
 from nvcli.models.experts import Experts
 from nvcli.models.gguf import tokenizer as gguf_tokenizer
 from nvcli.models.gguf.blocks import numbers_of_blocks
+from nvcli.models.gguf.folder import make_config
+from nvcli.models.gguf.header import read_header
 from nvcli.models.gguf.tensors import join_latents, read_gguf
 from nvcli.models.gguf.types import BLOCK_TYPES, TENSOR_TYPES
 from nvcli.models.layer_config import LayerConfig
@@ -524,6 +526,25 @@ def test_files_that_cannot_be_read_say_why(
         resolve_model(str(file))
     for part in [str(file), *told]:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "told"),
+    [
+        ("deepseek 3", {"deepseek2.attention.temperature_scale": 0.1}, "queries that grow with their position"),
+        (
+            "gemma 4, keys as values",
+            {"gemma4.attention.sliding_window_pattern": None},
+            "or 4 of them, one for each layer",
+        ),
+    ],
+)
+def test_settings_that_are_not_read_say_so(name: str, others: dict[str, Any], told: str, tmp_path: Path) -> None:
+    family, settings = FAMILIES[name]
+    path = write_tiny_model(tmp_path / "model", family, **settings)
+    header = read_header(write_gguf(path, tmp_path / "model.gguf", **TOKENIZER, **others))
+    with pytest.raises(LoadError, match=told):
+        make_config(header)
 
 
 def test_projections_from_latents_that_do_not_fit_say_so(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ def gemma3(found: Settings) -> dict[str, Any]:
 
 def gemma4(found: Settings) -> dict[str, Any]:
     """Return Gemma 4's, whose layers without windows have heads and frequencies of their own."""
-    keys, kinds = found.keys, found.window_types()["layer_types"]
+    keys, windows = found.keys, found.of_layers("attention.sliding_window_pattern")
+    kinds = [SLIDING if one else FULL for one in windows]
     of_kind = dict(zip(reversed(kinds), reversed(found.of_layers("attention.head_count_kv")), strict=True))
     sizes = found.of_layers("feed_forward_length")
     config = common(found.with_largest("attention.head_count_kv", "feed_forward_length"))
@@ -102,7 +103,7 @@ def gemma4(found: Settings) -> dict[str, Any]:
         },
         "final_logit_softcapping": keys.get("final_logit_softcapping", float, 0.0) or None,
         "hidden_size_per_layer_input": inputs,
-        "vocab_size_per_layer_input": found.header.tensors[_LAYER_EMBEDDING].shape[0] if inputs else None,
+        "vocab_size_per_layer_input": found.header.tensor(_LAYER_EMBEDDING).shape[0] if inputs else None,
         "enable_moe_block": num_experts > 0,
         "num_experts": num_experts or None,
         "top_k_experts": keys.get("expert_used_count", int, 0) or None,

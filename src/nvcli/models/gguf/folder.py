@@ -118,12 +118,9 @@ def _contents(header: GGUFHeader, beside: Sequence[Path]) -> tuple[dict[str, str
 def make_config(header: GGUFHeader) -> dict[str, Any]:
     """Return config.json, without what the vocabulary says. Raises LoadError."""
     name, architecture = find_architecture(header)
-    embedding = header.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise LoadError(f"{header.file}: tensor token_embd.weight is missing; download the file again")
     return {
         "architectures": [architecture.name],
-        "vocab_size": embedding.shape[0],
+        "vocab_size": header.tensor("token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _dtype(header),
         **architecture.config(read_settings(header, name)),

@@ -55,9 +55,15 @@ class GGUFHeader:
     """The keys with numbers, texts or lists of them; without vocabularies, unless these were asked for."""
     tensors: Mapping[str, GGUFTensor]
 
+    def tensor(self, name: str) -> GGUFTensor:
+        """Return a tensor. Raises LoadError if it is missing."""
+        if name not in self.tensors:
+            raise LoadError(f"{self.file}: tensor {name} is missing; download the file again")
+        return self.tensors[name]
+
     def read_floats(self, name: str) -> list[float]:
-        """Read a small tensor in float32. Raises LoadError if it is of another type."""
-        tensor = self.tensors[name]
+        """Read a small tensor in float32. Raises LoadError if it is missing or of another type."""
+        tensor = self.tensor(name)
         if tensor.type.name != "F32":
             raise LoadError(f"{tensor.file}: tensor {name} is stored as {tensor.type.name}, and belongs in F32")
         with open_regular(tensor.file) as stream:

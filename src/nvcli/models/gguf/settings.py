@@ -10,11 +10,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nvcli.core.validation import is_integer, show
+from nvcli.core.validation import show
 from nvcli.models.gguf.header import GGUFHeader
 from nvcli.models.json_file import JsonFile
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_MOST_LAYERS = 10_000
+"""More than any model has."""
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are settings: divisors of the frequencies of rotary positions."""
 
@@ -44,10 +46,10 @@ class Settings:
 
     def of_layers(self, key: str) -> list[int]:
         """Return the value of `key` for each layer: files have one for all of them, or a list."""
-        found, count = self.keys.values.get(key), self.keys.positive("block_count")
+        found, count = self.keys.values.get(key), self.keys.positive("block_count", most=_MOST_LAYERS)
         found = self.keys.values.get("attention.head_count") if found is None and key.endswith("_kv") else found
         values: list[Any] = found if isinstance(found, list) else [found] * count
-        if len(values) != count or not all(is_integer(value, 0) for value in values):
+        if len(values) != count or not all(isinstance(value, int) and value >= 0 for value in values):
             raise self.keys.error(key, f"no number from 0 on, or {count} of them, one for each layer")
         return values[: self.num_layers]
 
@@ -78,7 +80,7 @@ class Settings:
             "rope_theta": keys.positive_number("rope.freq_base", 10_000.0),
         }
         if keys.has("rope.dimension_count"):
-            whole = self.head_dim or keys.positive("embedding_length") // keys.positive("attention.head_count")
+            whole = self.head_dim or max(1, keys.positive("embedding_length") // keys.positive("attention.head_count"))
             partial = keys.positive("rope.dimension_count") / whole
             rope |= {"partial_rotary_factor": partial} if partial < 1 else {}
         kind = keys.get("rope.scaling.type", str, "none")
