@@ -535,7 +535,7 @@ def test_files_that_cannot_be_read_say_why(
         (
             "gemma 4, keys as values",
             {"gemma4.attention.sliding_window_pattern": None},
-            "or 4 of them, one for each layer",
+            "4 of them, one for each layer",
         ),
     ],
 )
