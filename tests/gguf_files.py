@@ -335,8 +335,11 @@ def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterat
             experts = f"{name.split('.block')[0]}.mlp.experts"
             stacks |= {f"{experts}.gate_proj": [*gate], f"{experts}.up_proj": [*up]}
         elif name.endswith("shared_mlp.input_linear.weight"):
+            end = "_shexp" if config["num_local_experts"] else ""
             for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
-                yield f"blk.{name.split('.')[2]}.ffn_{part}_shexp.weight", half
+                yield f"blk.{name.split('.')[2]}.ffn_{part}{end}.weight", half
+        elif name.endswith("shared_mlp.output_linear.weight") and not config["num_local_experts"]:
+            yield f"blk.{name.split('.')[2]}.ffn_down.weight", tensor
         elif name.endswith("moe.output_linear.weight"):
             stacks[f"{name.split('.block')[0]}.mlp.experts.down_proj"] = [*tensor]
         elif name.endswith("in_proj_qkvz.weight"):

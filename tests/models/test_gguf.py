@@ -79,6 +79,7 @@ LLAMA4 = {
     "interleave_moe_layer_step": 2,
     "hidden_size": 64,
 }
+LINEAR_FIRST = {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
 GEMMA4_MOE = "gemma 4 with vision, experts beside an mlp"
 GEMMA3 = {"sliding_window": 20, "num_hidden_layers": 7, "query_pre_attn_scalar": 16, "rope_parameters": None, **TIED}
 FOUR = {"num_hidden_layers": 4, "layer_types": None, "full_attention_interval": 4}
@@ -109,6 +110,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek 2, queries without latents": ("DeepseekV2", {**V2[1], "rope_parameters": MSCALE}),
     "deepseek 3": ("DeepseekV3", {**V3[1], "rope_parameters": MSCALE}),
     "gemma 4, experts beside an mlp": ("Gemma4Text", EXPERT_SHAPES[GEMMA4_MOE][1]),
+    "granite 4, mamba": (
+        "GraniteMoeHybrid",
+        {
+            **SHAPES["granite 4, mamba and experts"][1],
+            "num_local_experts": 0,
+            "num_hidden_layers": 2,
+            "layer_types": [LINEAR, FULL],
+        },
+    ),
     "mistral 4": ("Mistral4", {**EXPERT_SHAPES["mistral 4"][1], "rope_parameters": MSCALE4}),
     "llama 4": ("Llama4Text", LLAMA4),
     "hunyuan v1": ("HunYuanDenseV1", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),

@@ -90,8 +90,6 @@ _LATENTS = {
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
 }
-_HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-"""The keys that count the heads of queries and keys."""
 _WHOLE_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d")
 _OF_VALUE_HEADS = (*_WHOLE_VALUES, "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 """Modules of a delta net with rows for each number, or for each head, of its values."""
@@ -175,9 +173,8 @@ class Architecture:
     def row_order(self, tensor: GGUFTensor, found: Settings) -> GGUFOrder | None:
         """Return the order of a tensor's rows in the file; None: they are where they belong."""
         module, keys = _module_of(tensor.name), found.keys
-        if self.pairs_rows and module in _HEADS:
-            keys = found.with_largest("attention.head_count_kv").keys
-            num_heads = keys.positive(_HEADS[module])
+        if self.pairs_rows and module in ("attn_q", "attn_k"):
+            num_heads = keys.positive("attention.head_count") if module == "attn_q" else found.most_kv_heads
             return GGUFOrder(2, tensor.shape[0] // num_heads // 2)
         if self.tiles_values and module in _OF_VALUE_HEADS:
             return _value_heads(keys, tensor.shape[0] if module in _WHOLE_VALUES else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nvcli.models.gguf.settings import FULL, SLIDING, Settings, common
+from nvcli.models.gguf.settings import FULL, KV_HEADS, SLIDING, Settings, common
 
 _LAYER_EMBEDDING = "per_layer_token_embd.weight"
 
@@ -76,16 +76,15 @@ def gemma4(found: Settings) -> dict[str, Any]:
     """Return Gemma 4's, whose layers without windows have heads and frequencies of their own."""
     keys, windows = found.keys, found.of_layers("attention.sliding_window_pattern")
     kinds = [SLIDING if one else FULL for one in windows]
-    of_kind = dict(zip(reversed(kinds), reversed(found.of_layers("attention.head_count_kv")), strict=True))
+    of_kind = dict(zip(reversed(kinds), reversed(found.of_layers(KV_HEADS)), strict=True))
     sizes = found.of_layers("feed_forward_length")
-    config = common(found.with_largest("attention.head_count_kv", "feed_forward_length"))
+    config = common(found)
     turned = [1.0 if factor == 1.0 else 0.0 for factor in found.header.read_floats("rope_freqs.weight")]
     no_values = [number for number in range(found.num_layers) if not found.has(f"blk.{number}.attn_v.weight")]
     num_experts, inputs = keys.get("expert_count", int, 0), keys.get("embedding_length_per_layer_input", int, 0)
     return {
         **config,
         "layer_types": kinds,
-        "intermediate_size": sizes[0],
         "head_dim": keys.positive("attention.key_length_swa"),
         "global_head_dim": keys.positive("attention.key_length"),
         "num_key_value_heads": of_kind.get(SLIDING, config["num_key_value_heads"]),

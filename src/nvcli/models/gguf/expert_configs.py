@@ -13,6 +13,9 @@ from nvcli.models.gguf.settings import Settings, common
 
 _SIGMOID = 2
 """llama.cpp's number of experts that are chosen by sigmoid scores; 1: by a softmax."""
+_GROUPS = {160: (8, 3), 256: (8, 4)}
+"""Groups of experts, and how many of them a token chooses from, by the number of experts: those of DeepSeek-V2 and V3,
+for files from before llama.cpp stored groups. The smaller ones have none."""
 _TEMPERATURE = "attention.temperature_scale"
 
 
@@ -53,6 +56,9 @@ def deepseek2(found: Settings) -> dict[str, Any]:
     if not keys.get("expert_count", int, 0):
         return {**config, "architectures": ["YoutuForCausalLM"]}
     config |= _shared_experts(found)
+    if not keys.has("expert_group_count"):
+        n_group, topk_group = _GROUPS.get(config["n_routed_experts"], (1, 1))
+        config |= {"n_group": n_group, "topk_group": topk_group}
     if keys.has(_TEMPERATURE):
         raise keys.error(_TEMPERATURE, "queries that grow with their position are not supported here; use safetensors")
     if keys.get("expert_gating_func", int, _SIGMOID if found.has_any("exp_probs_b.bias") else 1) == _SIGMOID:
@@ -89,19 +95,16 @@ def _latent_attention(found: Settings) -> dict[str, Any]:
 
 
 def _shared_experts(found: Settings) -> dict[str, Any]:
-    """Return the keys of DeepSeek's mixtures of experts. Files that do not know groups yet are of models without them,
-    but for DeepSeek-V3's, which has 256 experts."""
+    """Return the keys of mixtures of experts that are like DeepSeek's."""
     keys = found.keys
-    count = keys.positive("expert_count")
-    groups = (8, 4) if count == 256 else (1, 1)
     return {
         "first_k_dense_replace": keys.get("leading_dense_block_count", int, 0),
-        "n_routed_experts": count,
+        "n_routed_experts": keys.positive("expert_count"),
         "n_shared_experts": keys.get("expert_shared_count", int, 0),
         "num_experts_per_tok": keys.positive("expert_used_count"),
         "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
-        "n_group": keys.positive("expert_group_count", groups[0]),
-        "topk_group": keys.positive("expert_group_used_count", groups[1]),
+        "n_group": keys.positive("expert_group_count", 1),
+        "topk_group": keys.positive("expert_group_used_count", 1),
         "norm_topk_prob": keys.get("expert_weights_norm", bool, False),
         "routed_scaling_factor": keys.positive_number("expert_weights_scale", 1.0),
         "num_nextn_predict_layers": 0,

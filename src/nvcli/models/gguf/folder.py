@@ -133,7 +133,7 @@ def _quantisation(header: GGUFHeader, architecture: Architecture) -> dict[str, A
     or of MXFP4 those of experts."""
     of_layers = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1 and layer_of(tensor.name) >= 0]
     for method, kind in METHODS.items():
-        weights = [one for one in of_layers if kind != MXFP4 or (len(one.shape) > 2 and one.name.endswith(".weight"))]
+        weights = [one for one in of_layers if kind != MXFP4 or one.name.endswith("_exps.weight")]
         others = [tensor for tensor in weights if tensor.type.name != kind]
         if 2 * len(others) < len(weights):
             modules = (architecture.decoder_name(tensor.name).removesuffix(".weight") for tensor in others)

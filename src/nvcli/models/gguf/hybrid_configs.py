@@ -11,16 +11,14 @@ from typing import Any
 from nvcli.errors import LoadError
 from nvcli.models.gguf.configs import granite, qwen2
 from nvcli.models.gguf.expert_configs import qwen2_moe
-from nvcli.models.gguf.settings import FULL, Settings, common
-
-_KV_HEADS = "attention.head_count_kv"
+from nvcli.models.gguf.settings import FULL, KV_HEADS, Settings, common
 
 
 def lfm2(found: Settings) -> dict[str, Any]:
-    config = common(found.with_largest(_KV_HEADS))
+    config = common(found)
     return {
         **config,
-        "layer_types": [FULL if count else "conv" for count in found.of_layers(_KV_HEADS)],
+        "layer_types": [FULL if count else "conv" for count in found.of_layers(KV_HEADS)],
         "block_auto_adjust_ff_dim": False,
         "norm_eps": config["rms_norm_eps"],
         "conv_L_cache": found.keys.positive("shortconv.l_cache"),
@@ -72,12 +70,12 @@ def lfm2_moe(found: Settings) -> dict[str, Any]:
 
 
 def granite_hybrid(found: Settings) -> dict[str, Any]:
-    keys, heads = found.keys, found.of_layers(_KV_HEADS)
+    keys, heads = found.keys, found.of_layers(KV_HEADS)
     rotates = keys.get("rope.scaling.finetuned", bool, False)
     shared = keys.get("expert_shared_feed_forward_length", int, 0) or keys.positive("feed_forward_length")
     inner = keys.positive("ssm.inner_size")
     return {
-        **granite(found.with_largest(_KV_HEADS)),
+        **granite(found),
         "architectures": ["GraniteMoeHybridForCausalLM"],
         "layer_types": ["attention" if count else "mamba" for count in heads],
         "position_embedding_type": "rope" if rotates else "nope",
@@ -97,13 +95,14 @@ def granite_hybrid(found: Settings) -> dict[str, Any]:
 
 def nemotron_h(found: Settings) -> dict[str, Any]:
     """Return Nemotron-H's config.json, with or without experts; each of its layers is one block."""
-    keys, heads, sizes = found.keys, found.of_layers(_KV_HEADS), found.of_layers("feed_forward_length")
-    config, num_experts = common(found.with_largest(_KV_HEADS, "feed_forward_length")), keys.get("expert_count", int, 0)
+    keys, heads, sizes = found.keys, found.of_layers(KV_HEADS), found.of_layers("feed_forward_length")
+    config, num_experts = common(found), keys.get("expert_count", int, 0)
     mlp = "moe" if num_experts else "mlp"
     num_heads = keys.positive("ssm.time_step_rank")
     kinds = ("attention" if count else mlp if size else "mamba" for count, size in zip(heads, sizes, strict=True))
     config |= {
         "layers_block_type": [*kinds],
+        "intermediate_size": max(sizes) or None,
         "layer_norm_epsilon": config["rms_norm_eps"],
         "mamba_num_heads": num_heads,
         "mamba_head_dim": keys.positive("ssm.inner_size") // num_heads,

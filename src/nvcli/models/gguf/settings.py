@@ -7,7 +7,7 @@ convert_hf_to_gguf.py there. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nvcli.core.validation import show
@@ -15,6 +15,7 @@ from nvcli.models.gguf.header import GGUFHeader
 from nvcli.models.json_file import JsonFile
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+KV_HEADS = "attention.head_count_kv"
 _MOST_LAYERS = 10_000
 """More than any model has."""
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -44,18 +45,26 @@ class Settings:
         key = "attention.key_length"
         return self.keys.positive(key) if self.keys.has(key) else None
 
+    @property
+    def mlp_size(self) -> int | None:
+        """The size of the first layer's MLP; None: it has none, or files do not say it."""
+        key = "feed_forward_length"
+        return self.of_layers(key)[0] or None if self.keys.has(key) else None
+
+    @property
+    def most_kv_heads(self) -> int:
+        """The heads of keys and values of a layer with attention."""
+        if isinstance(self.keys.values.get(KV_HEADS), list):
+            return max(1, *self.of_layers(KV_HEADS))
+        return self.keys.positive(KV_HEADS, self.keys.positive("attention.head_count"))
+
     def of_layers(self, key: str) -> list[int]:
         """Return the value of `key` for each layer: files have one for all of them, or a list."""
         found, count = self.keys.values.get(key), self.keys.positive("block_count", most=_MOST_LAYERS)
-        found = self.keys.values.get("attention.head_count") if found is None and key.endswith("_kv") else found
         values: list[Any] = found if isinstance(found, list) else [found] * count
         if len(values) != count or not all(isinstance(value, int) and value >= 0 for value in values):
             raise self.keys.error(key, f"no number from 0 on, or {count} of them, one for each layer")
         return values[: self.num_layers]
-
-    def with_largest(self, *names: str) -> Settings:
-        """Return the settings with the largest value for a layer as that of all layers."""
-        return replace(self, keys=self.keys.replacing(**{name: max(self.of_layers(name)) for name in names}))
 
     def has(self, tensor: str) -> bool:
         return tensor in self.tensors
@@ -119,9 +128,9 @@ def common(found: Settings) -> dict[str, Any]:
     return {
         "hidden_size": keys.positive("embedding_length"),
         "num_hidden_layers": found.num_layers,
-        "intermediate_size": keys.get("feed_forward_length", int, 0) or None,
+        "intermediate_size": found.mlp_size,
         "num_attention_heads": keys.positive("attention.head_count"),
-        "num_key_value_heads": keys.positive("attention.head_count_kv", keys.positive("attention.head_count")),
+        "num_key_value_heads": found.most_kv_heads,
         "head_dim": found.head_dim,
         "max_position_embeddings": keys.positive("context_length"),
         "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon", float, 0.0) or None,
