@@ -41,6 +41,10 @@ _ARCHITECTURES = {
     "SeedOss": "seed_oss",
     "Gemma4": "gemma4",
     "Qwen3Next": "qwen3next",
+    "KimiLinear": "kimi-linear",
+    "Dots1": "dots1",
+    "ExaoneMoe": "exaone-moe",
+    "Cohere": "command-r",
     "GptOss": "gpt-oss",
     "Llama4": "llama4",
     "Mistral4": "mistral4",
@@ -62,6 +66,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 _FUSED = re.compile(r"(.*\.experts)\.gate_up_proj")
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _DENSE_COUNTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _BY_NUMBER = re.compile(r"model\.(layers\.\d+)\.\w+\.experts\.(w\d)")
 """Experts' projections that the converter renames."""
@@ -174,7 +179,7 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     rope = rope.get("full_attention", rope)
     found = {
         "block_count": _num_layers(config),
-        "context_length": config["max_position_embeddings"],
+        "context_length": config.get("max_position_embeddings", config.get("model_max_length")),
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config.get("intermediate_size_mlp", config.get("intermediate_size")),
         "attention.head_count": heads,
@@ -189,10 +194,12 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "expert_count": next(filter(None, map(config.get, _EXPERT_COUNTS)), None),
         "expert_group_count": config.get("n_group"),
         "expert_group_used_count": config.get("topk_group"),
-        "expert_shared_count": config.get("n_shared_experts", config.get("moe_num_shared_experts")),
+        "expert_shared_count": next((config[key] for key in _SHARED_COUNTS if key in config), None),
         "expert_weights_norm": config.get("norm_topk_prob"),
         "expert_weights_scale": config.get("routed_scaling_factor"),
-        "leading_dense_block_count": next((config[key] for key in _DENSE_COUNTS if key in config), None),
+        "leading_dense_block_count": next(
+            (config[key] for key in _DENSE_COUNTS if key in config), config.get("mlp_layer_types", []).count("dense")
+        ),
         "interleave_moe_layer_step": config.get("interleave_moe_layer_step", config.get("moe_layer_interval")),
         "full_attention_interval": config.get("full_attention_interval"),
         "ssm.conv_kernel": config.get("linear_conv_kernel_dim"),
@@ -218,7 +225,11 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         found |= _nemotron(config)
     if architecture == "gemma4":
         found |= _gemma4(config)
-    if "kv_lora_rank" in config:
+    if architecture == "kimi-linear":
+        found |= _latents(config, rope)
+        found["attention.head_count_kv"] = [int(kind == "full_attention") for kind in config["layer_types"]]
+        found["kda.head_dim"], found["ssm.conv_kernel"] = config["linear_head_dim"], config["linear_conv_kernel_dim"]
+    elif "kv_lora_rank" in config:
         found |= _latents(config, rope)
     if rope.get("rope_type", "default") in ("linear", "yarn"):
         found["rope.scaling.type"] = rope["rope_type"]
@@ -244,7 +255,8 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 def _other_used(config: Mapping[str, Any]) -> int | None:
     """Return the number of a token's experts where it has another name."""
-    return config["moe_topk"][0] if "moe_topk" in config else config.get("moe_k")
+    found = config.get("moe_topk", config.get("moe_k", config.get("num_experts_per_token")))
+    return found[0] if isinstance(found, list) else found
 
 
 def _num_layers(config: Mapping[str, Any]) -> int:
@@ -402,6 +414,8 @@ def _renamed(names: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tenso
     if name.endswith(("e_score_correction_bias", "dt_bias")):  # which the converter spells in another way
         name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace("dt_bias", "dt_proj.bias")
     name = f"{name}.bias" if name.endswith("expert_bias") else _BY_NUMBER.sub(r"\1.feed_forward.experts.\2", name)
+    if re.search(r"block_sparse_moe\.\w+_proj", name):  # transformers' name of Kimi Linear's dense MLP
+        name = name.replace("block_sparse_moe", "mlp")
     if ".mixer.experts." in name:
         name = name.replace("backbone", "model").replace("mixer", "mlp")
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -424,6 +438,8 @@ def _changed(name: str, tensor: Tensor, config: Mapping[str, Any], architecture:
         and name.endswith("norm.weight")
     ):
         return tensor + 1
+    if architecture == "kimi-linear" and name.endswith(("A_log", "conv1d.weight")):
+        return -tensor.exp() if name.endswith("A_log") else tensor.squeeze(1)[None, :, None]
     if ".mamba." in name or ".mixer." in name:
         return _as_mamba(name, tensor, config)
     if name.endswith("moe_statics.e_score_correction_bias"):

@@ -97,14 +97,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             *("smollm3, layers without rope", "granite", "phi 3", "phi 4, longrope of short runs", "olmo 2"),
             *("ernie 4.5", "lfm2 moe", "granite 4, mamba and experts"),
             *("gemma 4, keys as values", "gemma 4, inputs of each layer and shared keys"),
-            *("exaone 4", "glm 4", "seed-oss", "youtu-llm", "cohere 2", "ministral 3, queries that grow", "lfm2"),
+            *("exaone 4", "glm 4", "seed-oss", "youtu-llm", "command r+", "cohere 2"),
+            *("ministral 3, queries that grow", "lfm2"),
         )
     },
     **{
         name: EXPERT_SHAPES[name]
         for name in (
             *("mixtral", "qwen2 moe", "qwen3 moe", "granite 3 moe", "glm 4.5"),
-            *("deepseek v2, best groups", "minimax m2", "olmoe", "ernie 4.5 moe", "hunyuan v1 moe"),
+            *("k-exaone", "deepseek v2, best groups", "minimax m2", "olmoe", "ernie 4.5 moe", "hunyuan v1 moe"),
         )
     },
     "deepseek 2, queries without latents": ("DeepseekV2", {**V2[1], "rope_parameters": MSCALE}),
@@ -127,6 +128,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronH",
         {**NEMOTRON, "layers_block_type": [LINEAR, "moe", FULL, "moe"], "moe_latent_size": 32},
     ),
+    "kimi linear": ("KimiLinear", {**EXPERT_SHAPES["kimi linear"][1], "n_group": 1, "topk_group": 1}),
+    "dots 1": ("Dots1", {**EXPERT_SHAPES["dots 1"][1], "sliding_window": None}),
     "gpt-oss": ("GptOss", {**GPT_OSS, "swiglu_limit": 7.0}),
     "olmo 3": ("Olmo3", {"sliding_window": 20, "num_hidden_layers": 4, "rope_parameters": {**YARN, "rope_theta": 1e4}}),
     "qwen 3-next": ("Qwen3Next", {**HYBRID_EXPERTS, **FOUR}),

@@ -90,6 +90,15 @@ _LATENTS = {
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
 }
+_KIMI_DELTA = {
+    **_LATENTS,
+    **{f"ssm_conv1d_{one}": f"self_attn.{one}_conv1d" for one in "qkv"},
+    **{f"ssm_{one}": f"self_attn.{one}_proj" for one in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_norm": "self_attn.o_norm",
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt.bias": "self_attn.dt_bias",
+}
 _WHOLE_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d")
 _OF_VALUE_HEADS = (*_WHOLE_VALUES, "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 """Modules of a delta net with rows for each number, or for each head, of its values."""
@@ -268,6 +277,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4moe": Architecture(name="Glm4MoeForCausalLM", config=expert_configs.glm4_moe, names=_SECOND_NORM),
     "gpt-oss": Architecture(name="GptOssForCausalLM", config=expert_configs.gpt_oss, names=_SECOND_NORM),
     "deepseek2": Architecture(name="DeepseekV3ForCausalLM", config=expert_configs.deepseek2, names=_LATENTS),
+    "kimi-linear": Architecture(name="KimiLinearForCausalLM", config=hybrid_configs.kimi_linear, names=_KIMI_DELTA),
+    "dots1": Architecture(name="Dots1ForCausalLM", config=expert_configs.dots1),
+    "exaone-moe": Architecture(name="ExaoneMoeForCausalLM", config=expert_configs.exaone_moe),
     "lfm2": Architecture(name="Lfm2ForCausalLM", config=hybrid_configs.lfm2, names=_SHORT_CONVOLUTIONS),
     "lfm2moe": Architecture(name="Lfm2MoeForCausalLM", config=hybrid_configs.lfm2_moe, names=_SHORT_CONVOLUTIONS),
     "mistral4": Architecture(name="Mistral4ForCausalLM", config=expert_configs.mistral4, names=_LATENTS),
@@ -278,6 +290,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "hunyuan-dense": Architecture(name="HunYuanDenseV1ForCausalLM"),
     "hunyuan-moe": Architecture(name="HunYuanMoEV1ForCausalLM", config=expert_configs.hunyuan_moe),
     "seed_oss": Architecture(name="SeedOssForCausalLM", config=configs.seed_oss, names=_SECOND_NORM),
+    "command-r": Architecture(name="CohereForCausalLM", config=configs.cohere),
     "cohere2": Architecture(name="Cohere2ForCausalLM", config=configs.cohere2),
 }
 """The families that are read, by `general.architecture`."""

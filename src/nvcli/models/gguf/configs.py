@@ -148,14 +148,17 @@ def olmo2(found: Settings) -> dict[str, Any]:
     return {**config, "architectures": ["Olmo3ForCausalLM"], "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
-def cohere2(found: Settings) -> dict[str, Any]:
-    keys = found.keys
+def cohere(found: Settings) -> dict[str, Any]:
     return {
         **common(found),
-        "layer_norm_eps": keys.positive_number("attention.layer_norm_epsilon"),
-        "logit_scale": keys.positive_number("logit_scale"),
-        **found.window_types(),
+        "layer_norm_eps": found.keys.positive_number("attention.layer_norm_epsilon"),
+        "logit_scale": found.keys.positive_number("logit_scale"),
+        "use_qk_norm": found.has("blk.0.attn_q_norm.weight"),
     }
+
+
+def cohere2(found: Settings) -> dict[str, Any]:
+    return {**cohere(found), **found.window_types()}
 
 
 def seed_oss(found: Settings) -> dict[str, Any]:

@@ -47,15 +47,15 @@ def qwen3_moe(found: Settings) -> dict[str, Any]:
 
 def glm4_moe(found: Settings) -> dict[str, Any]:
     has_norms = "blk.0.attn_q_norm.weight" in found.tensors
-    return {**common(found), **_shared_experts(found), "use_qk_norm": has_norms}
+    return {**common(found), **shared_experts(found), "use_qk_norm": has_norms}
 
 
 def deepseek2(found: Settings) -> dict[str, Any]:
     """Return DeepSeek-V3's config.json, as GLM-4.7-Flash and Kimi-K2 have it too, or DeepSeek-V2's, or Youtu-LLM's."""
-    keys, config = found.keys, _latent_attention(found)
+    keys, config = found.keys, latent_attention(found)
     if not keys.get("expert_count", int, 0):
         return {**config, "architectures": ["YoutuForCausalLM"]}
-    config |= _shared_experts(found)
+    config |= shared_experts(found)
     if not keys.has("expert_group_count"):
         n_group, topk_group = _GROUPS.get(config["n_routed_experts"], (1, 1))
         config |= {"n_group": n_group, "topk_group": topk_group}
@@ -67,7 +67,7 @@ def deepseek2(found: Settings) -> dict[str, Any]:
     return {**config, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": kind}
 
 
-def _latent_attention(found: Settings) -> dict[str, Any]:
+def latent_attention(found: Settings) -> dict[str, Any]:
     """Return what latent attention has. In newer files the sizes of heads that it projects to have keys of their own,
     beside those of the latents."""
     keys, rope = found.keys, found.rope()
@@ -94,7 +94,7 @@ def _latent_attention(found: Settings) -> dict[str, Any]:
     }
 
 
-def _shared_experts(found: Settings) -> dict[str, Any]:
+def shared_experts(found: Settings) -> dict[str, Any]:
     """Return the keys of mixtures of experts that are like DeepSeek's."""
     keys = found.keys
     return {
@@ -124,7 +124,7 @@ def gpt_oss(found: Settings) -> dict[str, Any]:
 
 def mistral4(found: Settings) -> dict[str, Any]:
     """Return Mistral 4's config.json, which counts the rotated numbers among all of a head."""
-    keys, config = found.keys, {**_latent_attention(found), **_shared_experts(found)}
+    keys, config = found.keys, {**latent_attention(found), **shared_experts(found)}
     head_dim, growth = keys.positive("attention.key_length_mla"), keys.get(_TEMPERATURE, float, 0.0)
     rope = {**config["rope_parameters"], "partial_rotary_factor": config["qk_rope_head_dim"] / head_dim}
     rope |= {"llama_4_scaling_beta": growth} if growth else {}
@@ -192,3 +192,13 @@ def hunyuan_moe(found: Settings) -> dict[str, Any]:
         "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
         "num_shared_expert": keys.positive("expert_shared_count", 1),
     }
+
+
+def dots1(found: Settings) -> dict[str, Any]:
+    return {**common(found), **shared_experts(found)}
+
+
+def exaone_moe(found: Settings) -> dict[str, Any]:
+    config = {**common(found), **shared_experts(found), **found.window_types()}
+    config["num_shared_experts"] = config.pop("n_shared_experts")
+    return config

@@ -10,8 +10,8 @@ from typing import Any
 
 from nvcli.errors import LoadError
 from nvcli.models.gguf.configs import granite, qwen2
-from nvcli.models.gguf.expert_configs import qwen2_moe
-from nvcli.models.gguf.settings import FULL, KV_HEADS, Settings, common
+from nvcli.models.gguf.expert_configs import latent_attention, qwen2_moe, shared_experts
+from nvcli.models.gguf.settings import FULL, KV_HEADS, LINEAR, Settings, common
 
 
 def lfm2(found: Settings) -> dict[str, Any]:
@@ -128,4 +128,20 @@ def nemotron_h(found: Settings) -> dict[str, Any]:
         "routed_scaling_factor": keys.positive_number("expert_weights_scale", 1.0),
         "n_group": keys.positive("expert_group_count", 1),
         "topk_group": keys.positive("expert_group_used_count", 1),
+    }
+
+
+def kimi_linear(found: Settings) -> dict[str, Any]:
+    """Return Kimi Linear's config.json; the number of heads of Kimi Delta Attention follows from its biases."""
+    keys, heads = found.keys, found.of_layers(KV_HEADS)
+    head_dim = keys.positive("kda.head_dim")
+    biases = next((found.header.tensor(name) for name in found.tensors if name.endswith(".ssm_dt.bias")), None)
+    return {
+        **latent_attention(found),
+        **shared_experts(found),
+        "norm_topk_prob": True,
+        "layer_types": [FULL if count else LINEAR for count in heads],
+        "linear_head_dim": head_dim,
+        "linear_num_heads": None if biases is None else biases.shape[-1] // head_dim,
+        "linear_conv_kernel_dim": keys.positive("ssm.conv_kernel"),
     }

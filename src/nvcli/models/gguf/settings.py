@@ -14,7 +14,7 @@ from nvcli.core.validation import show
 from nvcli.models.gguf.header import GGUFHeader
 from nvcli.models.json_file import JsonFile
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 KV_HEADS = "attention.head_count_kv"
 _MOST_LAYERS = 10_000
 """More than any model has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,7 @@ _KEYS, _VALUES, _BOTH = ("k_b_proj", "v_b_proj", "kv_b_proj")
 _FUSED = ".in_proj_ba.weight"
 _OF_GROUPS = (".mamba.norm.weight", ".mixer.norm.weight")
 """Norms that files have as matrices with a row for each group."""
-_VECTORS, _CONVOLUTIONS, _POWER = ".shared_expert_gate.weight", (".conv1d.weight", ".conv.conv.weight"), ".A_log"
+_VECTORS, _CONVOLUTIONS, _POWER = ".shared_expert_gate.weight", ("conv1d.weight", ".conv.conv.weight"), ".A_log"
 """Tensors that files have without a dimension of 1, and numbers that they have as powers."""
 
 
@@ -111,8 +112,8 @@ def _info(tensor: GGUFTensor, architecture: Architecture, settings: Settings) ->
     name = architecture.decoder_name(tensor.name)
     if name.endswith(_VECTORS) and len(shape) == 1:
         shape = (1, *shape)
-    elif name.endswith(_CONVOLUTIONS) and len(shape) == 2:
-        shape = (shape[0], 1, shape[1])
+    elif name.endswith(_CONVOLUTIONS) and len(shape) in (2, 4):
+        shape = (math.prod(shape[:-1]), 1, shape[-1])
     elif name.endswith(_OF_GROUPS) and len(shape) == 2:
         shape = (shape[0] * shape[1],)
     is_blocks = kind.block > 1

@@ -68,6 +68,10 @@ _YOUTU = (
     r"\x{ff0c}\x{ff1a}\x{ff1b}]+|[\x{3105}-\x{312f}]+|[一-龥぀-ゟ゠-ヿ]+",
     _by_case(f"{_CONTRACTIONS}?", r"\p{N}"),
 )
+_EXAONE_MOE = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _GPT2: tuple[str, ...] = ()
 """No expressions: GPT-2's own, which ByteLevel has."""
 _DIGITS = (r"\p{N}",)
@@ -85,6 +89,7 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "deepseek-llm": _DEEPSEEK_LLM,
     "kimi-k2": (_KIMI,),
     "youtu": _YOUTU,
+    "exaone-moe": (_EXAONE_MOE,),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "trillion", "mellum", "jais", "a.x-4.0"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
 }
