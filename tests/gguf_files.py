@@ -358,7 +358,7 @@ def _tensors(path: Path, config: Mapping[str, Any], architecture: str) -> Iterat
             for part, matrix in _split_heads(tensor, config):
                 yield from _renamed(names, name.replace("qkvz", part), matrix)
         elif name.endswith("kv_b_proj.weight"):
-            for part, matrix in _split_latents(tensor, config):
+            for part, matrix in split_latents(tensor, config):
                 yield from _renamed(names, name.replace("kv_b", part), matrix)
         else:
             yield from _renamed(names, name, _changed(name, tensor, config, architecture))
@@ -383,7 +383,7 @@ def _split_heads(tensor: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[st
     yield from (("qkv", torch.cat((q, k, v))), ("z", z))
 
 
-def _split_latents(tensor: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def split_latents(tensor: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The projection from latents as two, for keys, transposed, and values: with a matrix for each head."""
     sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
     keys, values = tensor.view(-1, sum(sizes), tensor.shape[1]).split(sizes, dim=1)

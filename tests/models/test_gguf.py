@@ -24,6 +24,7 @@ from gguf import GGMLQuantizationType as Type
 from rank_weights import load_model, load_parameters
 from torch import Tensor
 
+import gguf_files
 from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES, GPT_OSS
 from family_shapes import FULL, HYBRID, HYBRID_EXPERTS, LINEAR, NEMOTRON, SHAPES
@@ -37,6 +38,7 @@ from nvcli.models.checkpoint import is_hub_id, read_tensors, resolve_model, weig
 from nvcli.models.config import load_model_config
 from nvcli.models.experts import Experts
 from nvcli.models.gguf import tokenizer as gguf_tokenizer
+from nvcli.models.gguf.architectures import ARCHITECTURES
 from nvcli.models.gguf.blocks import numbers_of_blocks
 from nvcli.models.gguf.folder import make_config
 from nvcli.models.gguf.header import read_header
@@ -174,6 +176,33 @@ def test_a_family_in_gguf_is_that_in_safetensors(name: str, tmp_path: Path) -> N
         kept = load_parameters(path, rank, 2)
         for parameter, values in load_parameters(folder, rank, 2).items():
             assert torch.allclose(values, kept[parameter], atol=3e-7, rtol=0), parameter
+
+
+def test_files_from_before_latents_were_attended_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the projection from latents as the model has it, and the sizes of heads under other keys."""
+    monkeypatch.setattr(gguf_files, "split_latents", lambda tensor, config: [("kv_b", tensor)])
+    path = write_tiny_model(tmp_path / "model", V2[0], **V2[1])
+    sizes = {"key_length_mla": None, "value_length_mla": None, "key_length": 24, "value_length": 12, "head_count_kv": 4}
+    others = {f"deepseek2.attention.{key}": value for key, value in sizes.items()}
+    folder = resolve_model(str(write_gguf(path, tmp_path / "model.gguf", **TOKENIZER, **others)))
+    mixer = load_model_config(path).decoder.layers[0].mixer
+    assert replace(load_model_config(folder).decoder.layers[0].mixer, rope=mixer.rope, scale=mixer.scale) == mixer
+    kept = load_parameters(path)
+    for parameter, values in load_parameters(folder).items():
+        assert torch.equal(values, kept[parameter]), parameter
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_all_tensors_that_the_library_knows_have_names(name: str) -> None:
+    """But for tables of rotations, which are settings or not used, drafting heads, and what other kinds of models of
+    the family have."""
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    unread = {"qwen3next": "blk.0.ssm_in", "lfm2": "dense_2"}
+    for tensor in gguf.MODEL_TENSORS[number]:
+        module = gguf.TENSOR_NAMES[tensor].format(bid=0)
+        stored = [f"{module}{end}" for end in (".weight", ".bias", "")]
+        if "rope_" not in module and "rot_embd" not in module and "nextn" not in module and module != unread.get(name):
+            assert any(ARCHITECTURES[name].decoder_name(one) != one for one in stored), module
 
 
 @pytest.mark.parametrize("name", ["llama 3", "gemma 2", "qwen 3.5"])
