@@ -457,8 +457,10 @@ def test_settings_of_sampling_templates_and_ends(tmp_path: Path) -> None:
 
 
 def test_a_message_of_gpt_oss_ends_no_answer(tmp_path: Path) -> None:
-    tokens = ["<|end|>", "<|return|>", "<|call|>", "<|channel|>"]
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * 4}
+    tokens = ["<|end|>", "<|return|>", "<|call|>", "<|channel|>", "</s>"]
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * 5}
+    assert gguf_tokenizer.GGUFVocabulary(tmp_path, metadata).end_ids() == [1, 2, 4]
+    metadata["tokenizer.ggml.token_type"] = [3, 3, 3, 3, 4]  # a tag of HTML
     assert gguf_tokenizer.GGUFVocabulary(tmp_path, metadata).end_ids() == [1, 2]
 
 

@@ -109,6 +109,8 @@ _ENDS = frozenset(
     )
 )
 """Tokens that end an answer under whichever id, as in llama.cpp."""
+_OF_SENTENCE = "</s>"
+"""A token that ends an answer if it is a special one; Gemma's vocabulary has it as a tag of HTML."""
 _END, _AFTER_ENDS = "<|end|>", ("<|return|>", "<|call|>")
 """A token that ends a message, and tokens beside which it does not end the answer: gpt-oss's."""
 
@@ -174,7 +176,7 @@ class GGUFVocabulary:
         by_name = (
             number
             for number, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
-            if kind in (_CONTROL, _USER_DEFINED) and token in ends
+            if (kind in (_CONTROL, _USER_DEFINED) and token in ends) or (kind == _CONTROL and token == _OF_SENTENCE)
         )
         return [*dict.fromkeys(number for number in (*own, *by_name) if number is not None)]
 
