@@ -17,6 +17,7 @@ DTYPE_BYTES: dict[KeptDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, 
 """Bytes of one element."""
 
 FUSED = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "qvk_proj": ("q_proj", "v_proj", "k_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),

@@ -70,10 +70,9 @@ def _sizes(config: JsonFile, vision: JsonFile, text: JsonFile) -> dict[str, Any]
         "eps": vision.positive_number("rms_norm_eps", 1e-5),
         "activation": "silu",
         "is_gated": True,
-        "has_patch_bias": True,
         "has_last_norm": True,
         "rope": "same",
         "rope_theta": rope_theta(vision),
-        "axes": read_axes(text, _SECTIONS, is_interleaved=False),
+        "axes": read_axes(text, _SECTIONS),
         "image_token_id": config.get("image_token_id", int),
     }

@@ -12,7 +12,7 @@ from typing import Literal
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import MLP_NAMES, PREFIXES, read_sizes, side_of
+from nvcli.models.vision.vision_file import MLP_NAMES, PREFIXES, read_sizes, read_tiles
 
 _NAMES = TowerNames(
     prefixes=PREFIXES,
@@ -58,7 +58,7 @@ _NORMS: dict[str, Literal["rms", "layer"]] = {"layer_norm": "layer", "rms_norm":
 def read_qianfan_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Qianfan-OCR, which has names of its own."""
     tower = read_internvl_vision(config, vision, text, has_bias=True)
-    return replace(tower, names=_QIANFAN, has_fused_qkv=True, text=replace(_TEXT, written="<image>"))
+    return replace(tower, names=_QIANFAN, text=replace(_TEXT, written="<image>"))
 
 
 def read_internvl_vision(config: JsonFile, vision: JsonFile, text: JsonFile, *, has_bias: bool = False) -> VisionConfig:
@@ -66,32 +66,23 @@ def read_internvl_vision(config: JsonFile, vision: JsonFile, text: JsonFile, *, 
     config.only(vision_feature_layer=-1, vision_feature_select_strategy="default", projector_hidden_act="gelu")
     config.only(downsample_ratio=1 / _MERGE)
     vision.only(hidden_act="gelu", use_mask_token=False, use_absolute_position_embeddings=True)
-    sizes, image = read_sizes(vision, text), side_of(vision, "image_size", 448)
-    patch = sizes["patch_size"]
-    if image % (patch * _MERGE):
-        raise vision.error("image_size", f"{image} is not a multiple of {patch * _MERGE}, the pixels of a token")
-    norms_heads = vision.get("use_qk_norm", bool, False)
+    sizes, norms_heads = read_sizes(vision, text), vision.get("use_qk_norm", bool, False)
     if norms_heads:
         vision.only(layer_norm_eps=1e-6)
     return VisionConfig(
         names=_NAMES,
         processor="got_ocr2",
-        merge_size=_MERGE,
         merger=MergerConfig(kind="squares", size=sizes["out_size"], norms_squares=True, eps=1e-5),
         norm=vision.choice("norm_type", _NORMS, "layer_norm"),
         eps=vision.positive_number("layer_norm_eps", 1e-6),
         activation="gelu",
-        is_gated=False,
-        has_patch_bias=True,
         qkv_bias=vision.get("attention_bias", bool, has_bias),
-        has_fused_qkv=False,
         qk_norm="all" if norms_heads else None,
         has_layer_scales=True,
         has_last_norm=not vision.get("use_mean_pooling", bool, True),
         has_class_token=True,
-        tile_tokens=image // patch // _MERGE,
-        num_positions=(image // patch) ** 2,
         image_token_id=config.get("image_token_id", int, 151_667),
         text=_TEXT,
+        **read_tiles(vision, sizes["patch_size"], _MERGE, default=448),
         **sizes,
     )

@@ -66,7 +66,6 @@ def read_lfm3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Visi
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
-        has_fused_qkv=False,
         qk_norm="head",
         has_first_norm=True,
         rope="same",

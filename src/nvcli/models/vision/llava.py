@@ -15,7 +15,7 @@ from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.pixtral import read_pixtral_vision
 from nvcli.models.vision.siglip import SQUARES
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import image_token, read_sizes, side_of
+from nvcli.models.vision.vision_file import image_token, read_sizes, read_tiles
 
 _PIXTRAL, _CLIP, _SIGLIP = "pixtral", "clip_vision_model", "siglip_vision_model"
 _STRATEGIES = {_CLIP: "default", _SIGLIP: "full"}
@@ -83,28 +83,22 @@ def _read(
     if not 0 < num_read <= depth:
         raise config.error("vision_feature_layer", f"{chosen} is none of the tower's {depth} layers")
     unread = tuple(f"{TOWER}.blocks.{number}." for number in range(num_read, depth))
-    side = side_of(vision, "image_size", 336) // sizes["patch_size"]
     return VisionConfig(
         names=TowerNames(
             prefixes=(*SQUARES.prefixes, ("image_newline", f"{TOWER}.newline.weight")),
             renamed=(*_RENAMED, *SQUARES.renamed),
             left=(*SQUARES.left, f"{TOWER}.last_norm.", *unread),
         ),
-        merge_size=1,
         merger=_projector(config, text),
-        norm="layer",
         eps=vision.positive_number("layer_norm_eps", 1e-5 if is_clip else 1e-6),
         activation=vision.choice("hidden_act", _ACTIVATIONS, "quick_gelu" if is_clip else "gelu_pytorch_tanh"),
-        is_gated=False,
         has_patch_bias=not is_clip,
-        has_fused_qkv=False,
         has_first_norm=is_clip,
         norms_positions=is_clip,
         has_class_token=is_clip,
         has_flat_class_token=is_clip,
-        tile_tokens=side,
-        num_positions=side**2,
         image_token_id=image_token(config, 32_000),
+        **read_tiles(vision, sizes["patch_size"], default=336),
         **{**sizes, "depth": num_read},
         **settings,
     )

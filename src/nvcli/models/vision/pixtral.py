@@ -107,7 +107,6 @@ def _read(
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
-        has_fused_qkv=False,
         has_first_norm=True,
         rope="staggered",
         rope_theta=rope_theta(vision),

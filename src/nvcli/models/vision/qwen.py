@@ -44,11 +44,9 @@ def read_qwen2_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Vis
     )
     return VisionConfig(
         names=_QWEN2,
-        norm="layer",
         activation="quick_gelu",
-        is_gated=False,
         has_patch_bias=False,
-        axes=read_axes(text, (16, 24, 24), is_interleaved=False),
+        axes=read_axes(text, (16, 24, 24)),
         **_sizes(config, same, text, "layer"),
     )
 
@@ -86,15 +84,14 @@ def read_qwen2_5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> V
         has_patch_bias=False,
         window_tokens=window // patch // merge,
         full_layers=layer_list(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
-        axes=read_axes(text, (16, 24, 24), is_interleaved=False),
+        axes=read_axes(text, (16, 24, 24)),
         **_sizes(config, vision, text, "rms"),
     )
 
 
 def read_qwen2_5_omni_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
-    """Read the tower of Qwen2.5-Omni, which is Qwen2.5-VL's with queries, keys and values apart."""
-    config = config.replacing(image_token_id=image_token(config, 151_655))
-    return replace(read_qwen2_5_vision(config, vision, text), has_fused_qkv=False)
+    """Read the tower of Qwen2.5-Omni, which is Qwen2.5-VL's."""
+    return read_qwen2_5_vision(config.replacing(image_token_id=image_token(config, 151_655)), vision, text)
 
 
 def read_qwen3_omni_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
@@ -120,10 +117,7 @@ def read_qwen3_vision(
         raise vision.error("deepstack_visual_indexes", f"has {len(deep)} layers, and the decoder only {num_layers}")
     return VisionConfig(
         names=TowerNames(prefixes=_PREFIXES),
-        norm="layer",
         activation="gelu_tanh",
-        is_gated=False,
-        has_patch_bias=True,
         num_positions=num_positions,
         deepstack_layers=deep,
         axes=read_axes(text, sections, is_interleaved=True),

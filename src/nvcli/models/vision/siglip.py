@@ -24,8 +24,8 @@ from nvcli.models.vision.vision_file import (
     layer_list,
     read_axes,
     read_sizes,
+    read_tiles,
     rope_theta,
-    side_of,
     square,
 )
 
@@ -167,24 +167,23 @@ def read_gemma3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Vi
 def read_paligemma_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of PaliGemma, each of whose patches becomes a token."""
     sizes = siglip_sizes(vision, text)
-    side, rest = divmod(side_of(vision, "image_size", 224), sizes["patch_size"])
-    if rest:
-        raise vision.error("image_size", f"is not a multiple of {sizes['patch_size']}, the pixels of a patch")
+    tiles = read_tiles(vision, sizes["patch_size"], default=224)
+    tokens = tiles["num_positions"]
     if config.positive("projection_dim", sizes["out_size"]) != sizes["out_size"]:
         raise config.error("projection_dim", f"is not the decoder's hidden size, {sizes['out_size']}")
     window = text.values.get("sliding_window")
-    if isinstance(window, int) and side**2 >= window:
-        problem = f"images have {side**2:,} tokens, and `sliding_window` {window:,}, which no prompt may fill"
+    if isinstance(window, int) and tokens >= window:
+        problem = (
+            f"images have {tiles['num_positions']:,} tokens, and `sliding_window` {window:,}, which no prompt may fill"
+        )
         raise vision.error("image_size", problem)
     return VisionConfig(
         names=replace(SQUARES, renamed=(*SQUARES.renamed, ("linear.", "projection."))),
         processor="clip",
-        merge_size=1,
         merger=MergerConfig(kind="linear", size=0),
-        tile_tokens=side,
-        num_positions=side**2,
         attends_both_ways="prompts",
         image_token_id=image_token(config, 256_000),
+        **tiles,
         **sizes,
     )
 
@@ -193,18 +192,13 @@ def read_idefics3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> 
     """Read the tower of Idefics 3 and SmolVLM."""
     vision = vision.with_defaults(_IDEFICS_DEFAULTS)
     sizes, merge = siglip_sizes(vision, text), config.positive("scale_factor", 2)
-    side = side_of(vision, "image_size", 224) // sizes["patch_size"]
-    if not side or side % merge:
-        raise config.error("scale_factor", f"{merge} × {merge} patches do not divide {side} × {side}")
     return VisionConfig(
         names=_IDEFICS,
         processor="idefics3",
-        merge_size=merge,
         merger=MergerConfig(kind="linear", size=0, has_bias=False),
-        tile_tokens=side // merge,
-        num_positions=side**2,
         image_token_id=config.get("image_token_id", int, 128_257),
         text=_TILES,
+        **read_tiles(vision, sizes["patch_size"], merge, default=224),
         **sizes,
     )
 
@@ -213,21 +207,16 @@ def read_docling_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> V
     """Read the tower of Granite Docling, without its path to four times as many tokens."""
     vision = vision.with_defaults({**_IDEFICS_DEFAULTS, "hidden_size": 768, "num_attention_heads": 12})
     sizes, merge = siglip_sizes(vision, text), vision.positive("scale_factor", 4)
-    side = side_of(vision, "image_size", 512) // sizes["patch_size"]
-    if not side or side % merge:
-        raise vision.error("scale_factor", f"{merge} × {merge} patches do not divide {side} × {side}")
     if sizes["out_size"] % 4:
         raise text.error("hidden_size", f"{sizes['out_size']} is not a multiple of 4")
     return VisionConfig(
         names=_DOCLING,
         processor="granite_docling",
-        merge_size=merge,
         merger=MergerConfig(kind="placed", size=sizes["out_size"], eps=1e-5),
-        tile_tokens=side // merge,
-        num_positions=side**2,
         deepstack_layers=layer_list(vision, "deepstack_visual_indexes", (3, 7, 10), depth="num_hidden_layers"),
         image_token_id=config.get("image_token_id", int, 100_337),
         text=_PAGE_TILES,
+        **read_tiles(vision, sizes["patch_size"], merge, default=512),
         **sizes,
     )
 
@@ -279,18 +268,13 @@ def read_command_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> V
 
 def _gated(config: JsonFile, vision: JsonFile, text: JsonFile, *, eps: float | None) -> VisionConfig:
     """Read a tower with a gated MLP over squares of patches, which are normed before it unless `eps` is None."""
-    merge = config.positive("downsample_factor", 2)
-    sizes, image = siglip_sizes(vision, text), side_of(vision, "image_size", 512)
-    side = image // sizes["patch_size"]
-    if image % sizes["patch_size"] or side % merge:
-        raise config.error("downsample_factor", f"{merge} × {merge} patches do not divide an image of {image} pixels")
+    sizes = siglip_sizes(vision, text)
     inner = config.positive("alignment_intermediate_size", sizes["out_size"] if eps else 36_864)
     if inner % 2:
         raise config.error("alignment_intermediate_size", f"{inner} is odd, and half of it is a gate")
     return VisionConfig(
         names=SQUARES,
         processor="got_ocr2",
-        merge_size=merge,
         merger=MergerConfig(
             kind="squares",
             size=inner,
@@ -299,10 +283,9 @@ def _gated(config: JsonFile, vision: JsonFile, text: JsonFile, *, eps: float | N
             norms_squares=True,
             eps=eps or 1e-6,
         ),
-        tile_tokens=side // merge,
-        num_positions=side**2,
         image_token_id=config.get("image_token_id", int, 255_036),
         text=_COMMAND_TILES,
+        **read_tiles(vision, sizes["patch_size"], config.positive("downsample_factor", 2), default=512),
         **sizes,
     )
 
@@ -319,7 +302,7 @@ def read_paddleocr_vision(config: JsonFile, vision: JsonFile, text: JsonFile) ->
         rope_theta=rope_theta(vision),
         num_positions=(vision.positive("image_size", 384) // sizes["patch_size"]) ** 2,
         interpolation="borders",
-        axes=read_axes(text, (16, 24, 24), is_interleaved=False),
+        axes=read_axes(text, (16, 24, 24)),
         image_token_id=config.get("image_token_id", int, 100_295),
         **sizes,
     )
@@ -330,11 +313,7 @@ def siglip_sizes(vision: JsonFile, text: JsonFile) -> dict[str, Any]:
     vision.only(hidden_act="gelu_pytorch_tanh")
     return {
         **read_sizes(vision, text),
-        "norm": "layer",
         "eps": vision.positive_number("layer_norm_eps", 1e-6),
         "activation": "gelu_tanh",
-        "is_gated": False,
-        "has_patch_bias": True,
-        "has_fused_qkv": False,
         "has_last_norm": True,
     }

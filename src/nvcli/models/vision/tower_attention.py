@@ -9,7 +9,7 @@ from nvcli.kernels.patch_attention import Segments, attend_segments, rotate_patc
 from nvcli.kernels.patch_types import HeadNorms
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.tower_parts import Linear, Norm
-from nvcli.models.vision.vision_config import VisionConfig
+from nvcli.models.vision.vision_config import QKV, VisionConfig
 
 
 class TowerAttention(nn.Module):
@@ -18,7 +18,7 @@ class TowerAttention(nn.Module):
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
         self.config = config
-        self.qkv = Linear(build, *(f"{path}.{name}" for name in config.qkv_names))
+        self.qkv = Linear(build, *(f"{path}.{name}" for name in QKV))
         self.proj = Linear(build, f"{path}.proj")
         self.head_norms = nn.ModuleList(
             Norm(build, f"{path}.{name}", config.eps) for name in ("q_norm", "k_norm") if config.qk_norm

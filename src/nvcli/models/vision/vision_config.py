@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from nvcli.models.checkpoint_layout import TowerNames
-from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec
+from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec
 
 TOWER = "visual"
 """The first part of the names of a tower's tensors."""
 CHANNELS = 3
+QKV = FUSED["qkv"]
+"""The last parts of the names of the projections before attention."""
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 """The last parts of the names of a projection's bounds."""
 
@@ -171,20 +173,18 @@ class VisionConfig:
     merger: MergerConfig
     out_size: int
     """The hidden size of the decoder."""
-    norm: Literal["rms", "layer"]
+    norm: Literal["rms", "layer"] = "layer"
     eps: float = 1e-6
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
-    is_gated: bool
+    is_gated: bool = False
     """Whether the MLP multiplies an activated gate with a second projection."""
     centres_pixels: bool = False
     """Whether the values of pixels, from 0 to 1, become those from -1 to 1."""
-    has_patch_bias: bool
+    has_patch_bias: bool = True
     qkv_bias: bool = True
     out_bias: bool = True
     """Whether the projection after attention has a bias."""
     mlp_bias: bool = True
-    has_fused_qkv: bool = True
-    """Whether files hold the projections to queries, keys and values as one."""
     qk_norm: Literal["head", "all"] | None = None
     """An RMS norm of queries and keys, by head, where their rotation computes it too, or of all heads together."""
     norms_values: bool = False
@@ -324,11 +324,6 @@ class VisionConfig:
         )
 
     @property
-    def qkv_names(self) -> tuple[str, ...]:
-        """The names of the projections before attention."""
-        return ("qkv",) if self.has_fused_qkv else ("q_proj", "k_proj", "v_proj")
-
-    @property
     def mlp_names(self) -> tuple[tuple[str, ...], str]:
         """The names of an MLP's projections: those from the hidden size, and that back to it."""
         return (("gate_proj", "up_proj"), "down_proj") if self.is_gated else (("linear_fc1",), "linear_fc2")
@@ -373,7 +368,7 @@ class VisionConfig:
             for name in up:
                 yield from _linear(dtype, f"{block}.mlp.{name}", inner, hidden, has_bias=self.mlp_bias)
             yield from _linear(dtype, f"{block}.mlp.{down}", hidden, inner, has_bias=self.mlp_bias)
-            linears = *(f"attn.{name}" for name in (*self.qkv_names, "proj")), *(f"mlp.{name}" for name in (*up, down))
+            linears = *(f"attn.{name}" for name in (*QKV, "proj")), *(f"mlp.{name}" for name in (*up, down))
             for name in linears if self.has_bounds else ():
                 yield from (_tensor(dtype, f"{block}.{name}.{bound}", 1) for bound in BOUNDS)
             for name in ("scale1", "scale2") if self.has_layer_scales else ():
@@ -395,9 +390,8 @@ class VisionConfig:
     def _attention(self, dtype: StoredDtype, path: str, order: tuple[int, ...] | None) -> Iterator[TensorSpec]:
         hidden, kv_heads = self.hidden_size, self.num_kv_heads or self.num_heads
         head = hidden // self.num_heads
-        sizes = {"qkv": self.num_heads + 2 * kv_heads, "q_proj": self.num_heads, "k_proj": kv_heads, "v_proj": kv_heads}
-        for name in self.qkv_names:
-            linear = _linear(dtype, f"{path}.{name}", sizes[name] * head, hidden, has_bias=self.qkv_bias)
+        for name, heads in zip(QKV, (self.num_heads, kv_heads, kv_heads), strict=True):
+            linear = _linear(dtype, f"{path}.{name}", heads * head, hidden, has_bias=self.qkv_bias)
             yield from (replace(part, row_order=None if name == "v_proj" else order) for part in linear)
         yield from _linear(dtype, f"{path}.proj", hidden, hidden, has_bias=self.out_bias)
         for name in ("q_norm", "k_norm") if self.qk_norm else ():

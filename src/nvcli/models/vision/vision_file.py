@@ -60,6 +60,17 @@ def side_of(vision: JsonFile, key: str, default: int) -> int:
     return vision.positive(key, default)
 
 
+def read_tiles(vision: JsonFile, patch: int, merge: int = 1, *, default: int) -> dict[str, Any]:
+    """Read the fields of towers whose images are squares of one size, with a learned position for each patch. `patch`:
+    pixels of its side; `merge`: patches of a token's side; `default`: pixels of an image's side. Raises LoadError if
+    tokens do not fill the patches."""
+    image = side_of(vision, "image_size", default)
+    side = image // patch
+    if not side or side % merge:
+        raise vision.error("image_size", f"{image} has {side} × {side} patches, which {merge} × {merge} do not divide")
+    return {"merge_size": merge, "tile_tokens": side // merge, "num_positions": side**2}
+
+
 def rope_theta(vision: JsonFile, default: float = 10_000.0) -> float:
     """Read the base of the tower's rotary positions."""
     rope = vision.values.get("rope_parameters")
