@@ -176,7 +176,11 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Glm46V": ("Glm4vMoeText", "Glm4vMoeVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "Glm4vMoe": ("Glm4vMoeText", "Glm4vMoeVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "GlmOcr": ("GlmOcrText", "GlmOcrVision", _QWEN_OR_GLM),
-    "Glm5Next": ("Glm5NextText", "Glm5NextVision", _QWEN_OR_GLM),
+    "Glm5Next": (
+        "Glm5NextText",
+        "Glm5NextVision",
+        {**_QWEN_OR_GLM, "projection_intermediate_size": 40, "swiglu_limit": 1.0},
+    ),
     "PaddleOCRVL": ("PaddleOCRText", "PaddleOCRVision", {**_VISION, "image_size": 24, "patch_size": 4}),
     "InternVL": (
         "Qwen2",
@@ -193,7 +197,7 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Kimi_K25": (
         "DeepseekV3",
         "Kimi_K25Vision",
-        {**_VISION, "pos_emb_height": 4, "pos_emb_width": 4, "patch_size": 4},
+        {**_VISION, "num_hidden_layers": 2, "pos_emb_height": 4, "pos_emb_width": 4, "patch_size": 4},
     ),
     "LightOnOcr": ("Qwen3", "PixtralVision", _PIXTRAL),
     "Llava": ("Llama", "CLIPVision", {**_VISION, "num_hidden_layers": 3, "image_size": 32, "patch_size": 8}),
@@ -320,6 +324,7 @@ _WHOLE: dict[str, dict[str, Any]] = {
     },
     "AyaVision": {"image_token_index": IMAGE_TOKEN},
     "GraniteDocling": {"image_token_id": IMAGE_TOKEN, "pad_token_id": 0, "density_router_hidden_size": 8},
+    "Kimi_K25": {"image_token_id": IMAGE_TOKEN, "projection_hidden_size": 16},
     "Lfm3Vl": {"image_token_id": IMAGE_TOKEN, "projector_hidden_size": 24},
     "MiniCPMV4_6": {"image_token_id": IMAGE_TOKEN, "insert_layer_id": 1},
     "NemotronH_Omni_Reasoning_V3": {

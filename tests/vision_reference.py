@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -66,6 +69,25 @@ def _enlarged(embeddings: Any, patches: Tensor, height: int, width: int) -> Tens
     return torch.nn.functional.interpolate(table, scale_factor=scale, mode="bilinear").flatten(2).transpose(1, 2)
 
 
+def image_processor(family: str, kind: str) -> Any:
+    """Return an image processor of transformers that needs torchvision, which is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+            patch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
+        sys.modules["torchvision.transforms.v2"].functional = None  # type: ignore[attr-defined]
+        name = f"transformers.models.{family}.image_processing_with_pillow"
+        path = Path(transformers.__file__).parent / f"models/{family}/image_processing_{family}.py"
+        if not path.is_file():
+            pytest.skip("needs transformers 5.23")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    return object.__new__(getattr(module, kind))
+
+
 def allowed_size(vision: VisionConfig, rows: int, columns: int) -> tuple[int, int]:
     """Return the rows and columns of an image of about this size that the model can have."""
     tile = vision.tile_tokens
@@ -99,10 +121,13 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         patches = found["pixel_values"][found["pixel_attention_mask"].bool()]
         by_channel = patches.view(-1, vision.patch_size**2, 3).transpose(1, 2).flatten(1)
         return {"pixel_values": by_channel, "image_grid_hw": found["spatial_shapes"]}
+    if vision.processor == "kimi_k25":
+        return _patches_row_by_row(vision, images, processor)
     area = {"patch_size": vision.patch_size, "merge_size": vision.merge_size}
     own: dict[str, Any] = {
         "qwen2_vl": area,
         "glm46v": area,
+        "glm5_next": area,
         "hunyuan_vl": area,
         "paddleocr_vl": area,
         "minimax_m3": area,
@@ -123,6 +148,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "gemma4": Gemma4ImageProcessorPil,
         "pixtral": PixtralImageProcessorPil,
         "glm46v": Glm46VImageProcessorPil,
+        "glm5_next": Glm46VImageProcessorPil,
         "hunyuan_vl": getattr(transformers, "HunYuanVLImageProcessorPil", None),  # not in version 5.10
         "got_ocr2": GotOcr2ImageProcessorPil,
         "paddleocr_vl": PaddleOCRVLImageProcessorPil,
@@ -164,6 +190,16 @@ def _patches_of_any_number(
         "pixel_attention_mask": (torch.arange(int(counts.max())) < counts[:, None]).int(),
         "spatial_shapes": torch.tensor(shapes),
     }
+
+
+def _patches_row_by_row(
+    vision: VisionConfig, images: Sequence[np.ndarray], processor: ImageProcessor
+) -> dict[str, Tensor]:
+    """Return what Kimi K2.5's processor makes of images, which needs torchvision."""
+    found = _patches_of_any_number(vision, images, processor)
+    side, shapes = vision.patch_size, found["spatial_shapes"]
+    patches = found["pixel_values"][found["pixel_attention_mask"].bool()].view(-1, side, side, 3).permute(0, 3, 1, 2)
+    return {"pixel_values": patches, "image_grid_thw": torch.nn.functional.pad(shapes, (1, 0), value=1)}
 
 
 def model_inputs(

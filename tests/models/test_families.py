@@ -584,6 +584,50 @@ def test_nemotron_omni_of_the_hub(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
+HUB_TOWERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
+    "kimi k2.5 with vision": (
+        7168,
+        {
+            "architectures": ["KimiK25ForConditionalGeneration"],
+            "media_placeholder_token_id": 163_605,
+            "projection_hidden_size": None,
+        },
+        {
+            "init_pos_emb_height": 64,
+            "init_pos_emb_width": 64,
+            "init_pos_emb_time": 4,
+            "patch_size": 14,
+            "merge_kernel_size": [2, 2],
+            "merge_type": "sd2_tpool",
+            "mm_projector_type": "patchmerger",
+            "mm_hidden_size": 1152,
+            "projector_hidden_act": "gelu",
+            "projector_ln_eps": 1e-5,
+            "model_type": "",
+            "vt_hidden_size": 1152,
+            "vt_intermediate_size": 4304,
+            "vt_num_attention_heads": 16,
+            "vt_num_hidden_layers": 27,
+        },
+        471_143_920,
+    ),
+}
+"""By the names of `EXPERT_SHAPES`: the hidden size of a published checkpoint, other keys of its config.json, its
+section of the tower, and how many weights its files have of that."""
+
+
+@pytest.mark.parametrize("name", HUB_TOWERS)
+def test_towers_of_the_hub(name: str, tmp_path: Path) -> None:
+    family, overrides = EXPERT_SHAPES[name]
+    hidden_size, own, tower, count = HUB_TOWERS[name]
+    write_tiny_config(tmp_path, family, **{**overrides, "hidden_size": hidden_size})
+    edit_json(tmp_path / "config.json", **own, vision_config=tower)
+    vision = load_model_config(tmp_path).vision
+    assert vision is not None
+    assert sum(math.prod(tensor.shape) for tensor in vision.tensors("bfloat16")) == count
+    assert own.get("media_placeholder_token_id", vision.image_token_id) == vision.image_token_id
+
+
 def test_jamba_and_falcon_mamba_of_the_hub(tmp_path: Path) -> None:
     """Falcon Mamba's `intermediate_size` counts, and not what `expand` says; a Jamba of one expert has MLPs."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["falcon-mamba-7b"]))

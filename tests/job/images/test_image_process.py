@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from PIL import Image
 from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -32,16 +33,20 @@ from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.models.vision.image_processor import ImageProcessor, Resampling
 from nvcli.models.vision.image_size import (
     AreaRule,
+    BudgetRule,
     CountRule,
     EdgeRule,
+    FilledRule,
     MiddleRule,
     SizeRule,
 )
 from nvcli.models.vision.tile_size import SplitRule, TileRule
+from vision_reference import image_processor
 
 SIDE = 28
 RULE = AreaRule(side=SIDE, min_pixels=56 * 56, max_pixels=40 * SIDE**2)
 PROCESSOR = ImageProcessor(rule=RULE, resampling="bicubic", factor=1 / 255, mean=(0, 0, 0), std=(1, 1, 1))
+_GLM5 = getattr(transformers, "Glm5NextImageProcessorPil", None)  # not in version 5.17
 MEMORY = PixelMemory()
 FILE = PixelFile(MEMORY.path)
 SIZES = [(30, 30), (100, 37), (300, 700), (224, 224), (5, 400), (57, 55)]
@@ -68,12 +73,15 @@ def check_pixels(data: bytes) -> None:
     theirs = Qwen2VLImageProcessorPil(
         do_rescale=False, do_normalize=False, min_pixels=RULE.min_pixels, max_pixels=RULE.max_pixels
     )(images=[load_image(Image.open(io.BytesIO(data)))], return_tensors="np")
-    _, rows, columns = theirs["image_grid_thw"][0]
     assert found.problem == ""
-    assert (found.fit.height, found.fit.width) == (rows * 14, columns * 14)
-    patches = theirs["pixel_values"].reshape(rows // 2, columns // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
-    expected = patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(found.fit.height, found.fit.width, 3)
-    np.testing.assert_array_equal(pixels_of(found), expected)
+    np.testing.assert_array_equal(pixels_of(found), whole_image(theirs))
+
+
+def whole_image(found: Any) -> np.ndarray:
+    """Put patches of two equal frames in their places, each with those of its token: [height, width, 3]."""
+    _, rows, columns = found["image_grid_thw"][0]
+    patches = found["pixel_values"].reshape(rows // 2, columns // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
+    return patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * 14, columns * 14, 3)
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
@@ -126,18 +134,23 @@ def test_pixels_are_those_of_transformers(height: int, width: int, kind: str) ->
             "bicubic",
             Gemma4ImageProcessorPil(patch_size=14, pooling_kernel_size=1, max_soft_tokens=70),
         ),
+        (BudgetRule(side=28, least=5, most=40), "bicubic", _GLM5 and _GLM5(min_image_tokens=5, max_image_tokens=40)),
     ],
-    ids=["gemma 3", "tiles", "clip", "siglip", "idefics 3", "idefics 3 without tiles", "pixtral", "gemma 4"],
+    ids=["gemma 3", "tiles", "clip", "siglip", "idefics 3", "idefics 3 without tiles", "pixtral", "gemma 4", "glm 5.3"],
 )
 def test_other_rules_are_those_of_transformers(
     height: int, width: int, rule: SizeRule, resampling: Resampling, theirs: Any
 ) -> None:
     data = encoded(noise(height, width), "PNG")
     found = prepare(data, replace(PROCESSOR, rule=rule, resampling=resampling))
+    if theirs is None:
+        pytest.skip("needs transformers 5.23")
     theirs.do_rescale = theirs.do_normalize = False
-    expected = theirs(images=[Image.open(io.BytesIO(data))], return_tensors="np")["pixel_values"]
-    pixels = pixels_of(found)
-    if isinstance(rule, CountRule):  # patches of a token each, and padding
+    made = theirs(images=[Image.open(io.BytesIO(data))], return_tensors="np")
+    expected, pixels = made["pixel_values"], pixels_of(found)
+    if isinstance(rule, BudgetRule):
+        expected = whole_image(made)
+    elif isinstance(rule, CountRule):  # patches of a token each, and padding
         rows, columns = found.fit.height // rule.side, found.fit.width // rule.side
         expected = expected[0, : rows * columns].reshape(rows, columns, rule.side, rule.side, 3).swapaxes(1, 2)
     else:
@@ -154,6 +167,11 @@ def test_sizes_of_small_images_are_those_of_transformers(height: int, width: int
     fit = AreaRule(side=SIDE, **limits, enlarges="floor").fit(height, width)
     twice = {name: 2 * limit for name, limit in limits.items()}
     assert (fit.height, fit.width) == image_processing_pil_glm46v.smart_resize(2, height, width, factor=SIDE, **twice)
+    filled = FilledRule(side=SIDE, merge=2, most=90, longest=40)
+    navit_resize = image_processor("kimi_k25", "Kimi_K25ImageProcessor")._preprocess.__globals__["navit_resize"]
+    fit = filled.fit(height, width)
+    assert (fit.picture, (fit.height, fit.width)) == navit_resize(height, width, 14, 2, 90, 40)
+    assert fit.height * fit.width <= filled.max_tokens * SIDE**2
     fit = AreaRule(side=SIDE, **limits, enlarges="round").fit(height, width)
     theirs = image_processing_pil_paddleocr_vl.smart_resize(height, width, factor=SIDE, **limits)
     assert (fit.height, fit.width) == theirs

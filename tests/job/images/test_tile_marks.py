@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,6 +28,7 @@ from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.models.config import load_model_config
 from nvcli.models.vision.image_processor import read_processor
 from vision_model import write_vision_model
+from vision_reference import image_processor
 
 WIDE = {
     "max_patches": 4,
@@ -62,25 +60,6 @@ def aya(folder: Path, tokenizer: Any) -> Any:
     images = GotOcr2ImageProcessorPil.from_pretrained(folder)
     images.crop_to_patches = True  # as `AyaVisionProcessor.images_kwargs` has it
     return transformers.AyaVisionProcessor(images, tokenizer, patch_size=4, downsample_factor=2, img_size=32)
-
-
-def image_processor(family: str, kind: str) -> Any:
-    """Return an image processor of transformers that needs torchvision, which is not installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
-            patch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
-        sys.modules["torchvision.transforms.v2"].functional = None  # type: ignore[attr-defined]
-        name = f"transformers.models.{family}.image_processing_with_pillow"
-        path = Path(transformers.__file__).parent / f"models/{family}/image_processing_{family}.py"
-        if not path.is_file():
-            pytest.skip("needs transformers 5.23")
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-    return object.__new__(getattr(module, kind))
 
 
 class CommandA:

@@ -180,8 +180,8 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
         return
     if not fit.height or fit.has_whole_first:
         return
-    whole = image.resize((fit.width + margin, fit.height + margin), resample=resample)
-    yield whole.crop((0, 0, fit.width, fit.height)) if margin else whole
+    whole = image.resize(fit.whole[::-1], resample=resample)
+    yield whole.crop((0, 0, fit.width, fit.height))  # black where the image has ended
 
 
 def _in_middle(image: Image, height: int, width: int, colour: tuple[int, int, int]) -> Image:

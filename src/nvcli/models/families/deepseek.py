@@ -1,8 +1,8 @@
 """DeepSeek-V2 (https://arxiv.org/abs/2405.04434) and DeepSeek-V3 (https://arxiv.org/abs/2412.19437), whose shape R1 and
-Kimi-K2 have too: latent attention, and a mixture of experts after dense layers. A.X-K1
-(https://arxiv.org/abs/2601.09200) norms what its experts give; Youtu-LLM is dense. Of Kimi-K2.5
-(https://arxiv.org/abs/2602.02276) the vision tower is not computed. In DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556)
-tokens attend to a choice of keys; A.X-K2 (https://huggingface.co/skt/A.X-K2) also has gates in norms and attention."""
+Kimi-K2 have too: latent attention, and a mixture of experts after dense layers. Kimi-K2.5
+(https://arxiv.org/abs/2602.02276) has a vision tower. A.X-K1 (https://arxiv.org/abs/2601.09200) norms what its experts
+give; Youtu-LLM is dense. In DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556) tokens attend to a choice of keys; A.X-K2
+(https://huggingface.co/skt/A.X-K2) also has gates in norms and attention."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import OutputGate
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
+from nvcli.models.vision.kimi import read_kimi_vision
 
 _AFTER_EXPERTS = "post_mlp_layernorm"
 _GATED_NORM = ("layernorm.norm.", "layernorm.")
@@ -109,9 +110,10 @@ DEEPSEEK_V3 = Family(
         "KimiK25ForConditionalGeneration",
         "Kimi_K25ForConditionalGeneration",
     ),
-    features="latent attention; a mixture of experts after dense layers, and a shared one; of K2.5 text alone",
+    features="latent attention; a mixture of experts after dense layers, and a shared one; K2.5 with a vision tower",
     examples=("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1-0528", "moonshotai/Kimi-K2.5"),
     read=read_deepseek_v3,
+    read_vision=read_kimi_vision,
     defaults={
         "q_lora_rank": 1536,
         "first_k_dense_replace": 3,

@@ -1,6 +1,6 @@
 """GLM-5.3-Flash (https://github.com/zai-org): Kimi Delta Attention between layers of latent attention without rotated
 numbers, to keys that are chosen by pools; clamped MLPs and experts, and several residual streams that are mixed with
-each other. The vision tower is not computed."""
+each other; after a vision tower."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from nvcli.models.families.model_file import FULL, LINEAR, MAX_HEAD_DIM, ModelFi
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.delta_net import KimiDeltaConfig
 from nvcli.models.mixers.latent_attention import IndexerConfig, LatentAttentionConfig
+from nvcli.models.vision.glm import read_glm5_vision
 
 _INDEXED = "indexed_attention"
 _BOUND = "gate_lower_bound"
@@ -93,9 +94,10 @@ GLM5_NEXT = Family(
     name="GLM-5.3-Flash",
     architectures=("Glm5NextForConditionalGeneration",),
     features="KDA between layers of latent attention to pools of keys that an indexer chooses (DSA); experts; several "
-    "residual streams (mHC); of text alone",
+    "residual streams (mHC); with a vision tower",
     examples=("zai-org/GLM-5.3-Flash",),
     read=read,
+    read_vision=read_glm5_vision,
     defaults={
         "kv_lora_rank": 512,
         "linear_conv_kernel_dim": 4,

@@ -1,8 +1,9 @@
-"""The towers of GLM-4.1V to GLM-4.6V (https://arxiv.org/abs/2507.01006) and GLM-OCR, as config.json spells them.
-Torch-free."""
+"""The towers of GLM-4.1V to GLM-4.6V (https://arxiv.org/abs/2507.01006), GLM-OCR and GLM-5.3, as config.json spells
+them. Torch-free."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from nvcli.models.checkpoint_layout import TowerNames
@@ -51,6 +52,14 @@ def read_glm_ocr_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> V
         qk_norm="head",
         **_sizes(config, vision, text),
     )
+
+
+def read_glm5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of GLM-5.3, which is GLM-OCR's with clamped MLPs. Tokens have one position."""
+    tower = read_glm_ocr_vision(config.with_defaults({"image_token_id": 154_854}), vision, text)
+    size = vision.positive("projection_intermediate_size", 10_240)
+    limit = vision.positive_number("swiglu_limit", 10.0)
+    return replace(tower, processor="glm5_next", merger=_merger(size), limit=limit, axes=())
 
 
 def _merger(size: int) -> MergerConfig:

@@ -3,7 +3,7 @@
 Read from preprocessor_config.json, or from processor_config.json as newer versions of transformers write it.
 Torch-free: the parent, its image processes and the ranks read it. Each kind is one of transformers' image processors on
 Pillow, whose pixels it is held to; where one needs torchvision (LFM2-VL, Command A Vision, MiniCPM-OCR, Nemotron 3
-Omni), Pillow takes its steps.
+Omni, Kimi K2.5), Pillow takes its steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.image_size import (
     AreaRule,
+    BudgetRule,
     CountRule,
     EdgeRule,
+    FilledRule,
     MiddleRule,
     PatchRule,
     SizeRule,
@@ -86,8 +88,15 @@ class _Kind:
         return tuple(f"{name}ImageProcessor{suffix}" for name in self.names for suffix in ("", "Fast", "Pil"))
 
 
-_OTHER_NAMES = {"norm_mean": "image_mean", "norm_std": "image_std"}
-"""Keys of Nemotron 3 Omni."""
+_OTHER_NAMES = {
+    "norm_mean": "image_mean",
+    "norm_std": "image_std",
+    "in_patch_limit": "max_patches",
+    "merge_kernel_size": "merge_size",
+}
+"""Keys of Nemotron 3 Omni and of Kimi K2.5."""
+_SECTION, _LONGEST, _FIXED = "media_proc_cfg", "patch_limit_on_one_side", "fixed_output_tokens"
+"""The section that has those of Kimi K2.5, and other keys of it."""
 
 
 def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
@@ -315,6 +324,27 @@ def _patch_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     return PatchRule(side=vision.token_pixels, merge=vision.merge_size, least=least, most=most)
 
 
+def _filled_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    file.only(patch_size=vision.patch_size, merge_size=vision.merge_size)
+    if file.has(_FIXED):
+        raise file.error(_FIXED, "is not supported: leave it out")
+    size = _object(file, "size")
+    longest = size.positive("max_height", 512)
+    size.only(max_width=longest)
+    if file.has(_LONGEST):
+        longest = file.positive(_LONGEST)
+    most = file.positive("max_patches", 16_384)
+    return FilledRule(side=vision.token_pixels, merge=vision.merge_size, most=most, longest=longest)
+
+
+def _budget_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    file.only(patch_size=vision.patch_size, merge_size=vision.merge_size, patch_expand_factor=1)
+    least, most = file.positive("min_image_tokens", 16), file.positive("max_image_tokens", 8000)
+    if least > most:
+        raise file.error("max_image_tokens", f"{most:,} is less than `min_image_tokens`, {least:,}")
+    return BudgetRule(side=vision.token_pixels, least=least, most=most)
+
+
 def _tile(file: JsonFile, vision: VisionConfig, default: int) -> int:
     """Read the side of a square to which images are brought; it is the tower's."""
     size, wanted = _object(file, "size"), vision.tile_pixels
@@ -352,6 +382,8 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "nemotron_h_omni": _Kind(
         ("NemotronH_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3"), _patch_rule, 3, _CLIP_MEAN, _CLIP_STD
     ),
+    "kimi_k25": _Kind(("Kimi_K25",), _filled_rule, 3, _HALF, _HALF),
+    "glm5_next": _Kind(("Glm5Next",), _budget_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }
 
@@ -361,7 +393,8 @@ def _read(path: Path) -> JsonFile:
     nested = newer.values.get(_NESTED)
     if isinstance(nested, dict):
         return newer.with_values(nested, f"{_NESTED}.")
-    return JsonFile.read(path / PROCESSOR_FILES[1])
+    older = JsonFile.read(path / PROCESSOR_FILES[1])
+    return older.object(_SECTION) if older.has(_SECTION) else older
 
 
 def _channels(file: JsonFile, key: str, default: Channels) -> Channels:

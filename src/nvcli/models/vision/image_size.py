@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,15 +43,23 @@ class Fit:
     """`PromptImage.tiles`"""
     is_middle: bool = False
     """Whether the whole image is the middle of what it is brought to first."""
+    picture: tuple[int, int] | None = None
+    """The height and width of the picture at the top left of the whole image, black below and beside it; None: it fills
+    the image."""
     margin: int = 0
     """Pixels at the lower and right edges of each tile, and of the whole image, which fill no token and are left out:
     the tile and the image are made larger by this many."""
 
     @property
+    def whole(self) -> tuple[int, int]:
+        """The height and width to which the whole image is brought."""
+        return self.picture or (self.height + self.margin, self.width + self.margin)
+
+    @property
     def canvas(self) -> tuple[int, int]:
         """The height and width of what is cut into tiles, row by row; of an image that is not cut those of itself."""
         if self.grid == (0, 0):
-            return self.height + self.margin, self.width + self.margin
+            return self.whole
         rows, columns = self.grid
         return rows * (self.tile[0] + self.margin), columns * (self.tile[1] + self.margin)
 
@@ -157,6 +166,68 @@ class EdgeRule(SizeRule):
             height, width = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
         rows, columns = (round_up(length, self.side) for length in (height, width))
         return Fit(height=rows, width=columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilledRule(SizeRule):
+    """Images keep their size if they have few patches, and their shape, and are filled up with black to whole tokens
+    (`navit_resize` of Kimi K2.5)."""
+
+    merge: int
+    """Patches of the side of a token's square."""
+    most: int
+    """The most patches of an image, each side rounded down."""
+    longest: int
+    """The most patches of a side."""
+
+    @property
+    def max_tokens(self) -> int:
+        # rounding down leaves out a row and a column of patches, and rounding up adds some
+        patches = self.most + 2 * self.longest * (1 + self.merge) + self.merge**2
+        return min(patches // self.merge**2, ceil_div(self.longest, self.merge) ** 2)
+
+    def fit(self, height: int, width: int) -> Fit:
+        patch = self.side // self.merge
+        most, count = self.longest * patch, max(1, height // patch) * max(1, width // patch)
+        scale = min(1.0, math.sqrt(self.most / count), most / height, most / width)
+        tall, wide = (min(max(1, int(length * scale)), most) for length in (height, width))
+        return Fit(height=round_up(tall, self.side), width=round_up(wide, self.side), picture=(tall, wide))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetRule(SizeRule):
+    """Images keep their size if they have no fewer and no more tokens than they may, and their shape, and are filled up
+    with black to whole tokens (`smart_resize` of GLM-5.3)."""
+
+    least: int
+    most: int
+    """The fewest and the most tokens of an image."""
+
+    @property
+    def max_tokens(self) -> int:
+        return self.most
+
+    def fit(self, height: int, width: int) -> Fit:
+        area = self.least * self.side**2
+        rows, columns = self._tokens(height, width)
+        if rows * columns < self.least:
+            scale = math.sqrt(area / (height * width))
+            rows, columns = self._tokens(math.ceil(height * scale), math.ceil(width * scale))
+        if rows * columns > self.most:
+
+            def shown(tall: int) -> tuple[int, int]:
+                return self._tokens(tall, width * tall // height)
+
+            tallest = bisect_right(range(1, height + 1), self.most, key=lambda tall: math.prod(shown(tall)))
+            rows, columns = shown(tallest) if tallest else (1, 1)
+        tall, wide = rows * self.side, columns * self.side
+        scale = min(tall / height, wide / width, 1.0 if height * width >= area else math.inf)
+        picture = max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
+        return Fit(height=tall, width=wide, picture=(min(tall, picture[0]), min(wide, picture[1])))
+
+    def _tokens(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tokens that hold a picture."""
+        return ceil_div(max(1, height), self.side), ceil_div(max(1, width), self.side)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

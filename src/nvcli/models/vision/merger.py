@@ -111,7 +111,7 @@ class GatedMerger(nn.Module):
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
-        self.count, self.activation = config.late_merge**2, config.activation
+        self.count, self.activation, self.limit = config.late_merge**2, config.activation, config.limit
         self.downsample, self.proj = Linear(build, f"{path}.downsample"), Linear(build, f"{path}.proj")
         self.norm = Norm(build, f"{path}.norm", config.merger.eps)
         self.up = Linear(build, f"{path}.gate_proj", f"{path}.up_proj")
@@ -119,7 +119,8 @@ class GatedMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.downsample(side_by_side(x, self.count, by_channel=True))
-        out: Tensor = self.down(activate_and_multiply(self.up(F.gelu(self.norm(self.proj(x)))), self.activation))
+        x = self.up(F.gelu(self.norm(self.proj(x))))
+        out: Tensor = self.down(activate_and_multiply(x, self.activation, self.limit))
         return out
 
 

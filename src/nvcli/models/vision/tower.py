@@ -264,7 +264,7 @@ class _Block(nn.Module):
         inner, kind = self.norm2(x, self._result(mixed, 0)), self.config.activation
         if self.config.is_gated:
             inner = self.up(inner)
-            inner = activate_and_multiply(inner, kind)
+            inner = activate_and_multiply(inner, kind, self.config.limit)
         else:
             inner = self.up.activated(inner, kind)
         return self._result(self.down(inner), 1)

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.kernels import plain_activation
-from nvcli.kernels.activation import ACTIVATE_AND_MUL
+from nvcli.kernels.activation import ACTIVATE_AND_MUL, clamped_and_mul
 from nvcli.kernels.bounds import clamp_parts, clamp_to_each
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.whole_numbers import round_up
 from nvcli.models.parallel import BuildContext, TensorShards
@@ -127,8 +128,11 @@ def activate(x: Tensor, kind: TowerActivation) -> Tensor:
     return F.silu(x) if kind == "silu" else F.gelu(x)
 
 
-def activate_and_multiply(gate_up: Tensor, kind: TowerActivation) -> Tensor:
-    """Apply an activation to the first half of each row, and multiply with the second half."""
+def activate_and_multiply(gate_up: Tensor, kind: TowerActivation, limit: float = 0.0) -> Tensor:
+    """Apply an activation to the first half of each row, and multiply with the second half. `limit`:
+    `VisionConfig.limit`"""
+    if limit:
+        return clamped_and_mul(gate_up, ExpertActivation(kind="clamped_swiglu", limit=limit))
     if kind == "silu" or kind == "gelu_tanh":
         return ACTIVATE_AND_MUL[kind](gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isqrt
 from typing import Literal
 
 from nvcli.models.checkpoint_layout import TowerNames
@@ -41,6 +42,8 @@ ProcessorKind = Literal[
     "llava_onevision",
     "minicpmv4_6",
     "nemotron_h_omni",
+    "kimi_k25",
+    "glm5_next",
 ]
 """The image processors of transformers, by the first part of their names."""
 Interpolation = Literal[
@@ -178,6 +181,9 @@ class VisionConfig:
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     is_gated: bool = False
     """Whether the MLP multiplies an activated gate with a second projection."""
+    limit: float = 0.0
+    """Bound of both before that, of the gate from above alone, where layers and a merger `gated` have `silu`; 0: there
+    is none."""
     centres_pixels: bool = False
     """Whether the values of pixels, from 0 to 1, become those from -1 to 1."""
     has_patch_bias: bool = True
@@ -209,10 +215,10 @@ class VisionConfig:
     """Whether files hold it as a vector, and not as a row of a matrix."""
     num_registers: int = 0
     """Tokens without positions that are attended to likewise."""
-    rope: Literal["same", "halves", "staggered", "thirds"] | None = None
+    rope: Literal["same", "halves", "turns", "staggered", "thirds"] | None = None
     """Rotary positions of rows and columns: with the same frequencies (halves: files have columns in the first half of
-    a head, and rows in the second; thirds: they turn the second and the last third of what could be turned, and frames
-    the first), or taking turns in one list of them."""
+    a head, and rows in the second; turns: in them, columns and rows take turns; thirds: they turn the second and the
+    last third of what could be turned, and frames the first), or taking turns in one list of them."""
     has_paired_rows: bool = False
     """Whether files have the numbers of a head that are turned together beside each other."""
     rope_theta: float = 10_000.0
@@ -234,6 +240,8 @@ class VisionConfig:
     num_positions: int = 0
     """Entries of the table of learned positions, a square that is interpolated to the image's grid, or a table for each
     axis; 0: there is none."""
+    has_square_table: bool = False
+    """Whether files hold them as rows of a square."""
     has_unused_position: bool = False
     """Whether files hold another entry before them, which nothing reads."""
     interpolation: Interpolation = "corners"
@@ -287,6 +295,8 @@ class VisionConfig:
     def position_shape(self) -> tuple[int, ...]:
         """The shape of the table of learned positions, without its last dimension."""
         count = self.num_positions
+        if self.has_square_table:
+            return isqrt(count), isqrt(count)
         by_axis = {"axes": (2, count), "turns": (count, 2)}
         return by_axis.get(self.interpolation, (count + self.num_other_positions,))
 
@@ -350,11 +360,11 @@ class VisionConfig:
                 yield from _norm(dtype, name, hidden, self.norm)
         up, down = self.mlp_names
         head = hidden // self.num_heads
-        order = _halves_in_turn(head) if self.rope == "halves" else None
-        if self.rope == "thirds":
-            order = _thirds_in_turn(head)
-        elif self.has_paired_rows:
-            order = *range(0, head, 2), *range(1, head, 2)
+        orders = {"halves": _halves_in_turn, "turns": _turns_in_halves, "thirds": _thirds_in_turn}
+        order = orders[self.rope](head) if self.rope in orders else None
+        if self.has_paired_rows:
+            paired = *range(0, head, 2), *range(1, head, 2)
+            order = paired if order is None else tuple(paired[number] for number in order)
         for number in range(self.depth):
             block = f"blocks.{number}"
             for name in ("norm1", "norm2", "result_norm1", "result_norm2")[: 4 if self.has_result_norms else 2]:
@@ -462,6 +472,12 @@ def _halves_in_turn(size: int) -> tuple[int, ...]:
     columns, where files have columns in the first half and rows in the second."""
     quarter = size // 4
     return tuple(first * quarter + number for first in (2, 0, 3, 1) for number in range(quarter))
+
+
+def _turns_in_halves(size: int) -> tuple[int, ...]:
+    """Return the order of `_halves_in_turn` where files have numbers of columns and rows in turn."""
+    half = size // 2
+    return tuple(start + number for start in (0, half) for axis in (1, 0) for number in range(axis, half, 2))
 
 
 def _thirds_in_turn(size: int) -> tuple[int, ...]:
