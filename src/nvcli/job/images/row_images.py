@@ -37,8 +37,8 @@ from nvcli.job.rows.conversation import DETAIL, IMAGE
 from nvcli.job.rows.pdf_part import DPI, FILE, PAGE
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.image_size import AreaRule
+from nvcli.models.vision.image_text import ImageText
 from nvcli.models.vision.tile_size import GridRule
-from nvcli.models.vision.vision_config import ImageText
 
 LOW_DETAIL_PIXELS = 512 * 512
 """The most pixels of an image of low `detail`, as OpenAI's models get it."""

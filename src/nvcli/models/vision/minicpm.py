@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
+from nvcli.models.vision.image_text import ImageText
 from nvcli.models.vision.siglip import SQUARES, siglip_sizes
-from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
+from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
 from nvcli.models.vision.vision_file import side_of
 
 _EARLY = f"{TOWER}.early_merger."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
-from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
+from nvcli.models.vision.image_text import ImageText
+from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
 from nvcli.models.vision.vision_file import MLP_NAMES, image_token, read_sizes, rope_theta
 
 _NAMES = TowerNames(
