@@ -190,7 +190,16 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama4": (
         "Llama4Text",
         "Llama4Vision",
-        {**_VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        {
+            **_VISION,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "image_size": 32,
+            "patch_size": 4,
+            "vision_output_dim": 24,
+            "projector_input_dim": 24,
+            "projector_output_dim": 24,
+        },
     ),
     "MuseGlimmer": ("MuseGlimmerText", "MuseGlimmerVision", {**_VISION, "image_size": 32, "patch_size": 4}),
     "MuseSpark": ("MuseSparkText", "MuseSparkVision", {**_VISION, "image_size": 32, "patch_size": 4}),

@@ -143,6 +143,22 @@ MARKS = {
         "<|IMG_PATCH|>",
         {"image_processor_type": "Cohere2VisionImageProcessorFast", "size": {"height": 32, "width": 32}},
     ),
+    "kimi k2.5 with vision": _QWEN._replace(
+        processor={"media_proc_cfg": {"patch_size": SIDE // 2, "merge_kernel_size": 2, "in_patch_limit": 240}}
+    ),
+    "glm 5.3 flash with vision": _GLM._replace(
+        processor={
+            "image_processor_type": "Glm5NextImageProcessor",
+            "patch_size": SIDE // 2,
+            "min_image_tokens": 4,
+            "max_image_tokens": 60,
+        }
+    ),
+    "llama 4 with vision": Marks(
+        ("<|image_start|>", "<|patch|>", "<|image_end|>"),
+        "<|image|>",
+        {"image_processor_type": "Llama4ImageProcessorFast", "size": {"height": 32, "width": 32}},
+    ),
     "lfm2-vl": Marks(
         ("<|image_start|>", "<image>", "<|image_end|>"),
         "<image>",

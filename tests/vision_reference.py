@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +58,16 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
         model.model.vision_tower.embeddings.interpolate_pos_encoding = partial(
             _enlarged, model.model.vision_tower.embeddings
         )
+    if model.config.model_type == "llama4":
+        model.get_image_features = partial(_projected, model, model.get_image_features)
     return scaled(model)
+
+
+def _projected(model: Any, get_image_features: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
+    """Return what Llama 4's tower gives, with the projection of it that other families have there."""
+    found = get_image_features(*inputs, **settings)
+    found.pooler_output = model.multi_modal_projector(found.last_hidden_state)
+    return found
 
 
 def _enlarged(embeddings: Any, patches: Tensor, height: int, width: int) -> Tensor:
@@ -154,6 +163,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "paddleocr_vl": PaddleOCRVLImageProcessorPil,
         "idefics3": Idefics3ImageProcessorPil,
         "cohere2_vision": GotOcr2ImageProcessorPil,
+        "llama4": GotOcr2ImageProcessorPil,
         "granite_docling": GotOcr2ImageProcessorPil,
         "clip": GotOcr2ImageProcessorPil,
         "minicpmv4_6": getattr(transformers, "MiniCPMV4_6ImageProcessorPil", None),  # not in version 5.10

@@ -611,6 +611,31 @@ HUB_TOWERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
         },
         471_143_920,
     ),
+    "llama 4 with vision": (
+        5120,
+        {},
+        {
+            "hidden_act": "gelu",
+            "hidden_size": 1408,
+            "image_size": 336,
+            "intermediate_size": 5632,
+            "model_type": "llama4_vision_model",
+            "multi_modal_projector_bias": False,
+            "norm_eps": 1e-5,
+            "num_attention_heads": 16,
+            "num_channels": 3,
+            "num_hidden_layers": 34,
+            "patch_size": 14,
+            "pixel_shuffle_ratio": 0.5,
+            "projector_input_dim": 4096,
+            "projector_output_dim": 4096,
+            "rope_theta": 10_000,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default",
+            "vision_output_dim": 4096,
+        },
+        871_932_416,
+    ),
 }
 """By the names of `EXPERT_SHAPES`: the hidden size of a published checkpoint, other keys of its config.json, its
 section of the tower, and how many weights its files have of that."""

@@ -73,6 +73,7 @@ FAMILIES = [
     "aya vision",
     "command a vision",
     "kimi k2.5 with vision",
+    "llama 4 with vision",
     "llava 1.5",
     "llava with siglip",
     "pixtral 12b",

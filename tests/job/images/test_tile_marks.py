@@ -140,6 +140,28 @@ class Omni:
         return {"pixel_values": parts}, texts
 
 
+class Llama4:
+    """Llama 4's processor, with Pillow in place of torchvision."""
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self._images = image_processor("llama4", "Llama4ImageProcessor")
+        self._most = transformers.ImageProcessingMixin.get_image_processor_dict(folder)[0]["max_patches"]
+        self._text = object.__new__(transformers.Llama4Processor)
+        self._text.patch_size, self._text.downsample_ratio = 4, 4
+
+    def _process_images(self, photos: Sequence[Sequence[Image.Image]], **_: Any) -> tuple[dict[str, Any], list[str]]:
+        own = {"do_resize": True, "size": transformers.image_utils.SizeDict(height=32, width=32), "resample": 2}
+        own |= {"do_rescale": False, "rescale_factor": 1, "do_normalize": False, "image_mean": 0, "image_std": 1}
+        own |= {"max_patches": self._most, "resize_to_max_canvas": False, "disable_grouping": True}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transformers.image_processing_backends.TorchvisionBackend, "resize", _resized)
+            patch.setitem(self._images._preprocess.__globals__, "pad_to_best_fit", _padded)
+            found = [self._images._preprocess([_tensor(photo)[0]], **own, return_tensors="pt") for photo in photos[0]]
+        return {"pixel_values": torch.cat([each["pixel_values"] for each in found])}, [
+            self._text.replace_image_token(each, 0) for each in found
+        ]
+
+
 class MiniCpm:
     """MiniCPM-V 4.6's processor, without its part for videos, which needs torchvision."""
 
@@ -172,6 +194,11 @@ def _resized(self: Any, images: torch.Tensor, size: Any, resample: int, **_: Any
     return _tensor(photo.resize((size.width, size.height), resample=Image.Resampling(resample)))
 
 
+def _padded(images: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    height, width = images.shape[-2:]
+    return torch.nn.functional.pad(images, (0, int(size[1]) - width, 0, int(size[0]) - height))
+
+
 def _tensor(photo: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.asarray(photo).copy()).permute(2, 0, 1)[None]
 
@@ -186,6 +213,7 @@ def _tensor(photo: Image.Image) -> torch.Tensor:
         ("command a vision", CommandA, {}),
         ("granite docling", docling, {"max_patches": 20}),
         ("granite docling", docling, WIDE),
+        ("llama 4 with vision", Llama4, {"max_patches": 6}),
         ("nemotron 3 omni", Omni, {"max_num_patches": 1040}),
         ("minicpm-v 4.6", MiniCpm, {}),
         ("minicpm-v 4.6", MiniCpm, {"slice_mode": False}),
@@ -219,7 +247,7 @@ def test_prompts_are_those_of_transformers(
         found = [place for image in placed.images for place in range(image.first, image.end)]
         assert found == [place for place, each in enumerate(ids) if each == token]
         assert len({image.key for image in placed.images}) == len(placed.images)
-        if make in (Lfm2, CommandA, docling, MiniCpm, Omni):  # `test_image_process.py` has others
+        if make in (Lfm2, CommandA, docling, Llama4, MiniCpm, Omni):  # `test_image_process.py` has others
             tiles = their_pixels["pixel_values"][0] if make is docling else their_pixels["pixel_values"]
             for image, theirs_own in zip(placed.images, tiles, strict=True):
                 own = np.empty((*theirs_own.shape[1:], 3), dtype=np.uint8)

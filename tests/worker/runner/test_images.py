@@ -43,6 +43,8 @@ FAMILIES = [
     "command a vision",
     "llava 1.5",
 ]
+MORE_ON_GPUS = ["kimi k2.5 with vision", "glm 5.3 flash with vision", "llama 4 with vision"]
+"""Families of which CPUs compare logits alone (`test_vision_parity.py`)."""
 Checkpoint = tuple[Path, ImageRequests, list[list[int]]]
 
 
@@ -191,7 +193,7 @@ def test_stages_do_not_change_the_answers(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + MORE_ON_GPUS)
 @pytest.mark.parametrize("batched_tokens", [512, 24])
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_answers_on_a_gpu_are_those_of_transformers(

@@ -166,8 +166,8 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
         yield image.resize((fit.width, fit.height), resample=resample)
     if fit.grid != (0, 0):
         height, width = fit.canvas
-        canvas = image.resize((width, height) if fit.bars is None else fit.bars[::-1], resample=resample)
-        if fit.bars is not None:
+        canvas = image.resize((fit.picture or fit.canvas)[::-1], resample=resample)
+        if fit.is_centred:
             canvas = _in_middle(canvas, height, width, (0, 0, 0))
         tall, wide = fit.tile
         for top in range(0, height, tall + margin):
@@ -180,8 +180,9 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
         return
     if not fit.height or fit.has_whole_first:
         return
-    whole = image.resize(fit.whole[::-1], resample=resample)
-    yield whole.crop((0, 0, fit.width, fit.height))  # black where the image has ended
+    picture = fit.picture if fit.grid == (0, 0) else None
+    whole = image.resize((fit.width + margin, fit.height + margin) if picture is None else picture[::-1], resample)
+    yield whole.crop((0, 0, fit.width, fit.height))  # black where the image has ended, as in tiles
 
 
 def _in_middle(image: Image, height: int, width: int, colour: tuple[int, int, int]) -> Image:

@@ -17,6 +17,7 @@ from nvcli.models.families.llama import rotating_layers
 from nvcli.models.families.model_file import FULL, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig, QueryScaling
+from nvcli.models.vision.llama4 import read_llama4_vision
 
 _CHUNKED = "chunked_attention"
 _LAYOUT = CheckpointLayout(
@@ -25,7 +26,7 @@ _LAYOUT = CheckpointLayout(
 
 
 def read(config: ModelFile) -> DecoderConfig:
-    """Read the decoder. The vision tower stays on disk."""
+    """Read the decoder. It is limited to a chunk of its attention."""
     config.only(num_experts_per_tok=1)
     rotates, dense = rotating_layers(config), config.mlp(size_key="intermediate_size_mlp")
     experts = config.experts(
@@ -73,8 +74,9 @@ def _sparse_layers(config: ModelFile) -> set[int]:
 LLAMA4 = Family(
     name="Llama 4",
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
-    features="a mixture of experts; up to a chunk of its attention (8,192 tokens); without its vision tower",
+    features="a mixture of experts; up to a chunk of its attention (8,192 tokens); a vision tower; marked tiles",
     examples=("meta-llama/Llama-4-Scout-17B-16E-Instruct", "meta-llama/Llama-4-Maverick-17B-128E-Instruct"),
     read=read,
+    read_vision=read_llama4_vision,
     defaults={"num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size_mlp": 16384},
 )

@@ -27,7 +27,7 @@ from nvcli.models.vision.image_size import (
     PatchRule,
     SizeRule,
 )
-from nvcli.models.vision.tile_size import GridRule, LargeRule, SliceRule, SplitRule, TileRule, WideRule
+from nvcli.models.vision.tile_size import CanvasRule, GridRule, LargeRule, SliceRule, SplitRule, TileRule, WideRule
 from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -214,6 +214,14 @@ def _scaled_tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 512), most=most, fits="scale")
 
 
+def _canvas_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    file.only(resize_to_max_canvas=False)
+    most = file.positive("max_patches", 16)
+    if most > _MOST_TILES:
+        raise file.error("max_patches", f"{most:,} is not supported; supported: up to {_MOST_TILES}")
+    return CanvasRule(side=vision.token_pixels, tile=_tile(file, vision, 336), most=most)
+
+
 def _split_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     tile, longest = (
         _object(file, key).positive("longest_edge", default)
@@ -384,6 +392,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     ),
     "kimi_k25": _Kind(("Kimi_K25",), _filled_rule, 3, _HALF, _HALF),
     "glm5_next": _Kind(("Glm5Next",), _budget_rule, 3, _CLIP_MEAN, _CLIP_STD),
+    "llama4": _Kind(("Llama4",), _canvas_rule, 2, _HALF, _HALF),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }
 

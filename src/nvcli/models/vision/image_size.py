@@ -35,31 +35,26 @@ class Fit:
     first: tuple[int, int] | None = None
     """The height and width to which an image is brought first. The tiles are made of that, and the whole image of
     them; None: both are made of the image itself."""
-    bars: tuple[int, int] | None = None
-    """The height and width of the image in the middle of its tiles, black around it; None: it fills them."""
+    picture: tuple[int, int] | None = None
+    """The height and width of the image on what is cut into tiles, or on the image that is not cut, black around it;
+    None: it fills that."""
+    is_centred: bool = False
+    """Whether `picture` is in the middle, and not at the top left."""
     square: tuple[int, int, int] | None = None
     """The colour of bars that make the image a square before anything else; None: it stays as it is."""
     layout: TileGrid | None = None
     """`PromptImage.tiles`"""
     is_middle: bool = False
     """Whether the whole image is the middle of what it is brought to first."""
-    picture: tuple[int, int] | None = None
-    """The height and width of the picture at the top left of the whole image, black below and beside it; None: it fills
-    the image."""
     margin: int = 0
     """Pixels at the lower and right edges of each tile, and of the whole image, which fill no token and are left out:
     the tile and the image are made larger by this many."""
 
     @property
-    def whole(self) -> tuple[int, int]:
-        """The height and width to which the whole image is brought."""
-        return self.picture or (self.height + self.margin, self.width + self.margin)
-
-    @property
     def canvas(self) -> tuple[int, int]:
         """The height and width of what is cut into tiles, row by row; of an image that is not cut those of itself."""
         if self.grid == (0, 0):
-            return self.whole
+            return self.height + self.margin, self.width + self.margin
         rows, columns = self.grid
         return rows * (self.tile[0] + self.margin), columns * (self.tile[1] + self.margin)
 

@@ -23,8 +23,10 @@ class ImageText:
     tile: str = ""
     """The text before the tokens of each tile, with its `{row}` and `{column}`, or its `{number}`, from 1."""
     tile_end: str = ""
-    """The text after the tokens of each tile. If this and `tile` are empty, the tokens of tiles follow each other, as
-    if they lay below each other in one image."""
+    """The text after the tokens of each tile. If this, `tile` and `column_end` are empty, the tokens of tiles follow
+    each other, as if they lay below each other in one image."""
+    column_end: str = ""
+    """The text between two tiles of a row."""
     row_end: str = ""
     """The text after a row of tiles, unless nothing of the image follows."""
     whole: str = ""
@@ -37,7 +39,7 @@ class ImageText:
     @property
     def parts_tiles(self) -> bool:
         """Whether there is text between the tokens of an image's tiles."""
-        return self.tile + self.tile_end != ""
+        return self.tile + self.tile_end + self.column_end != ""
 
     def spelled(self, rows: int, grid: tuple[int, int], image: int, *, has_whole_first: bool = False) -> str:
         """Return the text of an image of `rows` rows of tokens (0: its tiles alone are read), and a grid of tiles
@@ -61,4 +63,6 @@ class ImageText:
             [self.tile.format(row=row + 1, column=n + 1, number=row * columns + n + 1) for n in range(columns)]
             for row in range(rows)
         )
-        return self.row_end.join("".join(mark + self.token + self.tile_end for mark in row) for row in marks)
+        return self.row_end.join(
+            self.column_end.join(mark + self.token + self.tile_end for mark in row) for row in marks
+        )

@@ -34,14 +34,16 @@ class SquareMerger(nn.Module):
             first, second = self.of_patch
             x = second(F.gelu(first(x)))
         x = self.norm(side_by_side(x, self.count)) if self.norms_squares else side_by_side(self.norm(x), self.count)
-        x = self.first(x)
+        x = self._activated(self.first(x))
+        x = self.second(x)
+        out: Tensor = self.projector(self._activated(x) if self.config.activates_result else x)
+        return out
+
+    def _activated(self, x: Tensor) -> Tensor:
         if self.config.is_gated:
             up, gate = x.chunk(2, dim=-1)
-            x = F.silu(gate) * up
-        else:
-            x = F.gelu(x) if self.config.activation == "gelu" else F.relu(x).square()
-        out: Tensor = self.projector(self.second(x))
-        return out
+            return F.silu(gate) * up
+        return F.gelu(x) if self.config.activation == "gelu" else F.relu(x).square()
 
 
 class LinearMerger(nn.Module):

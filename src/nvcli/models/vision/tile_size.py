@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from nvcli.core.prompt_image import TileGrid
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.vision.image_size import MOST_RATIO, AreaRule, Fit, SizeRule, check_shape
@@ -186,7 +188,7 @@ class GridRule(SizeRule):
             shown = int(kept[0] // shrinking), int(kept[1] // shrinking)
         layout = TileGrid(rows=rows, columns=columns, kept=kept, shown=shown)
         fit = Fit(height=tile, width=tile, tile=(tile, tile), grid=(rows, columns), margin=margin)
-        return replace(fit, bars=bars, layout=layout)
+        return replace(fit, picture=bars, is_centred=True, layout=layout)
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles."""
@@ -206,6 +208,38 @@ class GridRule(SizeRule):
         if width / height > wide / tall:
             return tall - (tall - int(round(height * (wide / width), 7))) // 2 * 2, wide
         return tall, wide - (wide - int(round(width * (tall / height), 7))) // 2 * 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasRule(CutRule):
+    """Images keep their shape on the arrangement of tiles that enlarges them least, or if none can hold them, makes
+    them smaller least; they are enlarged to one tile at most, and filled up with black (`get_best_fit` of Llama 4)."""
+
+    most: int
+    """The most tiles, the whole image not counted."""
+
+    @property
+    def most_pictures(self) -> int:
+        return self.most + (self.most > 1)
+
+    def fit(self, height: int, width: int) -> Fit:
+        tile, (rows, columns) = self.tile, self._arrangement(height, width)
+        tall, wide = min(max(height, tile), rows * tile), min(max(width, tile), columns * tile)
+        across, down = wide / width, tall / height
+        picture = min(math.floor(height * across), tall), wide
+        if across >= down:
+            picture = tall, min(math.floor(width * down), wide)
+        fit = Fit(height=tile, width=tile, picture=(max(1, picture[0]), max(1, picture[1])))
+        return fit if rows * columns == 1 else replace(fit, tile=(tile, tile), grid=(rows, columns))
+
+    def _arrangement(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tiles; among equals, the fewest. Scales are compared in float32."""
+        grids = [(rows, n // rows) for n in range(1, self.most + 1) for rows in range(1, n + 1) if n % rows == 0]
+        sides = np.array(grids) * self.tile
+        image = np.array([height, width], dtype=np.float32)
+        scales: list[float] = (sides.astype(np.float32) / image).min(axis=1).tolist()
+        larger = [scale for scale in scales if scale >= 1]
+        return grids[scales.index(min(larger) if larger else max(scales))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

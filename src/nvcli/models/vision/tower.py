@@ -128,11 +128,15 @@ class VisionTower(nn.Module):
         if order is not None:
             patches = patches.view(len(order), -1)[order].view(patches.shape)
         x, windows, images, others = self._embed(patches, grid), grid.windows, grid.images, self._others()
+        angles = None if config.rope is None else self._angles(grid, device)
         if others is not None:
+            if angles is not None:
+                still = torch.ones(len(others), 2, device=device) * torch.tensor([1.0, 0.0], device=device)
+                still = still.repeat_interleave(angles.shape[1] // 2, dim=1)
+                angles, _ = _with_others(angles, images, still)
             x, images = _with_others(x, images, others)
         if self.first_norm is not None and config.norms_positions:
             x = self.first_norm(x)
-        angles = None if config.rope is None else self._angles(grid, device)
         heads = config.num_heads, config.hidden_size // config.num_heads
         whole = make_segments(images, heads, x.dtype, device)
         windowed = make_segments(windows, heads, x.dtype, device) if config.window_tokens else whole
@@ -179,14 +183,16 @@ class VisionTower(nn.Module):
         taps, weights = _on_device(grid.taps, device), _on_device(grid.tap_weights, device)
         assert taps is not None
         assert weights is not None
-        table = positions.weight.view(-1, x.shape[-1])[self.config.num_other_positions :]
+        table, others = positions.weight.view(-1, x.shape[-1]), self.config.num_other_positions
+        table = table[: len(table) - others] if self.config.has_last_class_position else table[others:]
         return x + F.embedding_bag(taps, table.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
 
     def _others(self) -> Tensor | None:
         """Return the tokens beside patches: the class token with its position, or registers: [tokens, H]."""
         if self.class_token is not None:
             assert self.positions is not None
-            return self.class_token.weight.view(1, -1) + self.positions.weight[:1]
+            position = self.positions.weight[-1 if self.config.has_last_class_position else 0]
+            return (self.class_token.weight.flatten() + position)[None]
         return None if self.registers is None else self.registers.weight
 
     def _angles(self, grid: PatchGrid, device: torch.device) -> Tensor:
@@ -204,7 +210,7 @@ class VisionTower(nn.Module):
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
         later = exponents + 1 / half if config.rope == "staggered" else exponents
         frequencies = 1.0 / config.rope_theta ** torch.stack([exponents, later])
-        angles = (places.float()[:, :, None] * frequencies).flatten(1)
+        angles = ((places.float() + config.first_place)[:, :, None] * frequencies).flatten(1)
         return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 

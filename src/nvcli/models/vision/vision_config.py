@@ -7,8 +7,9 @@ from config.json.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isqrt
 from typing import Literal
 
@@ -45,6 +46,7 @@ ProcessorKind = Literal[
     "nemotron_h_omni",
     "kimi_k25",
     "glm5_next",
+    "llama4",
 ]
 """The image processors of transformers, by the first part of their names."""
 Interpolation = Literal[
@@ -68,6 +70,8 @@ class MergerConfig:
     """Whether the second half of the first projection of `squares` is a gate (SwiGLU)."""
     activation: Literal["gelu", "relu2"] = "gelu"
     """The activation of the MLP of `squares` without a gate; relu2: the square of what is above 0."""
+    activates_result: bool = False
+    """Whether that activation follows the MLP, too."""
     result_size: int | None = None
     """The size of what the MLP of `squares` gives, which is projected once more; None: it is the decoder's."""
     patch_result_size: int | None = None
@@ -155,12 +159,17 @@ class VisionConfig:
     """Whether a token of its own is attended to with the patches, and dropped after the last layer."""
     has_flat_class_token: bool = False
     """Whether files hold it as a vector, and not as a row of a matrix."""
+    has_last_class_position: bool = False
+    """Whether its position is the last of the table, and not the first."""
     num_registers: int = 0
     """Tokens without positions that are attended to likewise."""
-    rope: Literal["same", "halves", "turns", "staggered", "thirds"] | None = None
-    """Rotary positions of rows and columns: with the same frequencies (halves: files have columns in the first half of
-    a head, and rows in the second; turns: in them, columns and rows take turns; thirds: they turn the second and the
-    last third of what could be turned, and frames the first), or taking turns in one list of them."""
+    rope: Literal["same", "columns", "halves", "turns", "staggered", "thirds"] | None = None
+    """Rotary positions of rows and columns: with the same frequencies (columns: in files, columns come before rows;
+    halves: files have columns in the first half of a head, and rows in the second; turns: in them, columns and rows
+    take turns; thirds: they turn the second and the last third of what could be turned, and frames the first), or
+    taking turns in one list of them. Tokens beside patches are not turned."""
+    first_place: int = 0
+    """The number of the first row and column there."""
     has_paired_rows: bool = False
     """Whether files have the numbers of a head that are turned together beside each other."""
     rope_theta: float = 10_000.0
@@ -302,7 +311,12 @@ class VisionConfig:
                 yield from _norm(dtype, name, hidden, self.norm)
         up, down = self.mlp_names
         head = hidden // self.num_heads
-        orders = {"halves": _halves_in_turn, "turns": _turns_in_halves, "thirds": _thirds_in_turn}
+        orders: dict[str | None, Callable[[int], tuple[int, ...]]] = {
+            "columns": partial(_quarters, order=(1, 0, 3, 2)),
+            "halves": partial(_quarters, order=(2, 0, 3, 1)),
+            "turns": _turns_in_halves,
+            "thirds": _thirds_in_turn,
+        }
         order = orders[self.rope](head) if self.rope in orders else None
         if self.has_paired_rows:
             paired = *range(0, head, 2), *range(1, head, 2)
@@ -409,15 +423,15 @@ class VisionConfig:
             yield from _linear(dtype, f"{path}.projector", out, result, has_bias=bias)
 
 
-def _halves_in_turn(size: int) -> tuple[int, ...]:
+def _quarters(size: int, order: tuple[int, ...]) -> tuple[int, ...]:
     """Return the order of a head's numbers in which number i is turned with number i + size / 2, by rows and then by
-    columns, where files have columns in the first half and rows in the second."""
+    columns, of which files have a quarter each in another order."""
     quarter = size // 4
-    return tuple(first * quarter + number for first in (2, 0, 3, 1) for number in range(quarter))
+    return tuple(first * quarter + number for first in order for number in range(quarter))
 
 
 def _turns_in_halves(size: int) -> tuple[int, ...]:
-    """Return the order of `_halves_in_turn` where files have numbers of columns and rows in turn."""
+    """Return the order of `_quarters` where files have numbers of columns and rows in turn."""
     half = size // 2
     return tuple(start + number for start in (0, half) for axis in (1, 0) for number in range(axis, half, 2))
 
