@@ -166,10 +166,10 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Step3p7Vision",
         {
             "hidden_size": 16,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": 2,
             "num_attention_heads": 2,
-            "image_size": 16,
-            "patch_size": 4,
+            "image_size": 8,
+            "patch_size": 2,
             "max_position_embeddings": 16,
         },
     ),

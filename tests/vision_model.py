@@ -159,6 +159,17 @@ MARKS = {
         "<|image|>",
         {"image_processor_type": "Llama4ImageProcessorFast", "size": {"height": 32, "width": 32}},
     ),
+    "step 3.7 with vision": Marks(
+        ("<im_start>", "<im_patch>", "<im_end>"),
+        "<im_patch>",
+        {
+            "image_processor_type": "Step3p7ImageProcessor",
+            "size": {"height": 4 * SIDE, "width": 4 * SIDE},
+            "patch_size": 2 * SIDE,
+            "max_image_size": 8 * SIDE,
+            "vision_patch_size": SIDE // 4,
+        },
+    ),
     "lfm2-vl": Marks(
         ("<|image_start|>", "<image>", "<|image_end|>"),
         "<image>",

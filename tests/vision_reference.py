@@ -60,7 +60,19 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
         )
     if model.config.model_type == "llama4":
         model.get_image_features = partial(_projected, model, model.get_image_features)
+    if model.config.model_type == "step3p7":
+        model.model.get_image_features = partial(_one_by_one, model.model.get_image_features)
     return scaled(model)
+
+
+def _one_by_one(
+    get_image_features: Callable[..., Any], pixel_values: Sequence[Tensor], *_: Any, **settings: Any
+) -> Any:
+    """Return what Step 3.7's tower gives for images of different sizes."""
+    settings = {key: value for key, value in settings.items() if key == "return_dict"}
+    found = [get_image_features(image, **settings) for image in pixel_values]
+    found[0].pooler_output = [part for each in found for part in each.pooler_output]
+    return found[0]
 
 
 def _projected(model: Any, get_image_features: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
@@ -132,6 +144,10 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         return {"pixel_values": by_channel, "image_grid_hw": found["spatial_shapes"]}
     if vision.processor == "kimi_k25":
         return _patches_row_by_row(vision, images, processor)
+    if vision.processor == "step3p7":
+        scale = torch.tensor([processor.mean, processor.std])
+        values = [(torch.from_numpy(image) * processor.factor - scale[0]) / scale[1] for image in images]
+        return {"pixel_values": [image.permute(2, 0, 1)[None] for image in values]}
     area = {"patch_size": vision.patch_size, "merge_size": vision.merge_size}
     own: dict[str, Any] = {
         "qwen2_vl": area,

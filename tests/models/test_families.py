@@ -636,6 +636,25 @@ HUB_TOWERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
         },
         871_932_416,
     ),
+    "step 3.7 with vision": (
+        4096,
+        {"understand_projector_stride": 2, "projector_bias": False, "image_token_id": 128_001},
+        {
+            "model_type": "perception_encoder",
+            "image_size": 728,
+            "patch_size": 14,
+            "width": 1536,
+            "layers": 47,
+            "heads": 16,
+            "use_cls_token": False,
+            "ls_init_value": 0.1,
+            "use_ln_post": False,
+            "hidden_act": "quick_gelu",
+            "output_dim": None,
+            "pool_type": "none",
+        },
+        1_981_014_784,
+    ),
 }
 """By the names of `EXPERT_SHAPES`: the hidden size of a published checkpoint, other keys of its config.json, its
 section of the tower, and how many weights its files have of that."""

@@ -74,6 +74,7 @@ FAMILIES = [
     "command a vision",
     "kimi k2.5 with vision",
     "llama 4 with vision",
+    "step 3.7 with vision",
     "llava 1.5",
     "llava with siglip",
     "pixtral 12b",

@@ -40,7 +40,7 @@ from nvcli.models.vision.image_size import (
     MiddleRule,
     SizeRule,
 )
-from nvcli.models.vision.tile_size import SplitRule, TileRule
+from nvcli.models.vision.tile_size import SplitRule, TileRule, WindowRule
 from vision_reference import image_processor
 
 SIDE = 28
@@ -161,7 +161,7 @@ def test_other_rules_are_those_of_transformers(
     assert pixels.size <= 3 * rule.most_pixels
 
 
-@pytest.mark.parametrize(("height", "width"), [*SIZES, (9, 9), (3, 500)])
+@pytest.mark.parametrize(("height", "width"), [*SIZES, (9, 9), (3, 500), (40, 250)])
 def test_sizes_of_small_images_are_those_of_transformers(height: int, width: int) -> None:
     limits = {"min_pixels": 112 * 56, "max_pixels": 40 * SIDE**2}
     fit = AreaRule(side=SIDE, **limits, enlarges="floor").fit(height, width)
@@ -172,6 +172,14 @@ def test_sizes_of_small_images_are_those_of_transformers(height: int, width: int
     fit = filled.fit(height, width)
     assert (fit.picture, (fit.height, fit.width)) == navit_resize(height, width, 14, 2, 90, 40)
     assert fit.height * fit.width <= filled.max_tokens * SIDE**2
+    windows = WindowRule(side=7, whole=98, tile=49, longest=300)
+    step = image_processor("step3p7", "Step3p7ImageProcessor")
+    step.max_image_size = 300
+    shown, cut, window, columns, rows, is_squared = step._plan_patches(width, height, 98, 49)
+    fit = windows.fit(height, width)
+    assert (fit.grid, fit.is_squared) == ((rows, columns), is_squared)
+    assert not window or fit.cut == cut[::-1]
+    assert fit.whole_first in (None, shown[::-1])
     fit = AreaRule(side=SIDE, **limits, enlarges="round").fit(height, width)
     theirs = image_processing_pil_paddleocr_vl.smart_resize(height, width, factor=SIDE, **limits)
     assert (fit.height, fit.width) == theirs

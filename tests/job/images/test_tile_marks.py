@@ -162,6 +162,33 @@ class Llama4:
         ]
 
 
+class Step:
+    """Step 3.7's processor, with Pillow in place of torchvision."""
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self._images = image_processor("step3p7", "Step3p7ImageProcessor")
+        self._images.max_image_size = 64
+        self._text = object.__new__(transformers.Step3p7Processor)
+        self._text.image_feature_placeholder, self._text.patch_feature_placeholder = 16 * "<im_patch>", 4 * "<im_patch>"
+
+    def _process_images(self, photos: Sequence[Sequence[Image.Image]], **_: Any) -> tuple[dict[str, Any], list[str]]:
+        pixels, texts = [], []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transformers.image_processing_backends.TorchvisionBackend, "resize", _resized)
+            patch.setattr(self._images, "pad", _squared, raising=False)
+            for photo in photos[0]:
+                whole, parts, columns, rows = self._images._get_image_patches(_tensor(photo)[0], 32, 16, 2)
+                parts = [
+                    _resized(None, part[None], transformers.image_utils.SizeDict(height=16, width=16), 2)[0]
+                    for part in parts
+                ]
+                newlines = [*[*[False] * (columns - 1), True] * (rows - 1), *[False] * columns]
+                info = {"num_local_patches": [len(parts)], "patch_newline_masks": [newlines]}
+                texts.append(self._text.replace_image_token(info, 0))
+                pixels += [*parts, whole]
+        return {"pixel_values": pixels}, texts
+
+
 class MiniCpm:
     """MiniCPM-V 4.6's processor, without its part for videos, which needs torchvision."""
 
@@ -194,6 +221,10 @@ def _resized(self: Any, images: torch.Tensor, size: Any, resample: int, **_: Any
     return _tensor(photo.resize((size.width, size.height), resample=Image.Resampling(resample)))
 
 
+def _squared(images: Sequence[torch.Tensor], pad_size: Any) -> list[torch.Tensor]:
+    return [_padded(image, (pad_size.height, pad_size.width)) for image in images]
+
+
 def _padded(images: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     height, width = images.shape[-2:]
     return torch.nn.functional.pad(images, (0, int(size[1]) - width, 0, int(size[0]) - height))
@@ -214,6 +245,7 @@ def _tensor(photo: Image.Image) -> torch.Tensor:
         ("granite docling", docling, {"max_patches": 20}),
         ("granite docling", docling, WIDE),
         ("llama 4 with vision", Llama4, {"max_patches": 6}),
+        ("step 3.7 with vision", Step, {}),
         ("nemotron 3 omni", Omni, {"max_num_patches": 1040}),
         ("minicpm-v 4.6", MiniCpm, {}),
         ("minicpm-v 4.6", MiniCpm, {"slice_mode": False}),
@@ -247,7 +279,7 @@ def test_prompts_are_those_of_transformers(
         found = [place for image in placed.images for place in range(image.first, image.end)]
         assert found == [place for place, each in enumerate(ids) if each == token]
         assert len({image.key for image in placed.images}) == len(placed.images)
-        if make in (Lfm2, CommandA, docling, Llama4, MiniCpm, Omni):  # `test_image_process.py` has others
+        if make in (Lfm2, CommandA, docling, Llama4, MiniCpm, Omni, Step):  # `test_image_process.py` has others
             tiles = their_pixels["pixel_values"][0] if make is docling else their_pixels["pixel_values"]
             for image, theirs_own in zip(placed.images, tiles, strict=True):
                 own = np.empty((*theirs_own.shape[1:], 3), dtype=np.uint8)

@@ -160,6 +160,8 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
     resample, margin = Filter[resampling.upper()], fit.margin
     if fit.square is not None:
         image = _in_middle(image, max(image.size), max(image.size), fit.square)
+    if fit.is_squared:
+        image = image.crop((0, 0, max(image.size), max(image.size)))
     if fit.first is not None:
         image = image.resize(fit.first[::-1], resample=resample)
     if fit.has_whole_first:
@@ -169,10 +171,12 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
         canvas = image.resize((fit.picture or fit.canvas)[::-1], resample=resample)
         if fit.is_centred:
             canvas = _in_middle(canvas, height, width, (0, 0, 0))
-        tall, wide = fit.tile
-        for top in range(0, height, tall + margin):
-            for left in range(0, width, wide + margin):
-                yield canvas.crop((left, top, left + wide, top + tall))
+        down, across = height // fit.grid[0], width // fit.grid[1]
+        tall, wide = fit.tile if fit.cut is None else (down, across)
+        for top in range(0, height, down):
+            for left in range(0, width, across):
+                part = canvas.crop((left, top, left + wide, top + tall))
+                yield part if fit.cut is None else part.resize(fit.tile[::-1], resample=resample)
         image = image if fit.first is None else canvas
     if fit.is_middle:
         top, left = (image.height - fit.height) // 2, (image.width - fit.width) // 2
@@ -180,6 +184,8 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
         return
     if not fit.height or fit.has_whole_first:
         return
+    if fit.whole_first is not None:
+        image = image.resize(fit.whole_first[::-1], resample=resample)
     picture = fit.picture if fit.grid == (0, 0) else None
     whole = image.resize((fit.width + margin, fit.height + margin) if picture is None else picture[::-1], resample)
     yield whole.crop((0, 0, fit.width, fit.height))  # black where the image has ended, as in tiles

@@ -48,7 +48,7 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
         return "`batch_invariant` is true, under which the tokens of an image cannot attend to all of it; leave it out"
     if find_spec("PIL") is None:
         return "Pillow is not installed: pip install 'nvcli[images]'"
-    if not has_processor(model_path):
+    if not has_processor(model_path, model.vision):
         return f"{model_path} has no {PROCESSOR_FILES[1]}; copy it from the model's files"
     return None
 

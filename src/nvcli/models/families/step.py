@@ -1,6 +1,6 @@
 """Step 3.5 and 3.7 (https://huggingface.co/stepfun-ai/Step-3.7-Flash): attention with gated heads, of which layers with
-windows have more, and experts chosen by sigmoid scores with a correction, clamped in the last layers. Of Step 3.7 the
-vision tower is not computed."""
+windows have more, and experts chosen by sigmoid scores with a correction, clamped in the last layers. Step 3.7 has a
+vision tower."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from nvcli.models.layer_config import DecoderConfig
 from nvcli.models.mixers.attention import AttentionConfig, OutputGate
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.vision.step import read_step_vision
 
 _STARTS = tuple((f"model.{part}.", f"model.language_model.{part}.") for part in ("embed_tokens", "layers", "norm"))
 """Names of the decoder in published files of a model with vision, and in those of transformers."""
@@ -112,9 +113,11 @@ def _sparse_layers(config: ModelFile) -> list[bool]:
 STEP = Family(
     name="Step 3.5, 3.7",
     architectures=("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
-    features="gated heads; windows by layer; a mixture of experts after dense layers; of 3.7 text alone",
+    features="gated heads; windows by layer; a mixture of experts after dense layers; 3.7 with a vision tower, which "
+    "sees images as marked tiles",
     examples=("stepfun-ai/Step-3.7-Flash", "stepfun-ai/Step-3.5-Flash"),
     read=read_step,
+    read_vision=read_step_vision,
     keys={
         "moe_num_experts": "n_routed_experts",
         "moe_top_k": "num_experts_per_tok",

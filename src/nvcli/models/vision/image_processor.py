@@ -3,7 +3,7 @@
 Read from preprocessor_config.json, or from processor_config.json as newer versions of transformers write it.
 Torch-free: the parent, its image processes and the ranks read it. Each kind is one of transformers' image processors on
 Pillow, whose pixels it is held to; where one needs torchvision (LFM2-VL, Command A Vision, MiniCPM-OCR, Nemotron 3
-Omni, Kimi K2.5), Pillow takes its steps.
+Omni, Kimi K2.5, Llama 4, Step 3.7), Pillow takes its steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from nvcli.models.vision.image_size import (
     PatchRule,
     SizeRule,
 )
-from nvcli.models.vision.tile_size import CanvasRule, GridRule, LargeRule, SliceRule, SplitRule, TileRule, WideRule
+from nvcli.models.vision.tile_size import (
+    CanvasRule,
+    GridRule,
+    LargeRule,
+    SliceRule,
+    SplitRule,
+    TileRule,
+    WideRule,
+    WindowRule,
+)
 from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -60,8 +69,10 @@ class ImageProcessor:
     std: Channels
 
 
-def has_processor(path: Path) -> bool:
-    """Tell whether a checkpoint's folder has settings of an image processor."""
+def has_processor(path: Path, vision: VisionConfig) -> bool:
+    """Tell whether the settings of a checkpoint's image processor are known."""
+    if not _KINDS[vision.processor].needs_file:
+        return True
     return (path / PROCESSOR_FILES[1]).is_file() or _NESTED in JsonFile.read_if_present(
         path / PROCESSOR_FILES[0]
     ).values
@@ -81,6 +92,8 @@ class _Kind:
     """Whether it does so whatever `do_resize` says."""
     resamples_alike: bool = False
     """Whether it does so whatever `resample` says."""
+    needs_file: bool = True
+    """Whether checkpoints have its settings in a file; in others they are its defaults."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -102,8 +115,8 @@ _SECTION, _LONGEST, _FIXED = "media_proc_cfg", "patch_limit_on_one_side", "fixed
 def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
     """Read the image processor of a checkpoint's folder. Raises LoadError for one that is missing, is of another kind,
     or does not fit the tower."""
-    file = _read(path).with_names(_OTHER_NAMES)
     kind = _KINDS[vision.processor]
+    file = _read(path, is_there=kind.needs_file).with_names(_OTHER_NAMES)
     name = file.get("image_processor_type", str, kind.classes[0])
     if name not in kind.classes:
         raise file.error("image_processor_type", f"{show(name)} is not supported; supported: {', '.join(kind.classes)}")
@@ -220,6 +233,18 @@ def _canvas_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     if most > _MOST_TILES:
         raise file.error("max_patches", f"{most:,} is not supported; supported: up to {_MOST_TILES}")
     return CanvasRule(side=vision.token_pixels, tile=_tile(file, vision, 336), most=most)
+
+
+def _window_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    file.only(vision_patch_size=vision.patch_size, downsampler_stride=vision.merge_size)
+    size = _object(file, "size")
+    whole, side = size.positive("height", 728), vision.token_pixels
+    size.only(width=whole)
+    tile = file.positive("patch_size", 504)
+    for key, length in (("size", whole), ("patch_size", tile)):
+        if length % side:
+            raise file.error(key, f"{length} is not a multiple of {side}, the pixels of a token")
+    return WindowRule(side=side, whole=whole, tile=tile, longest=file.positive("max_image_size", 3024, most=_MOST_SIDE))
 
 
 def _split_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
@@ -393,16 +418,17 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "kimi_k25": _Kind(("Kimi_K25",), _filled_rule, 3, _HALF, _HALF),
     "glm5_next": _Kind(("Glm5Next",), _budget_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "llama4": _Kind(("Llama4",), _canvas_rule, 2, _HALF, _HALF),
+    "step3p7": _Kind(("Step3p7",), _window_rule, 2, _CLIP_MEAN, _CLIP_STD, needs_file=False),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }
 
 
-def _read(path: Path) -> JsonFile:
+def _read(path: Path, *, is_there: bool) -> JsonFile:
     newer = JsonFile.read_if_present(path / PROCESSOR_FILES[0])
     nested = newer.values.get(_NESTED)
     if isinstance(nested, dict):
         return newer.with_values(nested, f"{_NESTED}.")
-    older = JsonFile.read(path / PROCESSOR_FILES[1])
+    older = (JsonFile.read if is_there else JsonFile.read_if_present)(path / PROCESSOR_FILES[1])
     return older.object(_SECTION) if older.has(_SECTION) else older
 
 

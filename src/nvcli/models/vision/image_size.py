@@ -35,6 +35,10 @@ class Fit:
     first: tuple[int, int] | None = None
     """The height and width to which an image is brought first. The tiles are made of that, and the whole image of
     them; None: both are made of the image itself."""
+    whole_first: tuple[int, int] | None = None
+    """The height and width to which the whole image is brought first; None: it is not."""
+    cut: tuple[int, int] | None = None
+    """The height and width of what is cut into tiles, to whose size each part is then brought; None: parts have it."""
     picture: tuple[int, int] | None = None
     """The height and width of the image on what is cut into tiles, or on the image that is not cut, black around it;
     None: it fills that."""
@@ -42,6 +46,8 @@ class Fit:
     """Whether `picture` is in the middle, and not at the top left."""
     square: tuple[int, int, int] | None = None
     """The colour of bars that make the image a square before anything else; None: it stays as it is."""
+    is_squared: bool = False
+    """Whether it becomes one by black to the right or below."""
     layout: TileGrid | None = None
     """`PromptImage.tiles`"""
     is_middle: bool = False
@@ -55,6 +61,8 @@ class Fit:
         """The height and width of what is cut into tiles, row by row; of an image that is not cut those of itself."""
         if self.grid == (0, 0):
             return self.height + self.margin, self.width + self.margin
+        if self.cut is not None:
+            return self.cut
         rows, columns = self.grid
         return rows * (self.tile[0] + self.margin), columns * (self.tile[1] + self.margin)
 

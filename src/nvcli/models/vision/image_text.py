@@ -28,7 +28,7 @@ class ImageText:
     column_end: str = ""
     """The text between two tiles of a row."""
     row_end: str = ""
-    """The text after a row of tiles, unless nothing of the image follows."""
+    """The text between two rows of tiles."""
     whole: str = ""
     """The text before the tokens of the whole image that has tiles."""
     alone: str = ""
@@ -55,10 +55,10 @@ class ImageText:
         whole = (self.whole if tiles else self.alone) + run + after
         if has_whole_first:
             return before + whole + tiles
-        return before + tiles + (self.row_end if tiles else "") + whole
+        return before + tiles + whole
 
     def _spelled_tiles(self, rows: int, columns: int) -> str:
-        """Return the text of tiles, with `row_end` between their rows."""
+        """Return the text of tiles."""
         marks = (
             [self.tile.format(row=row + 1, column=n + 1, number=row * columns + n + 1) for n in range(columns)]
             for row in range(rows)

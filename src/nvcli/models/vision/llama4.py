@@ -35,7 +35,7 @@ _TILES = ImageText(  # `_prompt_split_image` of transformers' processor
     before="<|image_start|>",
     column_end="<|tile_x_separator|>",
     row_end="<|tile_y_separator|>",
-    whole="<|image|>",
+    whole="<|tile_y_separator|><|image|>",
     alone="<|image|>",
     after="<|image_end|>",
 )

@@ -5,6 +5,8 @@ Each is held to transformers' own. Shapes: P patches, H hidden size of the tower
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -192,6 +194,23 @@ class BorderedMerger(nn.Module):
         return begin, row_end, end
 
 
+class ConvolvedMerger(nn.Module):
+    """Two convolutions that halve the grid of patches, and a projection (Step 3.7): [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.halving = nn.ModuleList(Linear(build, f"{path}.downsampler{number}") for number in (1, 2))
+        self.projection = Linear(build, f"{path}.projection")
+
+    def forward(self, x: Tensor, halves: Sequence[Tensor]) -> Tensor:
+        """Merge patches. `halves`: `PatchGrid.halves`"""
+        for convolution, read in zip(self.halving, halves, strict=True):
+            padded = torch.cat([x, x.new_zeros(1, x.shape[1])])  # the last is read as number -1
+            x = convolution(side_by_side(padded[read].flatten(0, 1), read.shape[1], by_channel=True))
+        out: Tensor = self.projection(x)
+        return out
+
+
 def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Module:
     """Make the merger after the last layer."""
     kind = config.merger.kind
@@ -205,5 +224,6 @@ def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Modu
         "gated": GatedMerger,
         "bordered": BorderedMerger,
         "placed": PlacedMerger,
+        "convolved": ConvolvedMerger,
     }
     return kinds[kind](build, path, config)

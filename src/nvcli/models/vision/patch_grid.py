@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from nvcli.kernels.patch_types import Runs
-from nvcli.models.vision.vision_config import VisionConfig
+from nvcli.models.vision.vision_config import HALVING, VisionConfig
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _ENLARGED = 0.1
@@ -45,7 +45,10 @@ class PatchGrid:
     """[P, 2], the row and column of each patch's middle, from -1 to 1 across its image."""
     neighbours: Ints | None
     """[P, conv_size²], the patches in the square around each, row by row, -1 where the image has ended; None where
-    nothing is convolved."""
+    no layer convolves."""
+    halves: tuple[Ints, ...] = ()
+    """[P / 4, HALVING²] and [P / 16, HALVING²], the patches that the first of a merger's convolutions reads for each of
+    its results, and the results that the second one reads, likewise; empty: it has none."""
 
     @property
     def num_patches(self) -> int:
@@ -79,13 +82,19 @@ def patch_grid(vision: VisionConfig, grids: Sequence[tuple[int, int]]) -> PatchG
         taps=_widened(taps) if taps else None,
         tap_weights=_widened(weights) if weights else None,
         middles=np.concatenate([part.middles for part in parts]),
-        neighbours=_moved_neighbours(parts, starts),
+        neighbours=_moved([part.neighbours for part in parts if part.neighbours is not None], starts),
+        halves=tuple(
+            moved
+            for number, reads in enumerate(zip(*(part.halves for part in parts), strict=True))
+            if (moved := _moved(reads, [start // 4**number for start in starts])) is not None
+        ),
     )
 
 
-def _moved_neighbours(parts: Sequence[PatchGrid], starts: Sequence[int]) -> Ints | None:
-    found = [part.neighbours for part in parts if part.neighbours is not None]
-    moved = [np.where(array < 0, -1, array + start) for array, start in zip(found, starts, strict=False)]
+def _moved(reads: Sequence[Ints], starts: Sequence[int]) -> Ints | None:
+    """Concatenate numbers of patches of several images, each of which begins at one of `starts`; None: there are
+    none."""
+    moved = [np.where(array < 0, -1, array + start) for array, start in zip(reads, starts, strict=False)]
     return np.concatenate(moved) if moved else None
 
 
@@ -130,17 +139,30 @@ def _grid_of_image(vision: VisionConfig, rows: int, columns: int) -> PatchGrid:
         images=((0, num_tiles, rows * columns),),
         taps=taps,
         tap_weights=weights,
-        neighbours=_neighbours(places, rows, columns, vision.conv_size) if vision.conv_layers else None,
+        neighbours=_neighbours(places, places, rows, columns, vision.conv_size) if vision.conv_layers else None,
+        halves=_halves(places, rows, columns) if vision.merger.kind == "convolved" else (),
         middles=((2 * places + 1) / np.array([rows, columns]) - 1).astype(np.float32),
     )
 
 
-def _neighbours(places: Ints, rows: int, columns: int, side: int) -> Ints:
-    """Return `PatchGrid.neighbours` of an image of this size, whose squares have this side."""
+def _halves(places: Ints, rows: int, columns: int) -> tuple[Ints, ...]:
+    """Return `PatchGrid.halves` of an image of this size."""
+    found = []
+    for _ in range(2):
+        kept = places[(places % 2 == 0).all(axis=1)]
+        found.append(_neighbours(places, kept, rows, columns, HALVING))
+        places, rows, columns = kept // 2, rows // 2, columns // 2
+    return tuple(found)
+
+
+def _neighbours(places: Ints, middles: Ints, rows: int, columns: int, side: int) -> Ints:
+    """Return which of `places` are in the square of this side around each of `middles`, in an image of this size, as
+    `PatchGrid.neighbours` are."""
     reach = side // 2
     numbers = np.full((rows + 2 * reach, columns + 2 * reach), -1)
     row, column = places.T
     numbers[row + reach, column + reach] = np.arange(len(places))
+    row, column = middles.T
     return np.stack([numbers[row + down, column + right] for down in range(side) for right in range(side)], axis=1)
 
 

@@ -101,7 +101,7 @@ _TILES = ImageText(  # `get_image_prompt_string` of transformers' processor
     token="<image>",
     tile="<fake_token_around_image><row_{row}_col_{column}>",
     row_end="\n",
-    whole="\n<fake_token_around_image><global-img>",
+    whole="\n\n<fake_token_around_image><global-img>",
     alone="<fake_token_around_image><global-img>",
     after="<fake_token_around_image>",
 )

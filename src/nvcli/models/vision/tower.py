@@ -159,7 +159,8 @@ class VisionTower(nn.Module):
         if others is not None:
             x = torch.cat([part[:, len(others) :].flatten(0, 1) for part in _by_segment(x, images)])
         x = x if self.last_norm is None else self.last_norm(x)
-        merged: Tensor = torch.cat([self.merger(x), *deep], dim=1)
+        halves = [_on_device(read, device) for read in grid.halves]
+        merged: Tensor = torch.cat([self.merger(x, halves) if halves else self.merger(x), *deep], dim=1)
         assert len(merged) * squares == len(patches)
         inverse = _on_device(grid.inverse, device)
         return merged if inverse is None else merged[inverse]

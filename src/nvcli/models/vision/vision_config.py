@@ -20,6 +20,8 @@ from nvcli.models.vision.image_text import ImageText
 TOWER = "visual"
 """The first part of the names of a tower's tensors."""
 CHANNELS = 3
+HALVING = 3
+"""Patches of the side of the square that a convolution reads which halves their grid."""
 QKV = FUSED["qkv"]
 """The last parts of the names of the projections before attention."""
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
@@ -47,6 +49,7 @@ ProcessorKind = Literal[
     "kimi_k25",
     "glm5_next",
     "llama4",
+    "step3p7",
 ]
 """The image processors of transformers, by the first part of their names."""
 Interpolation = Literal[
@@ -58,14 +61,15 @@ Interpolation = Literal[
 class MergerConfig:
     """The way from the square of patches that make up a token to its embedding."""
 
-    kind: Literal["squares", "linear", "pool", "project", "patches", "gated", "bordered", "placed"]
+    kind: Literal["squares", "linear", "pool", "project", "patches", "gated", "bordered", "placed", "convolved"]
     """squares: their vectors side by side go through an MLP; linear: they are projected; pool: their mean is normed and
     projected; project: likewise, with a norm that has no weights; patches: they are normed and merged before an MLP;
     gated: they are merged and normed before a gated MLP; bordered: they are normed and merged, then projected twice and
     normed, and learned vectors stand around them (`VisionConfig.has_borders`); placed: they are normed and projected,
-    and the places of tokens in their tile are added, then normed, projected and normed."""
+    and the places of tokens in their tile are added, then normed, projected and normed; convolved: two convolutions
+    that halve the grid and double the vectors are projected."""
     size: int
-    """The size between the two projections of its MLP, or the last two; linear, pool, project: 0."""
+    """The size between the two projections of its MLP, or the last two; linear, pool, project, convolved: 0."""
     is_gated: bool = False
     """Whether the second half of the first projection of `squares` is a gate (SwiGLU)."""
     activation: Literal["gelu", "relu2"] = "gelu"
@@ -381,6 +385,12 @@ class VisionConfig:
             yield from _norm(dtype, f"{path}.middle_norm", out, merger.norm)
             yield from _linear(dtype, f"{path}.linear_fc2", out, out, has_bias=False)
             yield from _norm(dtype, f"{path}.last_norm", out, merger.norm)
+            return
+        if merger.kind == "convolved":
+            for name, size in (("downsampler1", hidden), ("downsampler2", 2 * hidden)):
+                yield _tensor(dtype, f"{path}.{name}.weight", 2 * size, size, HALVING, HALVING)
+                yield _tensor(dtype, f"{path}.{name}.bias", 2 * size)
+            yield from _linear(dtype, f"{path}.projection", out, 4 * hidden, has_bias=bias)
             return
         if merger.kind == "linear":
             yield from _linear(dtype, f"{path}.projection", out, merged, has_bias=bias)
