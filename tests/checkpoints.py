@@ -23,6 +23,7 @@ IMAGE_TOKEN = 96
 THINKER = "Thinker"
 """The end of the names of families whose files hold a part for speech besides."""
 _WITH_IMAGES = "ForConditionalGeneration"
+AFTER_IMAGES = 7
 BEFORE_IMAGES = 8
 """The id before the tokens of each image, by which transformers finds some families' images."""
 _VISION = {
@@ -251,11 +252,14 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
             "patch_size": 4,
         },
     ),
-    "MiniCPMV4_6": (
-        "Qwen3_5Text",
-        "MiniCPMV4_6Vision",
-        {**_VISION, "num_hidden_layers": 3, "image_size": 14, "patch_size": 2, "insert_layer_id": 1},
-    ),
+    **{
+        f"MiniCPMV4_{number}": (
+            "Qwen3_5Text",
+            f"MiniCPMV4_{number}Vision",
+            {**_VISION, "num_hidden_layers": 3, "image_size": 14, "patch_size": 2, "insert_layer_id": 1},
+        )
+        for number in (6, 7)
+    },
     "MiniCPMOcr": (
         "Qwen3_5Text",
         "MiniCPMOcrVision",
@@ -336,6 +340,15 @@ _WHOLE: dict[str, dict[str, Any]] = {
     "Kimi_K25": {"image_token_id": IMAGE_TOKEN, "projection_hidden_size": 16},
     "Lfm3Vl": {"image_token_id": IMAGE_TOKEN, "projector_hidden_size": 24},
     "MiniCPMV4_6": {"image_token_id": IMAGE_TOKEN, "insert_layer_id": 1},
+    "MiniCPMV4_7": {
+        "image_token_id": IMAGE_TOKEN,
+        "insert_layer_id": 1,
+        "image_start_id": BEFORE_IMAGES,
+        "image_end_id": AFTER_IMAGES,
+        "slice_start_id": 90,
+        "slice_end_id": 91,
+        "newline_id": 92,
+    },
     "NemotronH_Omni_Reasoning_V3": {
         "image_token_id": IMAGE_TOKEN,
         "vision_hidden_size": 16,
@@ -395,7 +408,7 @@ SINCE = {
     **dict.fromkeys(
         ("DeepseekV32", "Glm5Next", "GlmMoeDsa", "GraniteDocling", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"
     ),
-    **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "NemotronH_Omni_Reasoning_V3"), "5.23"),
+    **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "NemotronH_Omni_Reasoning_V3"), "5.23"),
     **dict.fromkeys(("MiniMaxM3VL", "MistralLarge4", "MuseSpark"), "5.23"),
     **dict.fromkeys(("Apertus1p5", "LaraMini"), "5.24"),
 }
@@ -427,6 +440,7 @@ _UNKNOWN_BEFORE = {
         "MiMoV2Flash",
         "MiniCPMOcr",
         "MiniCPMV4_6",
+        "MiniCPMV4_7",
         "NemotronH_Omni_Reasoning_V3",
         "MiniMaxM3VL",
         "MistralLarge4",

@@ -496,6 +496,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 3.5": ("Qwen3_5Text", HYBRID),
     "qwen 3.5 with vision": ("Qwen3_5", HYBRID),
     "minicpm-v 4.6": ("MiniCPMV4_6", {**HYBRID, "tie_word_embeddings": True, "embedding_scale": 1.0}),
+    "minicpm-v 4.7": ("MiniCPMV4_7", {**HYBRID, "tie_word_embeddings": True, "embedding_scale": 1.0}),
     "minicpm-ocr": ("MiniCPMOcr", {**HYBRID, "tie_word_embeddings": True}),
     "qwen 3.5 mixture of experts": ("Qwen3_5MoeText", HYBRID_EXPERTS),
     **EXPERT_SHAPES,

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from checkpoints import greedy_answer
+from checkpoints import AFTER_IMAGES, BEFORE_IMAGES, greedy_answer
 from nvcli.core.system.pixel_file import PixelFile
 from nvcli.engine.request import Request
 from nvcli.job.images.image_source import ImageFolders
@@ -26,6 +26,7 @@ from vision_reference import allowed_size, breaks_rows, load_reference, make_ima
 
 MAX_TOKENS = 12
 END_ID = 1
+TEXT_TOKEN = 9
 Prompt = list[int | tuple[int, int, int]]
 """Token ids, and images by rows and columns of tokens and the seed of their pixels."""
 
@@ -63,7 +64,14 @@ class ImageRequests:
         self._kept: list[Pixels] = []
         whole = vision.attends_both_ways == "prompts"
         folders = ImageFolders.of((), ())
-        self._images = RowImages(self.processor, IMAGE_ID, folders, vision.text, whole_prompts=whole)
+        self._images = RowImages(
+            self.processor,
+            IMAGE_ID,
+            folders,
+            vision.text,
+            whole_prompts=whole,
+            canvas_marks=vision.canvas_marks,
+        )
 
     def make(self, number: int, prompt: Prompt, max_tokens: int = MAX_TOKENS, **settings: Any) -> Request:
         pixels, written = [], []
@@ -112,12 +120,14 @@ def reference_answers(model: Path, processor: ImageProcessor, guesses: Sequence[
 
 def _tokens(vision: VisionConfig, rows: int, columns: int, *, is_written: bool = False) -> list[int]:
     """The tokens of an image, or as they are written. Where something is between rows, they have a token behind them,
-    and the last one another; where something is between tiles, each has a token or two before it."""
+    and the last one another; where something is between tiles, each has a token or two before it; where images have
+    canvases, they are marked, and text is behind them."""
     if breaks_rows(vision):
         row = [IMAGE_ID] * (1 if is_written else columns)
         return [*[*row, IMAGE_ID - 1] * (rows - 1), *row, IMAGE_ID + 1]
     if not parts_tiles(vision) or not vision.tile_tokens:
-        return [IMAGE_ID] * (1 if is_written else vision.num_tokens(rows, columns))
+        image = [IMAGE_ID] * (1 if is_written else vision.num_tokens(rows, columns))
+        return [BEFORE_IMAGES, *image, AFTER_IMAGES, TEXT_TOKEN] if vision.canvas_marks else image
     tile = [IMAGE_ID] * (1 if is_written else columns**2)
     return [token for number in range(rows // columns) for token in (IMAGE_ID - 1, *[7] * (number % 2), *tile)]
 

@@ -204,15 +204,18 @@ MARKS = {
             "norm_std": SCALE["image_std"],
         },
     ),
-    "minicpm-v 4.6": Marks(
-        ("<image>", "<|image_pad|>", "</image>"),
-        "<|image_pad|>",
-        {
-            "image_processor_type": "MiniCPMV4_6ImageProcessor",
-            "patch_size": SIDE // 4,
-            "scale_resolution": 5 * SIDE,
-            "max_slice_nums": 6,
-        },
+    **dict.fromkeys(
+        ("minicpm-v 4.6", "minicpm-v 4.7"),
+        Marks(
+            ("<image>", "<|image_pad|>", "</image>"),
+            "<|image_pad|>",
+            {
+                "image_processor_type": "MiniCPMV4_6ImageProcessor",
+                "patch_size": SIDE // 4,
+                "scale_resolution": 5 * SIDE,
+                "max_slice_nums": 6,
+            },
+        ),
     ),
 }
 """By the names of `SHAPES`; all others are Qwen's."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ import torch
 import transformers
 
 from batches import RequestState
-from checkpoints import BEFORE_IMAGES, IMAGE_TOKEN, write_tiny_model
+from checkpoints import AFTER_IMAGES, BEFORE_IMAGES, IMAGE_TOKEN, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from fake_runners import engine_config
 from family_shapes import SHAPES
@@ -23,7 +26,13 @@ from nvcli.attention.whole_images import WholeImage
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.image_size import EdgeRule
 from nvcli.models.vision.patch_grid import patch_grid
-from nvcli.models.vision.positions import ImageSpan, angle_positions, numbered_positions, offset_behind
+from nvcli.models.vision.positions import (
+    ImageSpan,
+    angle_positions,
+    canvas_positions,
+    numbered_positions,
+    offset_behind,
+)
 from nvcli.sizing.images import largest_tower_batch, tower_batch_tokens, tower_bytes
 from vision_reference import allowed_size, breaks_rows, load_reference, make_image, model_inputs, pixel_inputs
 
@@ -46,6 +55,7 @@ FAMILIES = [
     "qwen 3-omni",
     "qwen 3.5 with vision",
     "minicpm-v 4.6",
+    "minicpm-v 4.7",
     "minicpm-ocr",
     "nemotron 3 omni",
     "gemma 3 with vision",
@@ -147,9 +157,10 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
     ids, spans = [3, 4, BEFORE_IMAGES], []
     for rows, columns in sizes:
         border = int(vision.has_borders)
-        spans.append(ImageSpan(len(ids), rows, columns + border, border))
+        canvas, apart = (((0, 0), 1), [TEXT_TOKEN]) if vision.canvas_marks else ((), [])
+        spans.append(ImageSpan(len(ids), rows, columns + border, border, *canvas))
         row = [IMAGE_TOKEN] * (columns + border) + [TEXT_TOKEN] * breaks_rows(vision)
-        ids += [*[IMAGE_TOKEN] * border, *row * rows, *[IMAGE_TOKEN] * border, 7, BEFORE_IMAGES]
+        ids += [*[IMAGE_TOKEN] * border, *row * rows, *[IMAGE_TOKEN] * border, AFTER_IMAGES, *apart, BEFORE_IMAGES]
     ids += [11, 12, 13, 14]
     num_decoded = 3  # text behind the images, whose positions are an offset
     with torch.inference_mode():
@@ -172,10 +183,11 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
         whole = tuple(whole_images(whole_spans, start, end))
         positions = None
         if vision.axes:
-            of_axes = numbered_positions if vision.numbers_images else angle_positions
+            of_axes = canvas_positions if vision.canvas_marks else angle_positions
+            of_axes = numbered_positions if vision.numbers_images else of_axes
             positions = torch.from_numpy(of_axes(spans, start, end))
-            if start >= spans[-1].end:
-                offset = 0 if vision.numbers_images else offset_behind(spans, start)
+            if start > spans[-1].end:
+                offset = 0 if vision.numbers_images else offset_behind(of_axes, spans, start)
                 positions = torch.arange(start, end) + offset
         found += driver.step(
             (request, ids[start:end]),
@@ -192,3 +204,62 @@ def whole_images(spans: list[tuple[int, int]], start: int, end: int) -> Iterator
         if start <= first < end:
             assert last <= end
             yield WholeImage(first - start, last - first, 0, first)
+
+
+BEGIN_SLICE, END_SLICE, LINE = 90, 91, 92
+
+
+def canvas_prompt(rng: random.Random) -> tuple[list[int], list[int], list[tuple[int, int]], list[ImageSpan]]:
+    """Return the ids of a prompt with marked images and slices, whether each stands for an image, their patches, and
+    where they are."""
+    ids, types, sizes, spans = list[int](), list[int](), list[tuple[int, int]](), list[ImageSpan]()
+
+    def write(*tokens: int) -> None:
+        ids.extend(tokens)
+        types.extend(token == IMAGE_TOKEN for token in tokens)
+
+    def add(rows: int, columns: int, **settings: Any) -> None:
+        spans.append(ImageSpan(len(ids), rows, columns, **settings))
+        sizes.append((4 * rows, 4 * columns))
+        write(*[IMAGE_TOKEN] * rows * columns)
+
+    for _ in range(3):
+        grid = rng.choice([(0, 0), (1, 3), (3, 1), (2, 2), (2, 3)])
+        size = rng.randint(1, 9), rng.randint(1, 9)
+        breaks = rng.randint(0, 2)
+        write(BEFORE_IMAGES)
+        add(rng.randint(1, 9), rng.randint(1, 9), slices=grid, marks=1 + breaks)
+        write(AFTER_IMAGES)
+        for row in range(grid[0]):
+            write(*[LINE] * (row > 0))
+            for _ in range(grid[1]):
+                write(BEGIN_SLICE)
+                add(*size)
+                write(END_SLICE)
+        write(*[LINE] * breaks, *[5] * rng.randint(1, 3))
+    return ids, types, sizes, spans
+
+
+def test_places_on_canvases_are_those_of_transformers() -> None:
+    """Images with and without slices, in rows and columns, at the beginning of a prompt and before line breaks."""
+    family = getattr(transformers, "MiniCPMV4_7Model", None)
+    if family is None:
+        pytest.skip("needs transformers 5.23")
+    theirs = object.__new__(family)
+    theirs.config = SimpleNamespace(
+        downsample_mode="16x",
+        image_start_id=BEFORE_IMAGES,
+        image_end_id=AFTER_IMAGES,
+        slice_start_id=BEGIN_SLICE,
+        slice_end_id=END_SLICE,
+        newline_id=LINE,
+    )
+    rng = random.Random(0)
+    for _ in range(30):
+        ids, types, sizes, spans = canvas_prompt(rng)
+        given = (torch.tensor([tokens]).int() for tokens in (ids, types))
+        expected, delta = theirs.get_rope_index(*given, torch.tensor(sizes))
+        np.testing.assert_array_equal(canvas_positions(spans, 0, len(ids)), expected[:, 0])
+        first, last = sorted(rng.sample(range(len(ids)), 2))
+        np.testing.assert_array_equal(canvas_positions(spans, first, last), expected[:, 0, first:last])
+        assert offset_behind(canvas_positions, spans, len(ids)) == delta.item()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 MAX_PROMPT_IMAGES = 64
 """The most images of a prompt, with all their tiles."""
-MOST_IMAGE_BYTES = 151
+MOST_IMAGE_BYTES = 159
 """The most bytes of an image in a message, or of a tile that is an image of its own."""
 
 
@@ -49,6 +51,11 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The place of its first pixel there."""
     whole_prompt: int = 0
     """The tokens of its prompt, if all of them attend to each other; 0: they do not."""
+    slices: tuple[int, int] | None = None
+    """The rows and columns of slices of it that follow, each an image of its own, in a model that places both on one
+    canvas; None: it is a slice, or the model has none."""
+    marks: int = 0
+    """Tokens of marks behind it, or behind its last slice, that have a place on the canvas, too."""
     tiles: TileGrid | None = None
     """Its tiles, if its tokens stand with vectors between them, as one row; None: it is read as it is."""
 
@@ -73,3 +80,9 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             return position - self.first
         row, column = divmod(position - self.first, self.columns + self.gap)
         return row * self.columns + min(column, self.columns)
+
+
+def end_of_images(images: Sequence[PromptImage]) -> int:
+    """Return the position behind the last of a prompt's images, and behind what belongs to its canvas."""
+    whole = next((image for image in reversed(images) if image.slices is not None), images[-1])
+    return images[-1].end + whole.marks

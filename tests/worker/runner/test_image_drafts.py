@@ -104,7 +104,7 @@ def test_a_head_reads_images_as_over_the_whole_text(tmp_path: Path, monkeypatch:
     images = [make_image(*allowed_size(requests.vision, *size), seed) for *size, seed in drawn]
     rows = torch.tensor([place for place, token in enumerate(text) if token == IMAGE_ID])
     end = len(text) - 1
-    behind = torch.arange(len(prompt), end) + offset_behind(spans, end)
+    behind = torch.arange(len(prompt), end) + offset_behind(angle_positions, spans, end)
     batch = make_batch([(RequestState(), text[:-1])], driver.kv_cache, driver.backend, driver.blocks)
     with torch.inference_mode():
         embeddings = torch.cat(tower([torch.from_numpy(image) for image in images], requests.processor))

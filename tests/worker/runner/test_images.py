@@ -24,6 +24,7 @@ FAMILIES = [
     "qwen 2.5-vl",
     "qwen 3-vl",
     "minicpm-v 4.6",
+    "minicpm-v 4.7",
     "nemotron 3 omni",
     "gemma 3 with vision",
     "gemma 4 with vision, layer inputs and shared keys",

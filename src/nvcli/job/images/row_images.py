@@ -8,11 +8,11 @@ of the image's digest: prompts with other images never begin alike, and nothing 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from hashlib import blake2b, shake_128
-from itertools import chain, zip_longest
+from itertools import chain, islice, takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -87,10 +87,12 @@ class RowImages:
         text: ImageText | None = None,
         *,
         whole_prompts: bool = False,
+        canvas_marks: Sequence[int] = (),
     ) -> None:
         """`token_id` stands for an image in rendered conversations, once it is written as `text` says; None: chat
-        templates write it. `whole_prompts`: all tokens of a prompt attend to each other."""
-        self._whole_prompts = whole_prompts
+        templates write it. `whole_prompts`: all tokens of a prompt attend to each other. `canvas_marks`:
+        `VisionConfig.canvas_marks`"""
+        self._whole_prompts, self._canvas_marks = whole_prompts, canvas_marks
         self._processor, self._token_id, self._folders, self._text = processor, token_id, folders, text
         self.processes = ImageProcesses()
         self._memory = PixelMemory()
@@ -191,7 +193,21 @@ class RowImages:
         expanded += ids[start:]
         if self._whole_prompts:
             images = [msgspec.structs.replace(image, whole_prompt=len(expanded)) for image in images]
+        if self._canvas_marks:
+            self._place(
+                images, [(each.fit.grid, len(own)) for each, own in zip(pixels, of_images, strict=True)], expanded
+            )
         return expanded, PromptImages(images, tuple(pixels), num_tokens, self._token_id)
+
+    def _place(self, images: list[PromptImage], grids: Iterable[tuple[tuple[int, int], int]], ids: list[int]) -> None:
+        """Note in the first of the pictures of each image what belongs to its canvas. `grids`: the rows and columns of
+        slices of each image, and the number of its pictures."""
+        first = 0
+        for grid, count in grids:
+            behind = islice(ids, images[first + count - 1].end, None)
+            marks = sum(1 for _ in takewhile(self._canvas_marks.__contains__, behind))
+            images[first] = msgspec.structs.replace(images[first], slices=grid, marks=marks)
+            first += count
 
     def bare_prompt(self, pixels: Sequence[Pixels]) -> list[int]:
         """Return what `expand` takes for a prompt of these images alone, with nothing between rows."""

@@ -134,6 +134,7 @@ class ResolvedModel(RowSettings):
             self.image_folders,
             vision.text,
             whole_prompts=vision.has_whole_prompts,
+            canvas_marks=vision.canvas_marks,
         )
 
     @property

@@ -28,7 +28,7 @@ from nvcli.models.families.llama import CWM, HELIUM, INTERNLM3, LLAMA, SEED_OSS,
 from nvcli.models.families.llama4 import LLAMA4
 from nvcli.models.families.longcat import LONGCAT_FLASH
 from nvcli.models.families.mamba_hybrids import BAMBA, FALCON_H1, JAMBA
-from nvcli.models.families.minicpm import MINICPM3, MINICPM_OCR, MINICPM_V4_6
+from nvcli.models.families.minicpm import MINICPM3, MINICPM_OCR, MINICPM_V4_6, MINICPM_V4_7
 from nvcli.models.families.minimax import MINIMAX_M2, MINIMAX_M3, MINIMAX_TEXT_01
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MISTRAL_LARGE4, MIXTRAL
 from nvcli.models.families.muse import MUSE_GLIMMER, MUSE_SPARK
@@ -144,6 +144,7 @@ FAMILIES: tuple[Family, ...] = (
     SEED_OSS,
     MINICPM3,
     MINICPM_V4_6,
+    MINICPM_V4_7,
     MINICPM_OCR,
     DEEPSEEK_V2,
     DEEPSEEK_V3,

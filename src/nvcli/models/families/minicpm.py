@@ -1,5 +1,5 @@
 """MiniCPM3 (https://huggingface.co/openbmb/MiniCPM3-4B): latent attention, and multipliers of embeddings, of residuals
-by the model's depth, and of logits by its width. MiniCPM-V 4.6 and MiniCPM-OCR: Qwen 3.5 after a vision tower."""
+by the model's depth, and of logits by its width. MiniCPM-V 4.6, 4.7 and MiniCPM-OCR: Qwen 3.5 after a vision tower."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nvcli.models.families.model_file import ModelFile, read_by_type
 from nvcli.models.families.qwen_hybrid import QWEN3_5, read_qwen3_5, read_qwen3_5_moe
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.vision.minicpm import read_minicpm_vision
+from nvcli.models.vision.minicpm import read_minicpm4_7_vision, read_minicpm_vision
 
 
 def read_minicpm3(config: ModelFile) -> DecoderConfig:
@@ -49,6 +49,14 @@ MINICPM_V4_6 = Family(
     read=lambda config: read_by_type(config, _TEXT_PARTS, "qwen3_5_text"),
     read_vision=read_minicpm_vision,
     defaults=QWEN3_5.defaults,
+)
+MINICPM_V4_7 = replace(
+    MINICPM_V4_6,
+    name="MiniCPM-V 4.7",
+    architectures=("MiniCPMV4_7ForConditionalGeneration",),
+    features="MiniCPM-V 4.6 with places of images and slices on one canvas",
+    examples=("openbmb/MiniCPM-V-4.7-1B",),
+    read_vision=read_minicpm4_7_vision,
 )
 MINICPM_OCR = replace(
     MINICPM_V4_6,

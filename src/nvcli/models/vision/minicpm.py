@@ -1,18 +1,20 @@
-"""The tower of MiniCPM-V 4.6 (https://github.com/OpenBMB/MiniCPM-V) and MiniCPM-OCR, as config.json spells it.
+"""The tower of MiniCPM-V 4.6 and 4.7 (https://github.com/OpenBMB/MiniCPM-V) and MiniCPM-OCR, as config.json spells it.
 Torch-free.
 
 After some layers of SigLIP's, squares of patches attend among themselves and become one patch each. Large images are
-read as a whole and then in slices, which are marked in the prompt.
+read as a whole and then in slices, which are marked in the prompt, and in MiniCPM-V 4.7 have places on one canvas.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.image_text import ImageText
 from nvcli.models.vision.siglip import SQUARES, siglip_sizes
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import side_of
+from nvcli.models.vision.vision_file import read_axes, side_of
 
 _EARLY = f"{TOWER}.early_merger."
 _NAMES = TowerNames(
@@ -31,6 +33,7 @@ _SLICES = ImageText(
     tile_end="</slice>",
     row_end="\n",
 )
+_MARKS = "slice_start_id", "slice_end_id", "image_start_id", "image_end_id", "newline_id"
 _SQUARE = 2
 _EARLY_MERGES = {"16x": _SQUARE, "4x": 1}
 """`downsample_mode`: the patches of which one token is made, and the side of the squares that become one patch."""
@@ -59,3 +62,9 @@ def read_minicpm_vision(config: JsonFile, vision: JsonFile, text: JsonFile, mode
         text=_SLICES,
         **sizes,
     )
+
+
+def read_minicpm4_7_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of MiniCPM-V 4.7, which is that of 4.6."""
+    tower, marks = read_minicpm_vision(config, vision, text), tuple(config.get(key, int) for key in _MARKS)
+    return replace(tower, axes=read_axes(text, (11, 11, 10), is_interleaved=True), canvas_marks=marks)

@@ -213,6 +213,9 @@ class VisionConfig:
     or not."""
     numbers_images: bool = False
     """Whether a token's positions are those of `numbered_positions`."""
+    canvas_marks: tuple[int, ...] = ()
+    """The ids of the tokens that mark images and slices and end rows of slices, if images and slices have places on one
+    canvas (`canvas_positions`); empty: they have none."""
     attends_both_ways: Literal["", "windows", "all", "prompts"] = ""
     """The decoder's layers in which the tokens of an image attend to all of it, also after them: none, those with a
     window, or all. prompts: all, and so do all tokens of a prompt that has images."""

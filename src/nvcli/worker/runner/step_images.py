@@ -24,10 +24,16 @@ from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.whole_images import WholeImage, plan_both_ways
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
-from nvcli.core.prompt_image import PromptImage
+from nvcli.core.prompt_image import PromptImage, end_of_images
 from nvcli.kernels.step_tensors import StepRows
 from nvcli.models.causal_lm import CausalLM
-from nvcli.models.vision.positions import ImageSpan, angle_positions, numbered_positions, offset_behind
+from nvcli.models.vision.positions import (
+    ImageSpan,
+    angle_positions,
+    canvas_positions,
+    numbered_positions,
+    offset_behind,
+)
 from nvcli.sizing.images import image_buffer_bytes
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.worker.runner.image_encoder import ImageEncoder
@@ -85,7 +91,9 @@ class StepImages:
         vision, tower, head = model.config.vision, model.vision, model.config.draft_head
         assert vision is not None
         self._vision, self._device = vision, device
-        self._angle_positions = numbered_positions if vision.numbers_images else angle_positions
+        self._angle_positions = canvas_positions if vision.canvas_marks else angle_positions
+        if vision.numbers_images:
+            self._angle_positions = numbered_positions
         self._num_axes = len(self._angle_positions((), 0, 0))
         self._kinds = [
             (spec.window, spec.kv_group) for spec in model.attention_kinds if vision.is_whole_in(spec.window)
@@ -130,7 +138,7 @@ class StepImages:
         for row in range(step.num_decodes, len(slots)):
             images = self._images.get(slots[row], ())
             first, end = ends[row] - int(counts[row]), ends[row]
-            if not images or first >= images[-1].whole[1]:
+            if not images or first >= max(images[-1].whole[1], end_of_images(images)):
                 continue
             if vision.axes:
                 rows.append(np.arange(starts[row], starts[row] + counts[row]))
@@ -160,7 +168,7 @@ class StepImages:
             of_slots = {new.slot: new.images for new in step.new_slots}
             self._offsets.set(
                 {
-                    slot: offset_behind(_spans(images), images[-1].end) if images else 0
+                    slot: offset_behind(self._angle_positions, _spans(images), end_of_images(images)) if images else 0
                     for slot, images in of_slots.items()
                 }
             )
@@ -220,4 +228,6 @@ class StepImages:
 
 
 def _spans(images: Sequence[PromptImage]) -> list[ImageSpan]:
-    return [ImageSpan(image.first, image.rows, image.columns, image.border) for image in images]
+    return [
+        ImageSpan(image.first, image.rows, image.columns, image.border, image.slices, image.marks) for image in images
+    ]
