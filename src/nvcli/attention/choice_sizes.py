@@ -16,7 +16,7 @@ _OTHER_NUMBERS, _LIST_NUMBERS = 3, 12
 
 
 class ChoiceKind(NamedTuple):
-    """What layers have in common that share a list of work, whatever numbers they keep beside their keys."""
+    """The settings that layers with one list of work have in common, whatever numbers they keep beside their keys."""
 
     geometry: Geometry
     top_k: int | None

@@ -29,7 +29,7 @@ _SELECTED_ALONE, _SELECT_WARPS_ALONE = 8192, 16
 """Scores that the selection reads at a time, and its warps: where multiprocessors have several programs, and where they
 have one at most. For one row of 32,768 keys an H200 takes 61 and 41 µs, for 2,048 tokens of a prompt 277 and 378."""
 _SELECTED_BY_WARP = 256
-"""Where tokens have fewer scores than that, a warp selects among so many."""
+"""Scores among which a warp selects, where tokens have few."""
 _TOGETHER, _FEW_TOGETHER, _MANY = 64, 16, 1024
 """Tokens that are multiplied with a tile of keys together where keys count by pools' best, in steps of more tokens than
 this and of others. An H200 takes 124 µs for 8,192 tokens of prompts of 8,000 with one head of 128, where it took 1,262
