@@ -104,7 +104,7 @@ _ADDS_BOS = frozenset((*_LLAMA3_NAMES, "tekken"))
 _ENDS = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
-        *("<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>"),
+        *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>"),
         *("<|return|>", "<|call|>", "<turn|>", "<|tool_response>"),
     )
 )
