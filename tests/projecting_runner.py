@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nvcli.attention import projected_latents, selection
 from nvcli.attention.backend import AttentionCase
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
 from nvcli.attention.projected_latents import ProjectedLatents
-from nvcli.attention.spec import AttentionSpec, HeadSizes, projected_kind
+from nvcli.attention.spec import HeadSizes, projected_kind
 from nvcli.attention.torch_backend import TorchBackend, read_blocks
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.core.engine_config import EngineConfig
@@ -40,23 +40,14 @@ class WrittenOut(ProjectedLatents):
             self.took.append(super().pays(num_tokens, seq_lens))
         return self.took[-1]
 
-    def forward(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        weight: Tensor,
-        batch: ForwardBatch,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
-        sizes, end = self._sizes, 0
+    def forward(self, layer: AttentionLayer, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor) -> None:
+        spec, sinks, sizes, end = layer.spec, layer.sinks, self._sizes, 0
         plain_dim, block_size = sizes.key_dim - sizes.rope_dim, batch.kv_cache.spec.block_size
         for row in range(batch.num_decoded_rows, batch.shape.num_rows):
             start, end = end, end + int(batch.num_tokens_host[row])
             length = int(batch.seq_lens[row])
             blocks = batch.block_tables[spec.kv_group, batch.slots[row], : -(-length // block_size)].long()
-            kept = read_blocks(batch.kv_cache, layer, blocks, self._dtype)[0][:length, 0, : self._spec.head_dim]
+            kept = read_blocks(batch.kv_cache, layer.number, blocks, self._dtype)[0][:length, 0, : self._spec.head_dim]
             latents, rotated = kept.split([spec.result_dim, sizes.rope_dim], dim=-1)
             of_heads = torch.einsum("ld,hcd->hlc", latents, weight.view(spec.num_heads, -1, spec.result_dim))
             keys = torch.cat((of_heads[..., :plain_dim], rotated.expand(spec.num_heads, -1, -1)), dim=-1)
