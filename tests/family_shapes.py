@@ -148,6 +148,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "altup_num_inputs": 3,
         },
     ),
+    "recurrentgemma": (
+        "RecurrentGemma",
+        {
+            "sliding_window": 20,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 1,
+            "lru_width": 48,
+            "head_dim": None,
+            "tie_word_embeddings": True,
+        },
+    ),
     "paligemma": ("PaliGemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
     "paligemma 2": (
         "PaliGemma 2",

@@ -182,6 +182,7 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("olmoe-1b-7b", 6.92),
         ("gemma-4-26b-a4b", 25.23),
         ("gemma-3n-e4b", 6.84),
+        ("recurrentgemma-2b", 2.68),
         ("bloomz-7b1", 7.07),
         ("mpt-7b-8k", 6.65),
         ("gemma-4-e4b", 7.46),

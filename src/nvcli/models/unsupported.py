@@ -78,7 +78,6 @@ _LACKING = {
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
     "Qwen4ExpForCausalLM": _SEVERAL_STREAMS,
     "Qwen4ExpForConditionalGeneration": _SEVERAL_STREAMS,
-    "RecurrentGemmaForCausalLM": _RECURRENT,
     "RwkvForCausalLM": _RECURRENT,
     "xLSTMForCausalLM": _RECURRENT,
     "ZayaForCausalLM": "its attention convolves queries and keys (CCA), which nvcli does not compute",

@@ -179,8 +179,9 @@ def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel
 
 
 def _matrices(tensors: list[TensorSpec], tensor_parallel_size: int) -> MatrixCosts:
-    """Count one rank's part of the matrices among `tensors`."""
-    matrices = [tensor for tensor in tensors if len(tensor.stored_shape) == 2]
+    """Count one rank's part of the matrices among `tensors`, alone or in stacks. The taps of a convolution, [channels,
+    1, taps], are none."""
+    matrices = [one for one in tensors if len(one.stored_shape) == 2 or one.stored_shape[1:2] > (1,)]
     return MatrixCosts(
         num_weights=sum(math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices),
         num_bytes=sum(tensor.kept_bytes(tensor_parallel_size) for tensor in matrices),

@@ -242,6 +242,7 @@ TWO_LAYERS = {
     "kimi linear": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "minimax text 01": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "recurrentgemma": {"num_hidden_layers": 2, "block_types": ["recurrent", "attention"]},
 }
 """Families with recurrent states."""
 

@@ -57,6 +57,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "kimi linear", num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"]
     ),
     "jamba": shape_of("jamba", num_hidden_layers=3, seed=13),
+    "recurrentgemma": shape_of(
+        "recurrentgemma", num_hidden_layers=2, block_types=["recurrent", "attention"], sliding_window=150
+    ),
     "mamba-2": shape_of("mamba 2", num_hidden_layers=2, seed=10),
     "minimax-text-01": shape_of(
         "minimax text 01", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], seed=11

@@ -52,6 +52,7 @@ from nvcli.models.families.qwen import (
     QWEN3_VL_MOE,
 )
 from nvcli.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from nvcli.models.families.recurrent_gemma import RECURRENT_GEMMA
 from nvcli.models.families.step import STEP
 from nvcli.models.families.vision_models import (
     GRANITE_DOCLING,
@@ -95,6 +96,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     GEMMA2,
     VAULT_GEMMA,
+    RECURRENT_GEMMA,
     GEMMA3,
     GEMMA3N,
     GEMMA4,
