@@ -154,6 +154,11 @@ MARKS = {
             "max_image_tokens": 60,
         }
     ),
+    "muse glimmer with vision": Marks(
+        ("<|image_start|>", "<|patch|>", "<|image_end|>"),
+        "<|patch|>",
+        {"image_processor_type": "MuseGlimmerImageProcessor", "patch_size": SIDE // 2, "max_image_tokens": 60},
+    ),
     "llama 4 with vision": Marks(
         ("<|image_start|>", "<|patch|>", "<|image_end|>"),
         "<|image|>",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,7 @@ def image_processor(family: str, kind: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
             patch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
-        sys.modules["torchvision.transforms.v2"].functional = None  # type: ignore[attr-defined]
+        sys.modules["torchvision.transforms.v2"].functional = SimpleNamespace(InterpolationMode=int)  # type: ignore[attr-defined]
         name = f"transformers.models.{family}.image_processing_with_pillow"
         path = Path(transformers.__file__).parent / f"models/{family}/image_processing_{family}.py"
         if not path.is_file():
@@ -142,8 +142,11 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         patches = found["pixel_values"][found["pixel_attention_mask"].bool()]
         by_channel = patches.view(-1, vision.patch_size**2, 3).transpose(1, 2).flatten(1)
         return {"pixel_values": by_channel, "image_grid_hw": found["spatial_shapes"]}
-    if vision.processor == "kimi_k25":
-        return _patches_row_by_row(vision, images, processor)
+    if vision.processor in ("kimi_k25", "muse_glimmer"):
+        found = _patches_row_by_row(vision, images, processor)
+        if vision.has_first_frames:
+            found["pixel_values"] = found["pixel_values"].flatten(1).repeat(1, vision.temporal_patch_size)
+        return found
     if vision.processor == "step3p7":
         scale = torch.tensor([processor.mean, processor.std])
         values = [(torch.from_numpy(image) * processor.factor - scale[0]) / scale[1] for image in images]
@@ -221,7 +224,7 @@ def _patches_of_any_number(
 def _patches_row_by_row(
     vision: VisionConfig, images: Sequence[np.ndarray], processor: ImageProcessor
 ) -> dict[str, Tensor]:
-    """Return what Kimi K2.5's processor makes of images, which needs torchvision."""
+    """Return what Kimi K2.5's processor makes of images, which needs torchvision, as that of Muse Glimmer does."""
     found = _patches_of_any_number(vision, images, processor)
     side, shapes = vision.patch_size, found["spatial_shapes"]
     patches = found["pixel_values"][found["pixel_attention_mask"].bool()].view(-1, side, side, 3).permute(0, 3, 1, 2)

@@ -84,6 +84,7 @@ FAMILIES = [
     "command a vision",
     "kimi k2.5 with vision",
     "llama 4 with vision",
+    "muse glimmer with vision",
     "step 3.7 with vision",
     "llava 1.5",
     "llava with siglip",
@@ -138,6 +139,8 @@ def test_towers_are_those_of_transformers(name: str, driver_of) -> None:
     with torch.inference_mode():
         expected = reference.get_image_features(**pixel_inputs(vision, images, PROCESSOR), return_dict=True)
         found = driver.model.vision([torch.from_numpy(image) for image in images], PROCESSOR)
+        if (norm := driver.model.model.embedding_norm) is not None:
+            found = [norm(None, each) for each in found]
     deep = getattr(expected, "deepstack_features", None) or []
     parts = (expected.pooler_output, *deep)
     whole = torch.cat([part.flatten(0, -2) if torch.is_tensor(part) else torch.cat(part) for part in parts], dim=1)

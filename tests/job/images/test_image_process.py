@@ -38,6 +38,7 @@ from nvcli.models.vision.image_size import (
     EdgeRule,
     FilledRule,
     MiddleRule,
+    ShapeRule,
     SizeRule,
 )
 from nvcli.models.vision.tile_size import SplitRule, TileRule, WindowRule
@@ -172,6 +173,9 @@ def test_sizes_of_small_images_are_those_of_transformers(height: int, width: int
     fit = filled.fit(height, width)
     assert (fit.picture, (fit.height, fit.width)) == navit_resize(height, width, 14, 2, 90, 40)
     assert fit.height * fit.width <= filled.max_tokens * SIDE**2
+    shown = image_processor("muse_glimmer", "MuseGlimmerImageProcessor").resize.__globals__["smart_resize"]
+    fit = ShapeRule(side=SIDE, most=40).fit(height, width)
+    assert (fit.height, fit.width) == shown(height, width, SIDE, 40)
     windows = WindowRule(side=7, whole=98, tile=49, longest=300)
     step = image_processor("step3p7", "Step3p7ImageProcessor")
     step.max_image_size = 300

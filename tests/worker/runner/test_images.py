@@ -44,7 +44,13 @@ FAMILIES = [
     "command a vision",
     "llava 1.5",
 ]
-MORE_ON_GPUS = ["kimi k2.5 with vision", "glm 5.3 flash with vision", "llama 4 with vision", "step 3.7 with vision"]
+MORE_ON_GPUS = [
+    "kimi k2.5 with vision",
+    "glm 5.3 flash with vision",
+    "llama 4 with vision",
+    "step 3.7 with vision",
+    "muse glimmer with vision",
+]
 """Families of which CPUs compare logits alone (`test_vision_parity.py`)."""
 Checkpoint = tuple[Path, ImageRequests, list[list[int]]]
 

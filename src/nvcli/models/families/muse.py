@@ -17,6 +17,7 @@ from nvcli.models.families.model_file import SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import AttentionConfig, OutputGate
 from nvcli.models.mixers.experts import FROM_LATENTS, LATENT_NORM, RESULT_SCALE, TO_LATENTS, ExpertsConfig
+from nvcli.models.vision.muse import read_muse_vision
 
 _GATES = (".self_attn.gate_proj", ".self_attn.g_proj")
 _LAYOUT = CheckpointLayout(renamed=(_GATES,))
@@ -126,9 +127,10 @@ def _decoder(
 MUSE_GLIMMER = Family(
     name="Muse Glimmer",
     architectures=("MuseGlimmerForConditionalGeneration",),
-    features="gated attention, full without rotary positions in every fourth layer; text alone",
+    features="gated attention, full without rotary positions in every fourth layer; a vision tower",
     examples=("meta-models/Muse-Glimmer-30B",),
     read=read,
+    read_vision=read_muse_vision,
 )
 MUSE_SPARK = Family(
     name="Muse Spark",

@@ -3,7 +3,7 @@
 Read from preprocessor_config.json, or from processor_config.json as newer versions of transformers write it.
 Torch-free: the parent, its image processes and the ranks read it. Each kind is one of transformers' image processors on
 Pillow, whose pixels it is held to; where one needs torchvision (LFM2-VL, Command A Vision, MiniCPM-OCR, Nemotron 3
-Omni, Kimi K2.5, Llama 4, Step 3.7), Pillow takes its steps.
+Omni, Kimi K2.5, Llama 4, Step 3.7, Muse Glimmer), Pillow takes its steps.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from nvcli.models.vision.image_size import (
     FilledRule,
     MiddleRule,
     PatchRule,
+    ShapeRule,
     SizeRule,
 )
 from nvcli.models.vision.tile_size import (
@@ -378,6 +379,13 @@ def _budget_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     return BudgetRule(side=vision.token_pixels, least=least, most=most)
 
 
+def _shape_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    file.only(
+        patch_size=vision.patch_size, merge_size=vision.merge_size, temporal_patch_size=vision.temporal_patch_size
+    )
+    return ShapeRule(side=vision.token_pixels, most=file.positive("max_image_tokens", 4096))
+
+
 def _tile(file: JsonFile, vision: VisionConfig, default: int) -> int:
     """Read the side of a square to which images are brought; it is the tower's."""
     size, wanted = _object(file, "size"), vision.tile_pixels
@@ -419,6 +427,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "glm5_next": _Kind(("Glm5Next",), _budget_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "llama4": _Kind(("Llama4",), _canvas_rule, 2, _HALF, _HALF),
     "step3p7": _Kind(("Step3p7",), _window_rule, 2, _CLIP_MEAN, _CLIP_STD, needs_file=False),
+    "muse_glimmer": _Kind(("MuseGlimmer",), _shape_rule, 1, _HALF, _HALF),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }
 

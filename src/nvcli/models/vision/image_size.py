@@ -292,6 +292,40 @@ class PatchRule(SizeRule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeRule(SizeRule):
+    """Images have as many tokens as they fill, or may have, rounded to the shape that is nearest to their own
+    (`smart_resize` of Muse Glimmer)."""
+
+    most: int
+    """The most tokens of an image."""
+
+    @property
+    def max_tokens(self) -> int:
+        return self.most
+
+    def fit(self, height: int, width: int) -> Fit:
+        tall, wide = height / self.side, width / self.side
+        if tall * wide > self.most:
+            ratio = wide / tall
+            tall = (self.most / ratio) ** 0.5
+            wide = tall * ratio
+        pairs = {
+            (rows, columns) for rows in _around(tall) for columns in _around(wide)
+        }  # among equals its order counts
+        grids = [(rows, columns) for rows, columns in pairs if rows >= 1 <= columns and rows * columns <= self.most]
+        if not grids:
+            grids = [(max(1, round(tall)), max(1, round(wide)))]
+        rows, columns = min(grids, key=lambda grid: abs(grid[0] / grid[1] - height / width))
+        if rows * columns > self.most:
+            raise ValueError("its sides differ too much")
+        return Fit(height=rows * self.side, width=columns * self.side)
+
+
+def _around(number: float) -> tuple[int, int]:
+    return math.floor(number), math.ceil(number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MiddleRule(SizeRule):
     """Images are brought to one length of their shorter side, and only a square in the middle is read (CLIP)."""
 

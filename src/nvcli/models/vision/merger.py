@@ -6,6 +6,7 @@ Each is held to transformers' own. Shapes: P patches, H hidden size of the tower
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,8 @@ class SquareMerger(nn.Module):
         if self.of_patch:
             first, second = self.of_patch
             x = second(F.gelu(first(x)))
-        x = self.norm(side_by_side(x, self.count)) if self.norms_squares else side_by_side(self.norm(x), self.count)
+        beside = partial(side_by_side, count=self.count, by_channel=self.config.by_channel)
+        x = self.norm(beside(x)) if self.norms_squares else beside(self.norm(x))
         x = self._activated(self.first(x))
         x = self.second(x)
         out: Tensor = self.projector(self._activated(x) if self.config.activates_result else x)

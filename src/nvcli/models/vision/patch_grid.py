@@ -214,6 +214,8 @@ def _interpolation(places: Ints, rows: int, columns: int, vision: VisionConfig) 
         if reach > 1:  # over the table's entries alone
             weights *= (taps >= 0) & (taps < side)
             weights /= weights.sum(1, keepdims=True)
+        if vision.interpolation == "faded":
+            weights *= (taps >= 0) & (taps < side)
         axes.append((np.clip(taps, 0, side - 1), weights.astype(np.float32)))
     (row_taps, row_weights), (column_taps, column_weights) = axes
     return (

@@ -118,7 +118,7 @@ class VisionTower(nn.Module):
         num_frames = max(1, config.temporal_patch_size)
         if config.has_last_channels:
             return patches.permute(0, 2, 3, 1).reshape(-1, config.patch_values)
-        frames = patches.unsqueeze(2).expand(-1, -1, num_frames, -1, -1)
+        frames = torch.stack([patches] * num_frames, dim=1 if config.has_first_frames else 2)
         return frames.reshape(-1, config.patch_values)
 
     def _compute(self, patches: Tensor, grid: PatchGrid) -> Tensor:

@@ -50,10 +50,11 @@ ProcessorKind = Literal[
     "glm5_next",
     "llama4",
     "step3p7",
+    "muse_glimmer",
 ]
 """The image processors of transformers, by the first part of their names."""
 Interpolation = Literal[
-    "corners", "borders", "enlarged", "antialiased", "bicubic", "nearest", "cropped", "axes", "turns"
+    "corners", "borders", "faded", "enlarged", "antialiased", "bicubic", "nearest", "cropped", "axes", "turns"
 ]
 
 
@@ -83,6 +84,8 @@ class MergerConfig:
     are."""
     has_norm: bool = True
     """Whether `squares` has a norm."""
+    by_channel: bool = False
+    """Whether `squares` puts the numbers of one channel side by side, and not those of one patch."""
     norms_squares: bool = False
     """Whether that norm is over all patches of a token together."""
     has_bias: bool = True
@@ -115,6 +118,8 @@ class VisionConfig:
     """Frames of a patch, in all of which an image is repeated; 0: weights have no axis of frames."""
     has_last_channels: bool = False
     """Whether the numbers of a patch are pixel by pixel, and not channel by channel."""
+    has_first_frames: bool = False
+    """Whether they are frame by frame, and not channel by channel."""
     has_flat_patches: bool = False
     """Whether files hold the projection of patches as a matrix, although they are channel by channel."""
     merge_size: int
@@ -201,10 +206,10 @@ class VisionConfig:
     """Whether files hold another entry before them, which nothing reads."""
     interpolation: Interpolation = "corners"
     """corners: bilinear, with the corners of the grid on those of the table; borders: bilinear, with their borders on
-    each other; enlarged: likewise, as if the grid were a tenth of a patch larger; antialiased: like borders, over more
-    entries where the grid is smaller; bicubic: likewise; nearest: the entry of a patch's first pixel; cropped: like
-    borders, as if the grid were a square of its longer side; axes: none, the entries of a column and a row are added;
-    turns: likewise, columns and rows taking turns in one table."""
+    each other; faded: like borders, over zeros around the table; enlarged: like borders, as if the grid were a tenth of
+    a patch larger; antialiased: like borders, over more entries where the grid is smaller; bicubic: likewise; nearest:
+    the entry of a patch's first pixel; cropped: like borders, as if the grid were a square of its longer side; axes:
+    none, the entries of a column and a row are added; turns: likewise, columns and rows taking turns in one table."""
     deepstack_layers: tuple[int, ...] = ()
     """The layers whose results are merged, too, and added to the residual stream after the decoder's first layers."""
     axes: tuple[int, ...] = ()
