@@ -63,7 +63,10 @@ NAMED = {"type": "function", "function": {"name": "look"}}
         ),
         ({"tools": [TOOL, STRICT]}, CallRule()),
         (
-            {"tools": [{"function": TOOL["function"]}], "tool_choice": {"function": {"name": "look"}}},
+            {
+                "tools": [msgspec.json.encode({"function": TOOL["function"]}).decode()],
+                "tool_choice": {"function": {"name": "look"}},
+            },
             CallRule(is_required=True, function="look"),
         ),
     ],
@@ -164,7 +167,7 @@ def test_contents_in_the_forms_of_other_servers(read_rows: ReadRows, message: di
 
 
 def test_arguments_of_earlier_tool_calls_become_objects(read_rows: ReadRows) -> None:
-    def calls(arguments: str) -> list[dict[str, Any]]:
+    def calls(arguments: str | None) -> list[dict[str, Any]]:
         function = {"name": "look", "arguments": arguments}
         return [*MESSAGES, {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}]
 
@@ -172,6 +175,11 @@ def test_arguments_of_earlier_tool_calls_become_objects(read_rows: ReadRows) -> 
     assert isinstance(job, Job)
     assert job.messages is not None
     assert job.messages[1]["tool_calls"][0]["function"]["arguments"] == {"at": [1, "x"]}
+    for none in ("", "null", None):
+        job = read(read_rows, "native", messages=calls(none))
+        assert isinstance(job, Job)
+        assert job.messages is not None
+        assert job.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
     result = read(read_rows, "native", messages=calls("{at"))
     assert isinstance(result, JobResult)
     assert result.error is not None

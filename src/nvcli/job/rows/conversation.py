@@ -16,7 +16,7 @@ from nvcli.core.validation import InvalidValue, Path, convert, is_integer, join_
 from nvcli.errors import RowError
 from nvcli.job.job import CallRule
 from nvcli.job.rows.pdf_part import PDF, pdf_pages
-from nvcli.job.rows.raw_values import decode_inner, decode_list
+from nvcli.job.rows.raw_values import decode_inner, decode_list, decode_nested
 
 TOOLS, TOOL_CHOICE, DOCUMENTS = "tools", "tool_choice", "documents"
 PARALLEL_TOOL_CALLS = "parallel_tool_calls"
@@ -212,15 +212,17 @@ def with_images(messages: list[dict[str, Any]], images: list[dict[str, Any]]) ->
 
 
 def _decode_arguments(call: Any, name: str) -> Any:
-    """Return a tool call with its arguments as an object, decoded if they are JSON text."""
+    """Return a tool call with its arguments as an object: decoded if they are JSON text, empty if there are none."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
-    try:
-        decoded = decode_inner(arguments) if arguments.strip() else {}
-    except msgspec.DecodeError:
-        raise InvalidValue((), f"`{name}.tool_calls` has arguments that are not JSON: {show(arguments)}") from None
-    return {**call, "function": {**function, "arguments": decoded}}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = decode_inner(arguments) if arguments.strip() else None
+        except msgspec.DecodeError:
+            raise InvalidValue((), f"`{name}.tool_calls` has arguments that are not JSON: {show(arguments)}") from None
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
 def conversation_options(given: Mapping[str, Any], *, under: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -274,6 +276,8 @@ def _check_parameters(schema: Any, path: Path) -> None:
 
 
 def _tools(value: Any, path: tuple[str, ...]) -> list[dict[str, Any]]:
+    if isinstance(value, list):
+        value = [_decoded_tool(tool) for tool in value]
     given = convert(value, list[dict[str, Any]], under=path)
     tools = [tool if "type" in tool else {"type": "function", **tool} for tool in given]
     for number, tool in enumerate(tools):
@@ -289,6 +293,13 @@ def _tools(value: Any, path: tuple[str, ...]) -> list[dict[str, Any]]:
         if strict is not None:
             convert(strict, bool, under=(*path, number, "function", "strict"))
     return tools
+
+
+def _decoded_tool(tool: Any) -> Any:
+    """Return a tool that is JSON text as an object, and any other value unchanged."""
+    with suppress(msgspec.DecodeError):
+        return decode_nested(tool)
+    return tool
 
 
 def _call_rule(choice: Any, tools: list[dict[str, Any]], path: tuple[str, ...]) -> CallRule:
