@@ -174,7 +174,6 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
             "max_position_embeddings": 16,
         },
     ),
-    "MuseSpark": ("MuseSparkText", "MuseSparkVision", {**_VISION, "image_size": 32, "patch_size": 4}),
     "Glm46V": ("Glm4vMoeText", "Glm4vMoeVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "Glm4vMoe": ("Glm4vMoeText", "Glm4vMoeVision", {**_QWEN_OR_GLM, "image_size": 24}),
     "GlmOcr": ("GlmOcrText", "GlmOcrVision", _QWEN_OR_GLM),
@@ -217,6 +216,7 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
             "max_position_embeddings": 16,
         },
     ),
+    "MuseSpark": ("MuseSparkText", "MuseSparkVision", {**_VISION, "image_size": 32, "patch_size": 4}),
     "Kimi_K25": (
         "DeepseekV3",
         "Kimi_K25Vision",

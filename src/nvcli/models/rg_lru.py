@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import StateSpec
+from nvcli.attention.spec import StateCache
 from nvcli.kernels.activation import gelu_tanh_times
 from nvcli.kernels.channel_scan import channel_scan
 from nvcli.kernels.fp8_types import Activations
@@ -51,16 +51,10 @@ class RgLru(TokenMixer):
     `o_proj`."""
 
     def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: RgLruConfig,
-        norm: NormConfig,
-        spec: StateSpec,
-        cache_layer: int,
+        self, build: BuildContext, path: str, config: RgLruConfig, norm: NormConfig, cache: StateCache
     ) -> None:
-        super().__init__(spec, cache_layer)
-        num_channels = spec.recurrent_shape[2]
+        super().__init__(cache)
+        num_channels = cache.spec.recurrent_shape[2]
         self.heads = RecurrentHeads(1, 1, 1, num_channels, rule="channel scan")
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", FUSED_INPUTS)
         self.conv = Convolution(build, [f"{path}.conv1d"])
@@ -76,7 +70,7 @@ class RgLru(TokenMixer):
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to
         advance their states later."""
-        conv_pool, pool, rows, kept = batch.states(self.spec.kv_group, self.cache_layer)
+        conv_pool, pool, rows, kept = batch.states(self.cache)
         factors, inputs = self.in_proj(x, batch.token_adapters).chunk(2, dim=1)
         values = self.conv(inputs, conv_pool, rows, kept, activates=False)
         rates = _RATE * F.softplus(self.rate.weight)
