@@ -50,6 +50,8 @@ class RgLru(TokenMixer):
     """Gelu(y) × the recurrence of a short convolution of x, of two projections y and x: [T, H] → [T, C], the input of
     `o_proj`."""
 
+    cache: StateCache
+
     def __init__(
         self, build: BuildContext, path: str, config: RgLruConfig, norm: NormConfig, cache: StateCache
     ) -> None:
