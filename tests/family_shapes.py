@@ -154,7 +154,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 20,
             "num_hidden_layers": 5,
             "num_key_value_heads": 1,
-            "lru_width": 48,
             "head_dim": None,
             "tie_word_embeddings": True,
         },

@@ -104,8 +104,8 @@ class MixtureOfExperts(FeedForward):
             latents = rms_norm(latents, self.latent_norm.weight, self.latent_norm.eps)
             self.experts(latents, Routes(routes.experts, torch.ones_like(routes.weights)), results)
             is_whole = self.group.size > 1 and self.experts.num_others == 0
-            if is_whole:  # norms are those of whole results
-                results = self.group.sum(results.flatten(0, 1)).view(results.shape)
+            if is_whole:  # norms are those of whole results, which are written to, unlike a sum
+                results = self.group.sum(results.flatten(0, 1)).view(results.shape).clone()
             results = self.result_norm(results, routes)
         if is_whole and self.group.rank > 0:
             out.zero_()

@@ -38,7 +38,7 @@ WIDE = {
     "dense_max_aspect": 3.0,
 }
 """Settings of Granite Docling, by which some images may have more tiles."""
-SIZES = [(1, 1), (1, 150), (4000, 30), (33, 35), (40, 100), (200, 60), (68, 68), (300, 290), (2, 3), (97, 31)]
+SIZES = [(1, 1), (1, 150), (1500, 30), (33, 35), (40, 100), (200, 60), (68, 68), (300, 290), (2, 3), (97, 31)]
 
 
 def idefics3(folder: Path, tokenizer: Any) -> Any:

@@ -271,6 +271,7 @@ class WindowRule(SizeRule):
         return (self.whole // self.side) ** 2 + self.most_tiles * (self.tile // self.side) ** 2
 
     def fit(self, height: int, width: int) -> Fit:
+        check_shape(height, width)
         is_squared = min(height, width) < _NARROW and max(height, width) > _LONG * min(height, width)
         fit = Fit(height=self.whole, width=self.whole, is_squared=is_squared)
         if is_squared:
