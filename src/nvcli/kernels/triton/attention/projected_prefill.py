@@ -36,8 +36,7 @@ from nvcli.kernels.whole_numbers import ceil_div
 
 SHARED_DIM = 64
 """The rotated numbers of a key."""
-_SHARED = tl.constexpr(SHARED_DIM)
-_ROWS, _COLUMNS, _DEPTH = tl.constexpr(128), tl.constexpr(128), tl.constexpr(64)
+_ROWS, _COLUMNS, _DEPTH = 128, 128, 64
 """The tile of the projection: tokens, columns, and numbers of a latent at a time."""
 
 
@@ -45,27 +44,31 @@ _ROWS, _COLUMNS, _DEPTH = tl.constexpr(128), tl.constexpr(128), tl.constexpr(64)
 def project_latents_kernel(
     cache,  # [num_blocks, BLOCK_SIZE, 1, CACHE_ROW], blocks BLOCK_STRIDE apart, or as `fp8_kv.py` says
     weight,  # [COLUMNS, LATENT], contiguous
-    scratch,  # [units, UNIT, COLUMNS + SHARED_DIM], written
+    scratch,  # [units, UNIT, COLUMNS + SHARED], written
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
     units,  # [units, 2] int32: the slot whose keys a unit holds, and which unit of them
     num_units,  # [1] int32
     block_table_stride,
     LATENT: tl.constexpr,
+    SHARED: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
-    CACHE_ROW: tl.constexpr,  # LATENT + SHARED_DIM, or more
+    CACHE_ROW: tl.constexpr,  # LATENT + SHARED, or more
+    ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """Programs take tiles of tokens and columns in turn, those of the same tokens one after the other."""
     IS_FP8: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv
-    COLUMN_TILES: tl.constexpr = (COLUMNS + _COLUMNS - 1) // _COLUMNS
-    WIDTH: tl.constexpr = COLUMNS + _SHARED
-    lanes = tl.arange(0, _ROWS)
-    depth = tl.arange(0, _DEPTH)
-    shared = tl.arange(0, _SHARED)
+    COLUMN_TILES: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
+    WIDTH: tl.constexpr = COLUMNS + SHARED
+    lanes = tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH)
+    shared = tl.arange(0, SHARED)
     num_rows = tl.load(num_units) * UNIT
-    for item in range(tl.program_id(0), tl.cdiv(num_rows, _ROWS) * COLUMN_TILES, tl.num_programs(0)):
-        row = item // COLUMN_TILES * _ROWS + lanes
+    for item in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * COLUMN_TILES, tl.num_programs(0)):
+        row = item // COLUMN_TILES * ROWS + lanes
         inside = row < num_rows
         unit = row // UNIT
         slot = tl.load(units + unit * 2, mask=inside, other=0).to(tl.int64)
@@ -73,12 +76,12 @@ def project_latents_kernel(
         block = tl.load(block_tables + slot * block_table_stride + token // BLOCK_SIZE, mask=inside, other=0)
         source = cache + block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * CACHE_ROW
         target = scratch + row.to(tl.int64) * WIDTH
-        column = item % COLUMN_TILES * _COLUMNS + tl.arange(0, _COLUMNS)
+        column = item % COLUMN_TILES * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
         is_column = column < COLUMNS
         latents = source[:, None] + depth[None, :]
         weights = weight + column[None, :] * LATENT + depth[:, None]
-        acc = tl.zeros([_ROWS, _COLUMNS], tl.float32)
-        for start in range(0, LATENT, _DEPTH):
+        acc = tl.zeros([ROWS, TILE_COLUMNS], tl.float32)
+        for start in range(0, LATENT, DEPTH):
             latent = tl.load(latents + start)
             if IS_FP8:
                 latent = latent.to(weight.dtype.element_ty)
@@ -86,7 +89,7 @@ def project_latents_kernel(
             acc = tl.dot(latent, one, acc, input_precision="ieee")
         if IS_FP8:  # the product of codes and weights is exact enough before it
             scales = scale_pointers(
-                cache, block.to(tl.int64), token % BLOCK_SIZE, 0, 1, LATENT + _SHARED, BLOCK_SIZE, BLOCK_STRIDE
+                cache, block.to(tl.int64), token % BLOCK_SIZE, 0, 1, LATENT + SHARED, BLOCK_SIZE, BLOCK_STRIDE
             )
             scale = tl.load(scales, mask=inside, other=0.0).to(tl.float32)
             acc = acc * scale[:, None]
@@ -176,7 +179,7 @@ class ProjectedPrefill:
         assert isinstance(tiles, ScratchTiles)
         assert weight.is_contiguous()
         heads, tables, cache = self._heads, layer.block_tables, layer.k_cache
-        most = ceil_div(self._num_units * UNIT.value, _ROWS.value) * ceil_div(heads.columns, _COLUMNS.value)
+        most = ceil_div(self._num_units * UNIT.value, _ROWS) * ceil_div(heads.columns, _COLUMNS)
         project_latents_kernel[(min(most, 2 * num_multiprocessors(self._shape.device)),)](
             cache,
             weight,
@@ -186,10 +189,14 @@ class ProjectedPrefill:
             tiles.num_units,
             tables.stride(0),
             LATENT=weight.shape[1],
+            SHARED=SHARED_DIM,
             COLUMNS=heads.columns,
             BLOCK_SIZE=self._shape.block_size,
             BLOCK_STRIDE=cache.stride(0),
             CACHE_ROW=cache.stride(1),
+            ROWS=_ROWS,
+            TILE_COLUMNS=_COLUMNS,
+            DEPTH=_DEPTH,
             num_warps=8,
             num_stages=3,
         )

@@ -56,6 +56,7 @@ def _route_kernel(
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     GROUP_TILE: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
     MEMBER_TILE: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
+    GROUPS_PER_TOKEN: tl.constexpr = ROUTING.groups_per_token
     IS_MIXED: tl.constexpr = ROUTING.scoring == "sparsemixer"
     await_kernel_before(DEPENDENT)
     token = tl.program_id(0)
@@ -87,7 +88,7 @@ def _route_kernel(
     if correction_ptr is not None:
         choice = scores + tl.load(correction_ptr + expert, mask=exists, other=0.0)
     may_be_chosen = exists
-    if ROUTING.groups_per_token < NUM_GROUPS:
+    if GROUPS_PER_TOKEN < NUM_GROUPS:
         valid = tl.where(exists & (choice == choice), choice, float("-inf"))
         group_scores = tl.max(valid, 1)
         if ROUTING.sums_two_best:
@@ -96,7 +97,7 @@ def _route_kernel(
         groups = tl.arange(0, GROUP_TILE)
         ranked_groups = _ranked(_ordered(group_scores, groups < NUM_GROUPS), groups)
         is_best = groups < 0
-        for _ in tl.static_range(ROUTING.groups_per_token):
+        for _ in tl.static_range(GROUPS_PER_TOKEN):
             best_group = tl.max(ranked_groups, 0)
             is_best = is_best | (ranked_groups == best_group)
             ranked_groups = tl.where(ranked_groups == best_group, -9223372036854775808, ranked_groups)
