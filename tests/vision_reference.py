@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -41,7 +42,8 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
     In `forward`, Gemma 4 12B attends to images both ways in all of its layers; its masks for `generate`, and Google's
     code, do so only in those with a window (https://github.com/huggingface/transformers/issues/46711). Version 5.17
     interpolates PaddleOCR-VL's positions from corner to corner, and version 5.23 from border to border. HunyuanOCR's
-    code turns both halves of a head by the same axes, and enlarges the grid to which positions are interpolated.
+    code turns both halves of a head by the same axes, and enlarges the grid to which positions are interpolated. Muse
+    Glimmer's positions are those of the turned grid, as in version 5.24.
     """
     (name,) = json.loads((path / "config.json").read_text())["architectures"]
     if is_too_old(family := name.partition("For")[0]):
@@ -51,6 +53,9 @@ def load_reference(path: Path) -> transformers.PreTrainedModel:
         modeling_gemma4_unified.create_masks_for_generate = modeling_gemma4_unified.create_masks_for_vision_model
     if model.config.model_type == "paddleocr_vl":
         model.model.visual.vision_model.embeddings.interpolation_align_corners = False
+    if model.config.model_type == "muse_glimmer" and Version(transformers.__version__) < Version("5.24"):
+        embedder = model.model.vision_tower.patch_embedder
+        embedder.forward = partial(_turned, embedder.forward)
     if model.config.model_type == "hunyuan_vl":
         model.model.language_model.rotary_emb.recomposition_frequencies = lambda angles: torch.cat(
             2 * [torch.cat([of_axis[axis] for axis, of_axis in enumerate(angles.split(2, dim=-1))], dim=-1)], dim=-1
@@ -80,6 +85,10 @@ def _projected(model: Any, get_image_features: Callable[..., Any], *inputs: Any,
     found = get_image_features(*inputs, **settings)
     found.pooler_output = model.multi_modal_projector(found.last_hidden_state)
     return found
+
+
+def _turned(forward: Callable[..., Tensor], pixel_values: Tensor, grid_thw: Tensor, **others: Any) -> Tensor:
+    return forward(pixel_values, grid_thw=grid_thw[:, [0, 2, 1]], **others)
 
 
 def _enlarged(embeddings: Any, patches: Tensor, height: int, width: int) -> Tensor:

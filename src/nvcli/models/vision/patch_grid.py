@@ -191,6 +191,9 @@ def _interpolation(places: Ints, rows: int, columns: int, vision: VisionConfig) 
         taps = places[:, ::-1] * step + np.array([0, second])
         return taps, np.ones(taps.shape, dtype=np.float32)
     side = round(vision.num_positions**0.5)
+    if vision.interpolation == "faded":  # patch i of a grid has the positions of number i of the turned grid
+        places = np.stack(np.divmod(places[:, 0] * columns + places[:, 1], rows), axis=1)
+        rows, columns = columns, rows
     if vision.interpolation == "nearest":
         bounds = (np.arange(1, side) / side).astype(np.float32)
         shares = places.astype(np.float32) / np.array([rows, columns], dtype=np.float32)
