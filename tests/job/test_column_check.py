@@ -193,6 +193,7 @@ def test_a_job_that_is_continued_has_the_right_columns(tmp_path: Path) -> None:
         (["a", "Conversations", "text"], "--messages-field Conversations"),
         (["answer", "text", "User Prompt", "instruction"], "--prompt-field instruction"),
         (["Prompt", "b"], "--prompt-field Prompt"),
+        (["inputs", "parameters"], "--prompt-field inputs"),
         (["x y", "z"], "with --prompt-field or --messages-field, or columns with --prompt-template"),
         (["id", "sampling"], "it has no columns beside `id` and `sampling`"),
         ([f"c{number}" for number in range(20)], "`c11` and 8 more"),

@@ -21,7 +21,10 @@ from nvcli.job.rows.prompt_rules import PromptRules, shown_columns
 
 MAX_HELD_ROWS = 100
 """How many of an input's first rows must share a fault (all rows of a shorter input)."""
-_PROMPT_NAMES = ("prompt", "prompts", "question", "instruction", "input", "query", "problem", "text", "content")
+_PROMPT_NAMES = (
+    *("prompt", "prompts", "question", "instruction", "input", "inputs", "query", "problem", "text", "text_input"),
+    "content",
+)
 _MESSAGES_NAMES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue")
 """Common names of columns with prompts and conversations, the likeliest first."""
 

@@ -18,10 +18,17 @@ from nvcli.job.rows.conversation import CONVERSATION_KEYS, REASONING_EFFORT
 from nvcli.job.rows.native_row import ADAPTER_KEY
 from nvcli.job.rows.openai_structured import STRUCTURED_KEYS
 
-_IN_SAMPLING = (*SamplingParams.__struct_fields__, "max_new_tokens", "max_completion_tokens")
+_IN_SAMPLING = (
+    *SamplingParams.__struct_fields__,
+    "max_new_tokens",
+    "max_completion_tokens",
+    "n_predict",
+    "stop_sequences",
+)
 _ELSEWHERE = {
     **dict.fromkeys(_IN_SAMPLING, "put it into `sampling`"),
     "sampling_params": "call it `sampling`",
+    **dict.fromkeys(("parameters", "generation_config"), "put its keys into `sampling`"),
     "system": 'give a message of the role "system" in `messages`, or set `job.system` (--system) for all rows',
     "system_prompt": 'give a message of the role "system" in `messages`, or set `job.system` (--system) for all rows',
     "chat_template": "a row cannot have its own; set `job.chat_template` (--chat-template) for all rows",
@@ -39,7 +46,7 @@ _BESIDE_BODY = {
     **dict.fromkeys((*_IN_SAMPLING, *CONVERSATION_KEYS, *STRUCTURED_KEYS, REASONING_EFFORT), "put it into `body`"),
     "chat_template_kwargs": "put it into `body`",
     "enable_thinking": "put it into `body.chat_template_kwargs`",
-    **dict.fromkeys(("sampling", "sampling_params"), "put its keys into `body`"),
+    **dict.fromkeys(("sampling", "sampling_params", "parameters", "generation_config"), "put its keys into `body`"),
     **dict.fromkeys(("image", "images", "multi_modal_data"), "put images into `body.messages`"),
     ADAPTER_KEY: "name the adapter as `body.model`",
 }
