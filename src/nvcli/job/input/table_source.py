@@ -174,8 +174,9 @@ def _bad_texts(name: str, column: Any) -> dict[int, RowError]:
     except Exception:
         return {}
     errors = {}
+    are_small = _most_value_bytes(column) <= MAX_LINE_BYTES
     for row, value in enumerate(column):
-        if _most_value_bytes(column.slice(row, 1)) <= MAX_LINE_BYTES:
+        if are_small or _most_value_bytes(column.slice(row, 1)) <= MAX_LINE_BYTES:
             try:
                 value.as_py()
             except UnicodeDecodeError as error:
