@@ -54,7 +54,7 @@ def test_what_the_formats_allow_between_and_behind_members(tmp_path: Path) -> No
     assert len(read(frames)) == 2
 
 
-@pytest.mark.parametrize("suffix", ["gz", "zst", "bz2", "xz"])
+@pytest.mark.parametrize("suffix", ["gz", "zst", "bz2"])
 @pytest.mark.parametrize("damage", ["truncated", "garbled", "not compressed"])
 def test_a_damaged_file_ends_the_reading_after_its_good_rows(tmp_path: Path, suffix: str, damage: str) -> None:
     lines = b"".join(b'{"prompt":"%s"}\n' % os.urandom(30).hex().encode() for _ in range(20_000))
@@ -102,7 +102,7 @@ def rle_frame(byte: bytes, num_blocks: int) -> bytes:
 @pytest.mark.parametrize("suffix", ["gz", "zst", "bz2", "xz"])
 @pytest.mark.parametrize("byte", [b"\n", b"a"])
 def test_what_unpacks_to_much_comes_in_small_pieces(suffix: str, byte: bytes) -> None:
-    plain = byte * (32 << 20)
+    plain = byte * ((4 if suffix in ("bz2", "xz") else 32) << 20)
     data = rle_frame(byte, 256) if suffix == "zst" else make_packer(suffix)(plain)
     unpacker = Unpacker(suffix)
     pieces = [*unpacker.feed(data[:500]), *unpacker.feed(data[500:])]
