@@ -44,13 +44,14 @@ def test_a_model_without_a_chat_template_continues_the_prompt(tmp_path: Path) ->
 
 
 def test_a_chat_through_a_pipe(tmp_path: Path) -> None:
-    """A line that gets no answer ends nothing, and shows in the exit code."""
-    lines = "What is 37 + 58?\n/nonsense\nWhat is 8 * 63?\n"
+    """A line that gets no answer ends nothing; one that is no text ends the chat."""
+    lines = b"What is 37 + 58?\r\n/nonsense\nWhat is 8 * 63?\n\xff\n"
     command = [*COMMAND, "chat", *MODEL, "--set", "sampling.n=2"]
-    ran = run_warm(command, cwd=tmp_path, env=ENVIRON, input=lines, capture_output=True, text=True)
-    assert (ran.returncode, ran.stdout.split()) == (1, ["95", "504"])
-    assert ran.stderr.startswith("nvcli: warning: `sampling.n` has no effect in a chat")
-    assert "/nonsense is not a command" in ran.stderr
+    ran = run_warm(command, cwd=tmp_path, env=ENVIRON, input=lines, capture_output=True)
+    assert (ran.returncode, ran.stdout.split()) == (2, [b"95", b"504"])
+    assert ran.stderr.startswith(b"nvcli: warning: `sampling.n` has no effect in a chat")
+    assert b"/nonsense is not a command" in ran.stderr
+    assert b"nvcli: error: a line of standard input is not UTF-8 text" in ran.stderr
 
 
 def test_a_task_without_answers_is_refused_before_the_model_is_loaded() -> None:

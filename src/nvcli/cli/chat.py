@@ -75,12 +75,13 @@ class _Pipe:
         from nvcli.errors import ConfigError
 
         try:
-            line = sys.stdin.readline() if sys.stdin is not None else ""
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"standard input is not UTF-8 text (byte {error.start})") from None
+            # As bytes: with a locale such as C.UTF-8, text may be what is not UTF-8.
+            line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
+            return line.decode().rstrip("\r\n") if line else None
+        except UnicodeDecodeError:
+            raise ConfigError("a line of standard input is not UTF-8 text; convert it with iconv") from None
         except KeyboardInterrupt:
             raise Interrupted("the chat has ended") from None
-        return line.rstrip("\n") if line else None
 
     def show(self, stream: AnswerStream) -> Answer:
         try:
