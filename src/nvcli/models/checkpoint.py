@@ -203,7 +203,7 @@ def weight_files(path: Path) -> list[Path]:
     form = _format_of(path)
     if files := form.files(path):
         return [Path(os.readlink(file)) if form is _GGUF and file.is_symlink() else file for file in files]
-    other, hint = other_weights(path), ""
+    other, hint = other_weights(path), "; copy the model's weights there"
     if other is not None:
         hint = f"; {other} is of another format: save the model with transformers' save_pretrained to convert it"
     raise LoadError(f"{path}: no *.safetensors file{hint}")

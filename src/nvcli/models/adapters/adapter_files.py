@@ -74,8 +74,9 @@ def read_adapter_tensors(folder: Path) -> AdapterTensors:
 
     file = folder / ADAPTER_WEIGHTS
     if not os.path.lexists(file):
-        pickled = (folder / _PICKLED).exists()
-        hint = f", but {_PICKLED}, which is pickled and not read: save the adapter again with peft" if pickled else ""
+        hint = "; download the adapter again"
+        if (folder / _PICKLED).exists():
+            hint = f", but {_PICKLED}, which is pickled and not read: save the adapter again with peft"
         raise LoadError(f"{folder}: no {ADAPTER_WEIGHTS}{hint}")
     groups: dict[tuple[str, int], dict[str, TensorInfo]] = {}
     whole: dict[str, TensorInfo] = {}

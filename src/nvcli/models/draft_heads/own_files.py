@@ -24,14 +24,16 @@ def find_head(name: str) -> str:
     """
     if name == MTP:
         return name
-    problem = f"`speculation.method` (--speculate) is {show(name)}, which is neither auto, none, lookup or {MTP}"
+    problem = f"`speculation.method` (--speculate) is {show(name)}, which is neither auto, none, lookup nor {MTP}"
     way_out = "give the folder of an EAGLE-3 head, or of a small model with the same tokens"
     try:
         found = find_model(name)
     except (ConfigError, LoadError) as error:
-        raise ConfigError(f"{problem} nor a folder ({error}): {way_out}") from None
+        raise ConfigError(f"{problem}, nor a folder ({error}): {way_out}") from None
     if found is None or not (found / CONFIG_FILE).is_file():
-        raise ConfigError(f"{problem} nor a folder with a {CONFIG_FILE}: {way_out}")
+        raise ConfigError(
+            f"{problem}, nor a folder with a {CONFIG_FILE} or a model in the local Hugging Face cache: {way_out}"
+        )
     return str(found.absolute())
 
 
