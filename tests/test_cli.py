@@ -430,7 +430,7 @@ def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path: Path, model_folder:
         ("generate x --trust-remote-code", "leave it out: nvcli never runs code"),
         ("serve m", "no such command 'serve'; nvcli serves nothing"),
         ("run_batch", "no such command 'run_batch'; `nvcli generate` answers OpenAI batch files"),
-        ("score x --temp 1", "no such option: --temp (Possible options:"),
+        ("score x --temp 1", "no such option: --temp; it is about `sampling.temperature`, which has no effect here"),
         ("merge x --device cpu", "no such option: --device\n  see: nvcli merge --help"),
     ],
 )

@@ -34,7 +34,8 @@ def _option_hint(option: str, options: set[str]) -> str | None:
     meant = [shown for key in _keys(name) if (shown := _spelled(key, options))]
     if meant:
         return f"nvcli calls it {' or '.join(meant)}"
-    return remarks().get(name)
+    unread = next((key for key in _keys(name) if _MARKS.get(key.partition(".")[0]) not in (None, *options)), None)
+    return remarks().get(name) if unread is None else f"it is about `{unread}`, which has no effect here; leave it out"
 
 
 def _keys(name: str) -> tuple[str, ...]:
