@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from nvcli.errors import ConfigError, LoadError
+from nvcli.models.adapters.find import find_adapter
 from nvcli.models.checkpoint import resolve_model, weight_files
 
 NAME = "someone/some-model"
@@ -180,6 +181,8 @@ def test_what_the_cache_has_of_a_model_that_cannot_be_downloaded(
         with pytest.raises(LoadError, match="HF_HUB_OFFLINE forbids downloading it") as error:
             resolve_model("o/m", revision=revision, weights=weights)
         assert str(error.value).endswith(f"\n{told}")
+    with pytest.raises(LoadError, match=r"adapter o/a: not in the local .*HF_HUB_OFFLINE forbids downloading it"):
+        find_adapter("o/a")  # of which the hub is asked in a dry run
     (snapshot / "m-Q8_0.gguf").write_text("")
     with pytest.raises(LoadError, match="HF_HUB_OFFLINE forbids downloading it") as error:
         resolve_model("o/m:Q4_K_M", revision=commit)

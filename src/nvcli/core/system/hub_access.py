@@ -66,6 +66,8 @@ def hub_problem(error: Exception, name: str, kind: Literal["model", "adapter", "
     """Explain an exception of huggingface_hub about `name`, and what to do."""
     from huggingface_hub import errors as hub
 
+    if isinstance(error, hub.DryRunError) and isinstance(error.__cause__, Exception):
+        return hub_problem(error.__cause__, name, kind)
     if isinstance(error, hub.HFValidationError):
         return "neither a folder nor a valid Hugging Face id (`owner/name`)"
     if isinstance(error, hub.OfflineModeIsEnabled):
