@@ -95,45 +95,6 @@ def store_row(
 
 
 @triton.jit
-def _silu_and_mul(gate, up):
-    """silu(gate) × up of bfloat16 numbers, rounded to bfloat16, in 9 instructions a number. Triton's own take 25: they
-    care for denormal numbers in exponentials and divisions, which round to what these round to, and convert numbers one
-    by one in the unit that computes exponentials."""
-    return tl.inline_asm_elementwise(
-        """{
-            .reg .f32 gate_0, gate_1, up_0, up_1, y_0, y_1;
-            .reg .b32 bits;
-            shl.b32 bits, $1, 16;
-            mov.b32 gate_0, bits;
-            and.b32 bits, $1, 0xffff0000;
-            mov.b32 gate_1, bits;
-            shl.b32 bits, $2, 16;
-            mov.b32 up_0, bits;
-            and.b32 bits, $2, 0xffff0000;
-            mov.b32 up_1, bits;
-            mul.f32 y_0, gate_0, 0fBFB8AA3B;
-            mul.f32 y_1, gate_1, 0fBFB8AA3B;
-            ex2.approx.ftz.f32 y_0, y_0;
-            ex2.approx.ftz.f32 y_1, y_1;
-            add.f32 y_0, y_0, 0f3F800000;
-            add.f32 y_1, y_1, 0f3F800000;
-            rcp.approx.ftz.f32 y_0, y_0;
-            rcp.approx.ftz.f32 y_1, y_1;
-            mul.f32 y_0, gate_0, y_0;
-            mul.f32 y_1, gate_1, y_1;
-            mul.f32 y_0, y_0, up_0;
-            mul.f32 y_1, y_1, up_1;
-            cvt.rn.bf16x2.f32 $0, y_1, y_0;
-        }""",
-        "=r,r,r",
-        [gate, up],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
 def _load_values(
     source,
     columns,
@@ -141,7 +102,6 @@ def _load_values(
     IS_WHOLE: tl.constexpr,  # all columns are within the row
     GATED: tl.constexpr,
     GELU: tl.constexpr,
-    ON_GPU: tl.constexpr,
 ):
     """Return the values to quantise in some columns of the row at `source`, in its type; 0 outside."""
     inside = None if IS_WHOLE else columns < SIZE
@@ -149,10 +109,7 @@ def _load_values(
     values = tl.load(source + columns, mask=inside, other=other)
     if GATED:
         up = tl.load(source + SIZE + columns, mask=inside, other=other)
-        if ON_GPU and not GELU and values.dtype == tl.bfloat16:
-            values = _silu_and_mul(values, up)
-        else:
-            values = (activate(values.to(tl.float32), GELU) * up.to(tl.float32)).to(values.dtype)
+        values = (activate(values.to(tl.float32), GELU) * up.to(tl.float32)).to(values.dtype)
     return values
 
 
@@ -168,7 +125,6 @@ def _quantise_kernel(
     BY_GROUPS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
-    ON_GPU: tl.constexpr,
 ):
     """Program (row, part of PART columns), or with one scale for a row (row), which holds its parts in registers: rows
     are seldom powers of two, and what a program computes outside of its row costs as much as what is inside."""
@@ -178,14 +134,14 @@ def _quantise_kernel(
     scales_ptr += row * NUM_SCALES
     if BY_GROUPS:
         first = tl.program_id(1) * PART
-        values = _load_values(source, first + tl.arange(0, PART), SIZE, SIZE % PART == 0, GATED, GELU, ON_GPU)
+        values = _load_values(source, first + tl.arange(0, PART), SIZE, SIZE % PART == 0, GATED, GELU)
         store_quantised(values.to(tl.float32), codes_ptr, scales_ptr, first, SIZE, PART, BY_GROUPS=True)
     else:
         parts = ()
         largest = tl.zeros([PART], tl.float32)
         for i in tl.static_range((SIZE + PART - 1) // PART):
             columns = i * PART + tl.arange(0, PART)
-            values = _load_values(source, columns, SIZE, (i + 1) * PART <= SIZE, GATED, GELU, ON_GPU)
+            values = _load_values(source, columns, SIZE, (i + 1) * PART <= SIZE, GATED, GELU)
             parts += (values,)  # type: ignore[assignment]
             largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
         scale = tl.maximum(tl.max(largest, axis=0), _LEAST) / _MAX
@@ -216,7 +172,7 @@ def _quantise_short_rows_kernel(
     largest = tl.zeros([_MANY_SHORT, PART], tl.float32)
     for i in tl.static_range((SIZE + PART - 1) // PART):
         columns = i * PART + tl.arange(0, PART)[None, :]
-        values = _load_values(source, columns, SIZE, (i + 1) * PART <= SIZE, GATED=False, GELU=False, ON_GPU=False)
+        values = _load_values(source, columns, SIZE, (i + 1) * PART <= SIZE, GATED=False, GELU=False)
         parts += (values,)  # type: ignore[assignment]
         largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
     scales = tl.maximum(tl.max(largest, axis=1), _LEAST) / _MAX
@@ -336,7 +292,6 @@ def _quantise(x: Tensor, scaling: FP8Scaling, activation: Activation | None = No
         BY_GROUPS=scaling == "block",
         GATED=activation is not None,
         GELU=activation == "gelu_tanh",
-        ON_GPU=x.is_cuda,
         num_warps=warps_of_row(part) if scaling == "block" else max(1, part // _WARP_PART.value),
     )
     return out
