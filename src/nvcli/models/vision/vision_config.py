@@ -206,10 +206,11 @@ class VisionConfig:
     """Whether files hold another entry before them, which nothing reads."""
     interpolation: Interpolation = "corners"
     """corners: bilinear, with the corners of the grid on those of the table; borders: bilinear, with their borders on
-    each other; faded: like borders, over zeros around the table, of the turned grid; enlarged: like borders, as if the grid were a tenth of
-    a patch larger; antialiased: like borders, over more entries where the grid is smaller; bicubic: likewise; nearest:
-    the entry of a patch's first pixel; cropped: like borders, as if the grid were a square of its longer side; axes:
-    none, the entries of a column and a row are added; turns: likewise, columns and rows taking turns in one table."""
+    each other; faded: like borders, over zeros around the table, and of the turned grid; enlarged: like borders, as if
+    the grid were a tenth of a patch larger; antialiased: like borders, over more entries where the grid is smaller;
+    bicubic: likewise; nearest: the entry of a patch's first pixel; cropped: like borders, as if the grid were a square
+    of its longer side; axes: none, the entries of a column and a row are added; turns: likewise, columns and rows
+    taking turns in one table."""
     deepstack_layers: tuple[int, ...] = ()
     """The layers whose results are merged, too, and added to the residual stream after the decoder's first layers."""
     axes: tuple[int, ...] = ()
