@@ -125,6 +125,13 @@ def may_share_prefixes(size: GraphSize, max_shared_rows: int, launch_bound_token
     return max_shared_rows > 0 and prefill_rows > 1 and prefill_tokens <= launch_bound_tokens
 
 
+def may_absorb(prefill_tokens: int, num_stages: int, launch_bound_tokens: int) -> bool:
+    """Whether a size has a graph for steps whose chunks do not attend to projected latents, in runs in which others do,
+    likewise captured on first use. Steps larger than `launch_bound_tokens` need none, unless there are several pipeline
+    stages: each chooses by its own layers, and all must pad a step alike."""
+    return prefill_tokens > 0 and (num_stages > 1 or prefill_tokens <= launch_bound_tokens)
+
+
 def graph_sizes(
     *, max_num_seqs: int, max_num_decodes: int, max_num_batched_tokens: int, launch_bound_tokens: int
 ) -> list[GraphSize]:

@@ -24,6 +24,7 @@ from nvcli.sizing.costs import activation_elements
 from nvcli.sizing.graph_sizes import (
     bound_tokens_of_home,
     draft_graph_sizes,
+    may_absorb,
     may_share,
     may_share_prefixes,
     step_graph_sizes,
@@ -188,7 +189,12 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
         for size in (*sizes, *of_head)
     )
     if _projected_row_bytes(config, model):  # steps whose chunks are attended without projecting latents
-        num_graphs += sum(0 < size[2] <= most_tokens for size in (*sizes, *of_head))
+        stages = config.pipeline_parallel_size
+        num_graphs += sum(
+            1 + (stages > 1 and may_share(size[0], config.max_shared_rows))
+            for size in (*sizes, *of_head)
+            if may_absorb(size[2], stages, most_tokens)
+        )
     num_graphs += _num_draft_graphs(config)
     if config.placed_adapters:  # steps with adapters and steps without them
         num_graphs *= 2

@@ -15,6 +15,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.sizing.graph_sizes import (
     bound_tokens_of_home,
     draft_graph_sizes,
+    may_absorb,
     may_share,
     may_share_prefixes,
     step_graph_sizes,
@@ -85,7 +86,9 @@ def _shapes_without_drafts(
     most_tokens = bound_tokens_of_home(config, model)
     absorbed: list[BatchShape] = []
     if backend.projected is not None:  # others are captured in runs that have them: of many chunks, or of long prompts
-        absorbed = [shape for shape in at_start if 0 < shape.prefill_tokens <= most_tokens]
+        stages = config.pipeline_parallel_size
+        of_stage = at_start if stages == 1 else at_start + late
+        absorbed = [shape for shape in of_stage if may_absorb(shape.prefill_tokens, stages, most_tokens)]
         late = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in late]
         at_start = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in at_start]
     # Chunks that share prefixes are short, so there may be many of them.
