@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidualGates:
-    """How a number g of each channel says what is kept of the stream, and what is added to it of a normed result: the
-    share b = sigmoid(g / temperature) is added, and the stream is multiplied by √(1 - b²), so that both together stay
-    as large as each of them was."""
+    """How a gate g of each channel mixes the stream with a block's normed result: the share b = sigmoid(g /
+    temperature) of the result is added, and the stream is multiplied by √(1 - b²), so that the sum stays as large as
+    each of them was."""
 
     temperature: float
     norm_eps: float

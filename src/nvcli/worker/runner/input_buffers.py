@@ -122,8 +122,8 @@ class InputBuffers:
         return num_logits, num_logits == shape.num_tokens
 
     def keeping(self, step: StepInput, forward: ForwardBatch, tokens: np.ndarray) -> ForwardBatch:
-        """Return the batch of a step without padding that returns the hidden states of `tokens` [M],
-        ascending, instead of the rows that need logits."""
+        """Return the batch of a step without padding, changed to keep the hidden states of `tokens` [M], ascending, in
+        place of those of the rows that need logits."""
         return replace(forward, logits_rows=to_device(tokens.astype(np.int64), forward.positions.device))
 
     def num_logits(self, shape: BatchShape) -> int:

@@ -31,9 +31,9 @@ have one at most. For one row of 32,768 keys an H200 takes 61 and 41 µs, for 2,
 _SELECTED_BY_WARP = 256
 """Scores among which a warp selects, where tokens have few."""
 _TOGETHER, _FEW_TOGETHER, _MANY = 64, 16, 1024
-"""Tokens that are multiplied with a tile of keys together where keys count by pools' best, in steps of more tokens than
-this and of others. An H200 takes 124 µs for 8,192 tokens of prompts of 8,000 with one head of 128, where it took 1,262
-for one token at a time."""
+"""Tokens that a program multiplies with a tile of keys where the best key of a pool counts: in steps of more than _MANY
+tokens, and in others. An H200 takes 124 µs for 8,192 tokens of prompts of 8,000 with one head of 128, and 1,262 for one
+token at a time."""
 _BINS = tl.constexpr(256)
 
 

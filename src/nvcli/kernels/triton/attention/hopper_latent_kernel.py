@@ -356,9 +356,9 @@ def hopper_latent_kernel(
     partial_lse,  # the same without D, base 2
     arrivals,  # [B, tiles] int32, 0 between launches
     chosen,  # [B, CHOSEN_ROW] int32, the positions of each row's keys; None: they are 0, 1, …
-    near_cache,  # the first number of a window's keys; this, its block tables, and how many keys each row sees,
-    near_tables,  # [slots, ...] int32, rows block_table_stride apart,
-    near_seen,  # [B] int32, are None unless rows attend to one before other keys
+    near_cache,  # the first number of a window's keys, which come before the others; None, like the next two: no window
+    near_tables,  # [slots, ...] int32, rows block_table_stride apart
+    near_seen,  # [B] int32, the tokens that each row sees
     window,  # there is none
     scale_log2,
     q_stride,

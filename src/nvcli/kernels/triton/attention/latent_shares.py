@@ -73,7 +73,7 @@ def _tiles(seq_lens, near_seen, places, stride, num_rows, most_keys, most_near):
 )
 def plan_shares_kernel(
     seq_lens,  # [num_rows] int32, keys of each row
-    near_seen,  # [num_rows] int32, of which it has a window's beside them; None: it has none
+    near_seen,  # [num_rows] int32, tokens that each row sees, the last of which are in its window; None: it has none
     slots,  # [num_rows] int64
     # [num_rows + num_shares, ITEM_FIELDS] int32, written: row, first key, end of the keys, number of the row's chunks,
     # the share of its first one, number of this chunk, the row's slot, and the row's keys

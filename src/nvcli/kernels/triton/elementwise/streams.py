@@ -25,8 +25,8 @@ three, 427 and 14 with 128 tokens, and 1,015 and 29 with 32 and nothing on its w
 _PROGRAMS = 4
 """Programs of the first kernel to aim for on each multiprocessor."""
 _FEW_PARTS, _BALANCED = 8, 16
-"""Up to so many parts of a token's sums, as prompts have, a program makes the shares of streams in each other of so
-many tokens; of one elsewhere."""
+"""With at most _FEW_PARTS parts of a token's sums, as in prompts, a program makes the shares of streams in each other
+of _BALANCED tokens; otherwise of one."""
 
 
 @triton.jit
@@ -188,8 +188,8 @@ def _share_kernel(
     BLOCK: tl.constexpr,  # SIZE, rounded up to a power of two
     DEPENDENT: tl.constexpr,
 ):
-    """The first programs make shares of streams in each other, if there are any, and the others a token's input of the
-    block."""
+    """The first programs make shares of streams in each other, if there are any; each other program makes the block's
+    input of a token."""
     COUNT: tl.constexpr = SETTINGS.count
     HAS_PAIRS: tl.constexpr = SHARES > 2 * COUNT
     await_kernel_before(DEPENDENT)
