@@ -12,7 +12,7 @@ from attention_setup import Bench, History
 
 from nvcli.attention import selection
 from nvcli.attention.backend import AttentionCase
-from nvcli.attention.choice_sizes import ChoiceSizes
+from nvcli.attention.choice_sizes import _LIST_BYTES, ChoiceSizes
 from nvcli.attention.chosen_keys import ChosenKeys, _on_hopper
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.hybrid import HybridBackend
@@ -24,6 +24,7 @@ from nvcli.errors import ConfigError
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.pool_settings import Pools
 from nvcli.kernels.triton.attention import latent_shares
+from nvcli.kernels.triton.attention.attention_launch import AttentionShape
 
 CASE = AttentionCase(
     device=torch.device("cpu"),
@@ -254,7 +255,19 @@ def test_what_the_choice_of_keys_takes_is_planned(top_k: int, pools: Pools, num_
         if isinstance(value, torch.Tensor)
     }
     scores = 4 * planned.score_rows(64) * planned.most_scores
-    assert planned.num_bytes(64) - scores == sum(taken.values()) + 64 * 48 * planned.num_lists
+    lists = (64 * 48 + _LIST_BYTES) * planned.num_lists
+    assert planned.num_bytes(64) - scores == sum(taken.values()) + lists
+
+
+def test_what_lists_of_work_take_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_shares, "num_multiprocessors", lambda device: 132)
+    shape = AttentionShape(
+        num_heads=128, num_kv_heads=1, head_dim=512, tail_dim=64, block_size=64, dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16, device=torch.device("cpu"), has_values=False,
+    )  # fmt: skip
+    attention = latent_shares.HopperLatents(shape, max_rows=64, top_k=2048)
+    taken = sum(value.nbytes for value in vars(attention).values() if isinstance(value, torch.Tensor))
+    assert 0.95 * _LIST_BYTES < taken - 64 * 48 < _LIST_BYTES
 
 
 def test_layers_with_and_without_index_keys_share_the_list_of_work(monkeypatch: pytest.MonkeyPatch) -> None:

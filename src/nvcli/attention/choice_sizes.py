@@ -13,6 +13,8 @@ _SCORE_BYTES = 256 << 20
 """The most bytes of the scores by which keys are chosen, but for one token's."""
 _OTHER_NUMBERS, _LIST_NUMBERS = 3, 12
 """How many keys a token sees and its slot, and its part of a list of work of Hopper GPUs, in numbers of 32 bits."""
+_LIST_BYTES = 35_000_000
+"""The results of parts of rows that each list has room for on an H200, in bytes."""
 
 
 class ChoiceKind(NamedTuple):
@@ -78,4 +80,5 @@ class ChoiceSizes:
         of_pools = self.most_pools + 1 if self.most_pools else 0  # and how many keys are chosen
         of_lists = len(self.rates) + self.num_lists * _LIST_NUMBERS
         of_token = self.num_choices * self.top_k + of_pools + of_lists + _OTHER_NUMBERS
-        return 4 * (self.score_rows(num_tokens) * self.most_scores + num_tokens * of_token)
+        numbers = self.score_rows(num_tokens) * self.most_scores + num_tokens * of_token
+        return 4 * numbers + self.num_lists * _LIST_BYTES
