@@ -341,6 +341,8 @@ _STEP = {
         ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, ["`hidden_activation`", "relu", "gelu_pytorch_tanh"]),
         ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5, 1]}, ["1.0 is not a"]),
         ("Gemma3nForCausalLM", {"altup_active_idx": 1}, ["`altup_active_idx`: 1 is not supported"]),
+        ("RecurrentGemmaForCausalLM", {"block_types": [["attention"]]}, ["`block_types`", "recurrent and attention"]),
+        ("RecurrentGemmaForCausalLM", {"block_types": []}, ["`block_types`: []"]),
         (
             "Gemma4ForCausalLM",
             {

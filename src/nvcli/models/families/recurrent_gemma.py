@@ -48,8 +48,8 @@ def read(config: ModelFile) -> DecoderConfig:
         conv_taps=config.conv_taps("conv1d_width"),
     )
     mixers: dict[str, Mixer] = {"recurrent": recurrent, "attention": attention}
-    pattern = config.values.get(_KINDS) or ["recurrent", "recurrent", "attention"]
-    if not isinstance(pattern, list) or not all(kind in mixers for kind in pattern):
+    pattern = config.values[_KINDS] if config.has(_KINDS) else ["recurrent", "recurrent", "attention"]
+    if not isinstance(pattern, list) or not pattern or any(kind not in [*mixers] for kind in pattern):
         raise config.error(_KINDS, f"{show(pattern)} is not a list of recurrent and attention")
     size = config.positive("intermediate_size", least=2) // 2
     mlp = config.replacing(intermediate_size=size).mlp(key="hidden_activation", default="gelu_pytorch_tanh", bias=True)

@@ -54,7 +54,7 @@ def side_of(vision: JsonFile, key: str, default: int) -> int:
     """Read the side of a square in pixels: a number, or a list of two equal ones. It may be absent."""
     value = vision.values.get(key)
     if isinstance(value, list):
-        if len(value) != len({*value}) + 1 or not value:
+        if len(value) != 2 or value[0] != value[1]:
             raise vision.error(key, f"{show(value)} is not a square")
         vision = vision.replacing(**{key: value[0]})
     return vision.positive(key, default)
