@@ -576,6 +576,7 @@ def test_files_that_cannot_be_read_say_why(
     ("name", "others", "told"),
     [
         ("deepseek 3", {"deepseek2.attention.temperature_scale": 0.1}, "queries that grow with their position"),
+        ("deepseek 3", {"deepseek2.nextn_predict_layers": 9}, "nextn_predict_layers`: 9 of . layers"),
         (
             "gemma 4, keys as values",
             {"gemma4.attention.sliding_window_pattern": None},

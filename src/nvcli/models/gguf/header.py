@@ -62,8 +62,10 @@ class GGUFHeader:
         return self.tensors[name]
 
     def read_floats(self, name: str) -> list[float]:
-        """Read a small tensor in float32. Raises LoadError if it is missing or of another type."""
+        """Read a small tensor in float32. Raises LoadError if it is missing, empty or of another type."""
         tensor = self.tensor(name)
+        if not tensor.num_bytes:
+            raise LoadError(f"{tensor.file}: tensor {name} is empty; download the file again")
         if tensor.type.name != "F32":
             raise LoadError(f"{tensor.file}: tensor {name} is stored as {tensor.type.name}, and belongs in F32")
         with open_regular(tensor.file) as stream:

@@ -37,7 +37,11 @@ class Settings:
     @property
     def num_layers(self) -> int:
         """The layers of the decoder; a head that drafts tokens is counted in the file."""
-        return self.keys.positive("block_count") - self.keys.get("nextn_predict_layers", int, 0)
+        key, count = "nextn_predict_layers", self.keys.positive("block_count", most=_MOST_LAYERS)
+        of_head = self.keys.get(key, int, 0)
+        if not 0 <= of_head < count:
+            raise self.keys.error(key, f"{of_head} of {count} layers, which leaves no decoder; download the file again")
+        return count - of_head
 
     @property
     def head_dim(self) -> int | None:
