@@ -15,6 +15,8 @@ from nvcli.models.rope_config import RopeConfig, read_rope, rope_section
 
 _CHOOSES, _SHARES = ("full", "F"), ("shared", "S")
 """Names in files for layers that choose their keys, and for layers that reuse the choice of the layer before them."""
+_LARGEST_FACTOR = 1000
+"""The largest factor of scores where a context is stretched; more than any model has."""
 _NORM_EPS = 1e-6
 """The epsilon of the norms of latent vectors, which transformers does not take from config.json."""
 
@@ -109,6 +111,7 @@ def _score_factor(config: ModelFile, rope: RopeConfig) -> float:
     if rope.rope_type == "default" or not weight or rope.factor <= 1:
         return 1.0
     factor = 0.1 * weight * math.log(rope.factor) + 1.0
-    if factor <= 0:
-        raise rope_section(config).error("mscale_all_dim", f"{show(weight)} gives no factor above zero")
+    if not 0 < factor <= _LARGEST_FACTOR:
+        problem = f"{show(weight)} gives a factor of {factor:g}; allowed: above 0, up to {_LARGEST_FACTOR:,}"
+        raise rope_section(config).error("mscale_all_dim", problem)
     return factor**2
