@@ -142,6 +142,8 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
         most += code_elements(hidden)
     most += model.decoder.has_shortcuts * hidden  # the result that waits for the next layer
     most += (model.decoder.num_streams - 1) * hidden
+    if model.decoder.altup is not None:  # whose layers keep the streams, and what they guess of them beside these
+        most += model.decoder.num_streams * hidden
     inputs = model.decoder.layer_inputs
     if inputs is not None:  # those of all layers live through the pass; making them takes four times as much
         width = model.num_layers * inputs.size
