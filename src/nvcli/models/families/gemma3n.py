@@ -67,10 +67,6 @@ def _mlps(config: ModelFile) -> Iterator[MLPConfig]:
         if not 0 <= share < 1:
             raise config.error(_SPARSITY, f"{show(share)} is not a share, from 0 to below 1")
         mlp = of_layer.mlp(key="hidden_activation", default="gelu_pytorch_tanh")
-        if mlp.activation.kind != "gelu_tanh":
-            raise config.error(
-                "hidden_activation", f"{mlp.activation.kind} is not supported; supported: gelu_pytorch_tanh"
-            )
         yield (
             mlp
             if share == 0
