@@ -239,9 +239,9 @@ def _canvas_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
 def _window_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     file.only(vision_patch_size=vision.patch_size, downsampler_stride=vision.merge_size)
     size = _object(file, "size")
-    whole, side = size.positive("height", 728), vision.token_pixels
+    whole, side = size.positive("height", 728, most=_MOST_SIDE), vision.token_pixels
     size.only(width=whole)
-    tile = file.positive("patch_size", 504)
+    tile = file.positive("patch_size", 504, most=_MOST_SIDE)
     for key, length in (("size", whole), ("patch_size", tile)):
         if length % side:
             raise file.error(key, f"{length} is not a multiple of {side}, the pixels of a token")
