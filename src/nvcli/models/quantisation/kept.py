@@ -31,8 +31,8 @@ def stored_groups(quantisation: Quantisation | None, kept_as: KeptWeights, *, ha
     if quantisation is None or quantisation.bits != 4 or quantisation.numbers in ("fp4", "table"):
         found = "not quantised" if quantisation is None else quantisation.name
         raise ConfigError(
-            f"`quantization` is w4a16, which keeps the 4 bits of a checkpoint (AWQ, GPTQ, W4A16, NVFP4, MXFP4, "
-            f"GGUF's Q4_0), but this one is {found}: {_WAY_OUT}"
+            f"`quantization` is w4a16, which keeps the 4 bits of a checkpoint (AWQ, GPTQ, W4A16, NVFP4, GGUF's Q4_0, "
+            f"experts in MXFP4 such as gpt-oss's), but this one is {found}: {_WAY_OUT}"
         )
     if quantisation.numbers == "mxfp4":
         return StoredGroups(kind="mxfp4", size=None)
