@@ -8,7 +8,6 @@ hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.kernels.norm import rms_norm
 from nvcli.models.altup_config import FROM_STREAMS, TO_STREAMS, AltUpConfig
-from nvcli.models.decoder_layer import DecoderLayer, LayerState
-from nvcli.models.layer_config import LayerConfig
+from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState
 from nvcli.models.layer_inputs import ReplicatedLinear
 from nvcli.models.layers import Angles, InputNorm, Norm
 from nvcli.models.mixers.mixer import NormConfig
@@ -66,12 +64,9 @@ class AltUpLayer(DecoderLayer):
     """One layer, with norms on both sides of its blocks, a product of low rank beside the mixer, and an input of its
     own, which all streams but the first one take."""
 
-    def __init__(
-        self, altup: AltUpConfig, build: BuildContext, path: str, config: LayerConfig, norm: NormConfig, *others: Any,
-        **flags: Any,
-    ) -> None:  # fmt: skip
-        """`others` and `flags` are the other arguments of `DecoderLayer`."""
-        super().__init__(build, path, config, norm, *others, **flags)
+    def __init__(self, altup: AltUpConfig, plan: LayerPlan) -> None:
+        super().__init__(plan)
+        build, path, norm = plan.build, plan.path, plan.norm
         self.count = altup.count
         self.altup = StreamCoefficients(build, f"{path}.altup", altup, norm)
         self.left, self.right = (ReplicatedLinear(build, f"{path}.laurel.linear_{side}") for side in ("left", "right"))

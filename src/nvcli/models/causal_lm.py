@@ -18,7 +18,7 @@ from nvcli.kernels.bounds import soft_cap
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.altup_layer import AltUpEnd, AltUpLayer, AltUpStart
 from nvcli.models.config import ModelConfig
-from nvcli.models.decoder_layer import DecoderLayer, LayerState
+from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.gated_residual_layer import GatedResidualLayer
 from nvcli.models.geometry import EMBEDDING, EMBEDDING_NORM, HEAD, HEAD_BIAS, POSITIONS
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         axes = config.vision.axes if config.has_tower and config.vision is not None else ()
         self.rotary = RotaryTables(build, (mixer.rotation for mixer in mixers), axes)
         specs_of_layers, streams = iter(specs), decoder.streams
-        make_layer: Callable[..., DecoderLayer] = DecoderLayer
+        make_layer: Callable[[LayerPlan], DecoderLayer] = DecoderLayer
         if streams is not None:
             make_layer = partial(StreamLayer, streams)
         elif decoder.altup is not None:
@@ -84,16 +84,18 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {
                 str(number): make_layer(
-                    build,
-                    f"model.layers.{number}",
-                    layers[number],
-                    decoder.norm,
-                    [
-                        CacheLayer(spec, owners[number] - numbers.start + first_cache_layer)
-                        for spec in islice(specs_of_layers, len(layers[number].mixers))
-                    ],
-                    has_input=inputs is not None,
-                    is_summed=number > 0 and layers[number - 1].norms.after_mlp is not None,
+                    LayerPlan(
+                        build=build,
+                        path=f"model.layers.{number}",
+                        config=layers[number],
+                        norm=decoder.norm,
+                        caches=[
+                            CacheLayer(spec, owners[number] - numbers.start + first_cache_layer)
+                            for spec in islice(specs_of_layers, len(layers[number].mixers))
+                        ],
+                        has_input=inputs is not None,
+                        is_summed=number > 0 and layers[number - 1].norms.after_mlp is not None,
+                    )
                 )
                 for number in numbers
             }

@@ -4,7 +4,7 @@ where its norms are."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -34,24 +34,29 @@ class LayerState(NamedTuple):
     which `delta` is added to them. None: there is none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """Settings that a layer is built by, and its parts of the KV cache."""
+
+    build: BuildContext
+    path: str
+    """The beginning of its tensors' names."""
+    config: LayerConfig
+    norm: NormConfig
+    caches: Sequence[CacheLayer[CacheSpec]]
+    """Its mixers' parts of the KV cache."""
+    has_input: bool = False
+    """Whether it has an input in addition to the residual stream."""
+    is_summed: bool = False
+    """Whether the layer before it ends with a norm, so that its result is already summed over the ranks."""
+
+
 class DecoderLayer(nn.Module):
     """One decoder layer. It takes and returns the residual stream as `layers.py` describes."""
 
-    def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: LayerConfig,
-        norm: NormConfig,
-        caches: Sequence[CacheLayer[CacheSpec]],
-        *,
-        has_input: bool,
-        is_summed: bool = False,
-    ) -> None:
-        """Build the layer. `caches`: its mixers' parts of the KV cache; `has_input`: whether it has an input in
-        addition to the residual stream; `is_summed`: whether the layer before it ends with a norm, so that its result
-        is already summed over the ranks."""
+    def __init__(self, plan: LayerPlan) -> None:
         super().__init__()
+        build, path, config, norm, caches = plan.build, plan.path, plan.config, plan.norm, plan.caches
         own = build.of_own_rows()
         self.group = own.group
         self.is_parallel = config.is_parallel
@@ -69,9 +74,9 @@ class DecoderLayer(nn.Module):
             return None if name is None else ResultNorm(own, f"{path}.{name}", of_place, is_summed=is_summed)
 
         self.stream_factors = norms.stream_factors
-        self.adds_sum = norms.before_attention is None and not is_summed
+        self.adds_sum = norms.before_attention is None and not plan.is_summed
         """Whether the layer itself has to add the previous layer's result to the stream, because no norm does."""
-        self.before_attention = before(norms.before_attention, of_places[0], is_summed=is_summed)
+        self.before_attention = before(norms.before_attention, of_places[0], is_summed=plan.is_summed)
         self.mixer: TokenMixer = config.mixer.build(own, path, norm, caches[0])
         self.beside: TokenMixer | None = None
         if config.beside is not None:
@@ -103,7 +108,7 @@ class DecoderLayer(nn.Module):
                     input_norm.quantise_for(
                         block.input_proj, keeps_values=isinstance(block, TokenMixer) and block.reads_values
                     )
-        self.input = LayerInput(build, path, norm) if has_input else None
+        self.input = LayerInput(build, path, norm) if plan.has_input else None
         self.scalar = TensorShard(own, f"{path}.layer_scalar") if config.has_scalar else None
 
     def forward(

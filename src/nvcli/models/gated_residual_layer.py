@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.kernels.residual_gate_settings import ResidualGates
 from nvcli.kernels.residual_gates import add_through_gate
-from nvcli.models.decoder_layer import DecoderLayer, LayerState
+from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState
 from nvcli.models.layer_config import GATE_OF_MIXER, GATE_OF_MLP, SCALE_OF_MLP
 from nvcli.models.layers import Angles
 from nvcli.models.parallel import BuildContext, TensorShards
@@ -37,10 +35,9 @@ class ResidualGate(TensorShards):
 class GatedResidualLayer(DecoderLayer):
     """One layer, with a norm before each of its two blocks and a gate after it."""
 
-    def __init__(self, settings: ResidualGates, build: BuildContext, path: str, *others: Any, **flags: Any) -> None:
-        """`others` and `flags` are the other arguments of `DecoderLayer`."""
-        super().__init__(build, path, *others, **flags)
-        own = build.of_own_rows()
+    def __init__(self, settings: ResidualGates, plan: LayerPlan) -> None:
+        super().__init__(plan)
+        own, path = plan.build.of_own_rows(), plan.path
         self.mixer_gate = ResidualGate(own, f"{path}.{GATE_OF_MIXER}", "", settings)
         self.mlp_gate = ResidualGate(own, f"{path}.{GATE_OF_MLP}", f"{path}.{SCALE_OF_MLP}.weight", settings)
 

@@ -6,15 +6,13 @@ the shares that it passes on. Every rank computes all shares. Shapes: T tokens, 
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.kernels.streams import ShareWeights, add_to_streams, read_streams
-from nvcli.models.decoder_layer import DecoderLayer, LayerState
+from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState
 from nvcli.models.layer_config import STREAMS_OF_MIXER, STREAMS_OF_MLP
 from nvcli.models.layers import Angles, InputNorm
 from nvcli.models.parallel import BuildContext, TensorShards
@@ -47,10 +45,9 @@ class StreamShares(TensorShards):
 class StreamLayer(DecoderLayer):
     """One layer, with a norm before each of its two blocks."""
 
-    def __init__(self, settings: StreamSettings, build: BuildContext, path: str, *others: Any, **flags: Any) -> None:
-        """`others` and `flags` are the other arguments of `DecoderLayer`."""
-        super().__init__(build, path, *others, **flags)
-        own = build.of_own_rows()
+    def __init__(self, settings: StreamSettings, plan: LayerPlan) -> None:
+        super().__init__(plan)
+        own, path = plan.build.of_own_rows(), plan.path
         self.attn_hc = StreamShares(own, f"{path}.{STREAMS_OF_MIXER}", settings)
         self.ffn_hc = StreamShares(own, f"{path}.{STREAMS_OF_MLP}", settings)
 

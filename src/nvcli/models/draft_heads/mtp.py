@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import CacheLayer, CacheSpec
-from nvcli.models.decoder_layer import DecoderLayer, LayerState
+from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.layers import InputNorm
 from nvcli.models.mtp_config import FC, LAYER, NORM, NORM_OF_EMBEDDING, NORM_OF_HIDDEN, MTPConfig
@@ -33,7 +33,8 @@ class MTPHead(DraftHead):
         self.norm_of_embedding = InputNorm(build, NORM_OF_EMBEDDING, config.norm)
         self.norm_of_hidden = InputNorm(build, NORM_OF_HIDDEN, config.norm)
         self.fc = TensorShard(build, f"{FC}.weight")
-        self.layer = DecoderLayer(build, LAYER, config.layer, config.norm, caches, has_input=False)
+        plan = LayerPlan(build=build, path=LAYER, config=config.layer, norm=config.norm, caches=caches)
+        self.layer = DecoderLayer(plan)
         is_summed = config.layer.norms.after_mlp is not None
         self.norm = InputNorm(build, NORM, config.norm, is_summed=is_summed)
 
