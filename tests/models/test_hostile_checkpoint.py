@@ -19,7 +19,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.json_file import JsonFile, read_json
 from nvcli.models.safetensors_header import read_header
 from nvcli.models.vision.llava import read_onevision_vision
-from nvcli.models.vision.vision_file import layer_list
+from nvcli.models.vision.vision_file import layer_list, side_of
 
 DEEP = '{"a":' * 100_000
 HUGE = 2**70
@@ -227,6 +227,12 @@ def test_pickled_weights_are_not_run(tmp_path: Path) -> None:
 def test_a_number_within_text(tmp_path: Path, ratio: str) -> None:
     config = JsonFile(tmp_path / "config.json", {"vision_aspect_ratio": ratio, "vision_config": {}})
     assert_refused(lambda: read_onevision_vision(config, config, config), "`vision_aspect_ratio`: ", "anyres_max_9")
+
+
+@pytest.mark.parametrize("side", [[], [14], [14, 14, 2], [14, 16], [[14], [14]]], ids=str)
+def test_a_side_is_that_of_a_square(tmp_path: Path, side: list[Any]) -> None:
+    config = JsonFile(tmp_path / "config.json", {"patch_size": side})
+    assert_refused(lambda: side_of(config, "patch_size", 14), "`patch_size`: ")
 
 
 @pytest.mark.parametrize(
