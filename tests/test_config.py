@@ -166,7 +166,7 @@ ERRORS_IN_FILES += [
         r"run.yaml:4: the key `job.messages_template\[0\].role` is given twice",
     ),
     ("sampling: {stop: &a [*a]}", r"run.yaml:1: the alias leads back to a list"),
-    ("model: m\nsampling:\n  stop: ['']\n  max_tokens: 5", r"run.yaml:3: `stop` must not contain an empty string"),
+    ("model: m\nsampling:\n  stop: ['']\n  max_tokens: 5", r"run.yaml:3: `stop` holds an empty text"),
     (
         "model: m\njob: {prompt_template: a, messages_template: [{role: user, content: a}]}",
         r"`job.prompt_template` and `job.messages_template` exclude each other",
