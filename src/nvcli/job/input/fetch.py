@@ -48,6 +48,16 @@ _NOT_FOUND = 404
 _READ_SECONDS = 60
 """Timeout of an HTTP server that sends nothing; a whole file may take any time."""
 
+_ID = r"hf://{}(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[^/:]+))?"
+_FILE = re.compile(_ID.format("datasets/") + r"/(?P<path>.+)")
+_SPLIT = re.compile(_ID.format("(?!datasets/)") + r"(/(?P<config>[^:]+))?(:(?P<split>[\w.-]+))?")
+_PARQUET_BRANCH = "refs/convert/parquet"
+_SHARD = re.compile(r"(?P<split>.+?)-\d+-of-\d+(-[0-9a-f]+)?")
+_DEFAULT = "default"
+"""The name of the only configuration of most datasets."""
+_PREFERRED = ("parquet", "arrow", "jsonl", "csv", "json", "text", "pdf")
+"""Formats in order of preference, for a split that comes in several."""
+
 
 def fetch_inputs(names: Sequence[str]) -> list[str]:
     """Return the inputs with each one that is not on this machine replaced by the files that it comes to.
@@ -59,8 +69,6 @@ def fetch_inputs(names: Sequence[str]) -> list[str]:
         if not is_remote(name):
             local.append(name)
         elif name.startswith(HUB_SCHEME):
-            from nvcli.job.input.fetch import fetch_dataset
-
             local += fetch_dataset(name)
         else:
             local += fetch_files(name)
@@ -174,17 +182,6 @@ def _explained(url: str) -> Iterator[None]:
         return
     # A store's own words may hold the address, and are not kept as the cause for the same reason.
     raise ConfigError(without_secrets(f"the input {url}: {problem}")) from None
-
-
-_ID = r"hf://{}(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[^/:]+))?"
-_FILE = re.compile(_ID.format("datasets/") + r"/(?P<path>.+)")
-_SPLIT = re.compile(_ID.format("(?!datasets/)") + r"(/(?P<config>[^:]+))?(:(?P<split>[\w.-]+))?")
-_PARQUET_BRANCH = "refs/convert/parquet"
-_SHARD = re.compile(r"(?P<split>.+?)-\d+-of-\d+(-[0-9a-f]+)?")
-_DEFAULT = "default"
-"""The name of the only configuration of most datasets."""
-_PREFERRED = ("parquet", "arrow", "jsonl", "csv", "json", "text", "pdf")
-"""Formats in order of preference, for a split that comes in several."""
 
 
 def fetch_dataset(address: str) -> list[str]:
