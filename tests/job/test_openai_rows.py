@@ -108,6 +108,7 @@ def test_what_clients_and_other_servers_send_without_an_effect_is_accepted(read_
         "cache_salt": "s", "request_id": "r", "include_reasoning": True, "return_token_ids": False,
         "add_special_tokens": url == COMPLETION, "routed_experts_prompt_start": 0, "return_mm_kwargs": True,
         "return_hidden_states": False, "stream_reasoning": True, "no_stop_trim": False, "thinking_token_budget": None,
+        "seed": -1,
     }  # fmt: skip
     if url == CHAT:
         own["top_logprobs"] = 0

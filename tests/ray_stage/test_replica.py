@@ -94,9 +94,11 @@ def test_random_numbers_follow_from_the_row_and_not_from_its_batch(
     replica = make_replica(job={"plan": False})
     replica.answer(pyarrow.Table.from_pylist(rows))
     replica.answer(pyarrow.Table.from_pylist(rows[1:2]))
+    unseeded = {**rows[0], "sampling": {"seed": -1}}
+    replica.answer(pyarrow.Table.from_pylist([unseeded]))
     seeds = [request.sampling.seed for request in sorted(engines[0].received, key=lambda each: each.request_id)]
-    assert seeds == [row_seed(row, 0) for row in (*rows, rows[1])]
-    assert len(set(seeds)) == 3
+    assert seeds == [row_seed(row, 0) for row in (*rows, rows[1], unseeded)]
+    assert len(set(seeds)) == 4
     assert row_seed(rows[0], 0) != row_seed(rows[0], 1)
 
 

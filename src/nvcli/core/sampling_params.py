@@ -92,7 +92,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = 0.0
     seed: Annotated[int, Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
-    """A row's own seed: its tokens then depend only on the row; null: on the run's seed and the row's index."""
+    """A row's own seed: its tokens then depend only on the row; null or -1: on the run's seed and the row's index."""
     n: Annotated[int, Meta(ge=1, le=1024), Flag("-n", SAMPLING, "Answers per row.")] = 1
     best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """Number of answers to compute, of which the `n` best by log-probability are returned; null: `n`, unranked."""
@@ -204,6 +204,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if any(isinstance(key, str) for key in self.logit_bias):
             biases = {int(key) if _is_token_id(key) else key: value for key, value in self.logit_bias.items()}
             msgspec.structs.force_setattr(self, "logit_bias", biases)
+        if self.seed == -1:  # no seed in vLLM and llama.cpp, whose clients may send it with every row
+            msgspec.structs.force_setattr(self, "seed", None)
         for name in ("max_tokens", "top_k", "min_tokens", "truncate_prompt_tokens"):
             if (getattr(self, name) or 0) > MAX_INT64:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; allowed: an integer of 64 bits")

@@ -34,6 +34,7 @@ COLUMNS = ("choices", "usage", "error")
 """The columns that answers add."""
 MAX_DEATHS = 3
 """Engine deaths in a row, without an answered batch between them, after which the actor fails."""
+_NO_SEED = (None, -1)
 
 
 class Replica:
@@ -108,14 +109,14 @@ class Replica:
         if not wanted:
             rows = [{} for _ in range(table.num_rows)]
         for row in rows:
-            if "seed" not in self._run.sampling:
+            if self._run.sampling.get("seed") in _NO_SEED:
                 self._give_seed(row)
             row.pop(keys.id, None)  # a dataset does not need ids that differ
         return rows
 
     def _give_seed(self, row: dict[str, Any]) -> None:
         sampling = row.get(self._keys.sampling, {})
-        if isinstance(sampling, dict) and "seed" not in sampling:
+        if isinstance(sampling, dict) and sampling.get("seed") in _NO_SEED:
             with contextlib.suppress(RecursionError):  # nested too deeply: it becomes an error
                 row[self._keys.sampling] = {**sampling, "seed": row_seed(row, self._run.seed)}
 
