@@ -117,7 +117,7 @@ ERRORS_IN_FILES = [
     ("model: m\nlora: {adapters: {a: x, b: null}}", r"`lora.adapters.b` is null; allowed: text"),
     ("model: m\nlora: {mode: merged}", r'run.yaml:2: `lora` is {"mode": "merged"}, which lacks the key `adapters`'),
     ("model: m\nsampling: {logit_bias: {-1: 1}}", r"sampling.logit_bias: the key -1 is not an integer of at least 0"),
-    ("model: m\nsampling: {min_tokens: 5, max_tokens: 2}", r"run.yaml:2: `min_tokens` \(5\) is larger than"),
+    ("model: m\nsampling: {min_tokens: 5, max_tokens: 2}", r"run.yaml:2: `min_tokens` \(5\) is larger .*; lower it"),
     ("model: m\nkv_cache_memory: 2Gi", r'run.yaml:2: `kv_cache_memory` is "2Gi"; allowed: .* such as 512MiB'),
     ("model: m\nkv_cache_memory: 0MiB", r"run.yaml:2: `kv_cache_memory` is .*at least one byte"),
     ("model: m\nkv_cache_memory: 1.5", r"run.yaml:2: `kv_cache_memory` is 1.5; allowed: text or an integer"),

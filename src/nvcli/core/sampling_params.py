@@ -221,7 +221,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "leave one of the two out"
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"`min_tokens` ({self.min_tokens}) is larger than `max_tokens` ({self.max_tokens})")
+            raise ValueError(
+                f"`min_tokens` ({self.min_tokens}) is larger than `max_tokens` ({self.max_tokens}); lower it, or set a "
+                "larger `max_tokens`"
+            )
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"`best_of` ({self.best_of}) is smaller than `n` ({self.n})")
         if self.truncate_prompt_tokens == 0:
