@@ -76,7 +76,8 @@ def test_a_completion_row(read_rows: ReadRows, prompt: Any, text: str | None, id
 @pytest.mark.parametrize("url", [CHAT, COMPLETION, RESPONSE])
 def test_urls_of_other_services(read_rows: ReadRows, url: str) -> None:
     """Azure's have no version, others another one or a host, and files for Mistral, Together and Fireworks no url."""
-    for other in (url.removeprefix("/v1"), f"https://api.openai.com{url}/", url.replace("/v1", "v4")):
+    bare = url.removeprefix("/v1")
+    for other in (bare, f"https://api.openai.com{url}/", f"v4{bare}", f"https://a/openai{bare}?api-version=2024-10-21"):
         assert parse(read_rows, line(url, outer={"url": other, "method": "post"})) == parse(read_rows, line(url))
     without_url = parse(read_rows, line(url, outer={"url": None}))
     if url != RESPONSE:

@@ -120,7 +120,7 @@ def _url_of(row: dict[str, Any]) -> str | None:
         return next((url for key, url in _URLS_BY_KEY.items() if body.get(key) is not None), None)
     if not isinstance(url, str):
         return None
-    path = f"/{url.rstrip('/')}"
+    path = f"/{url.partition('?')[0].rstrip('/')}"
     return next((known for known in _COMMANDS if path.endswith(known.removeprefix("/v1"))), url)
 
 
