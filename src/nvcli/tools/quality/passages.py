@@ -1,5 +1,5 @@
-"""Passages: the tokens that both models read, from a file of rows or of plain text, or from both configurations' greedy
-answers to the same prompts, and how far these agree. Torch-free."""
+"""Passages: the tokens that both models read, from a file of rows or of plain text; and both configurations' greedy
+answers to the same prompts, with how far these agree. Torch-free."""
 
 from __future__ import annotations
 
