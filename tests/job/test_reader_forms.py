@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvcli.errors import ConfigError
-from nvcli.job import line_splitter
+from nvcli.job import compression, line_splitter
 from nvcli.job.compression import PIECE_BYTES, CompressionError, Unpacker, make_packer
 from nvcli.job.input.known_input import SAMPLE_BYTES, WHOLE_BYTES, digest_file
 from nvcli.job.input.reader import RowReader
@@ -52,6 +52,14 @@ def test_what_the_formats_allow_between_and_behind_members(tmp_path: Path) -> No
     frames = tmp_path / "in.jsonl.zst"
     frames.write_bytes(skippable + zstandard.compress(b'{"prompt":"a"}\n') + skippable + zstandard.compress(b"{}"))
     assert len(read(frames)) == 2
+
+
+def test_xz_with_a_large_dictionary_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression, "_XZ_MEMORY_BYTES", 1 << 20)
+    path = tmp_path / "in.jsonl.xz"
+    path.write_bytes(make_packer("xz")(b'{"prompt":"a"}\n'))
+    with pytest.raises(ConfigError, match=r"cannot be read: its dictionary takes more than .*; pack it again with"):
+        read(path)
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst", "bz2"])

@@ -17,6 +17,7 @@ PIECE_BYTES = 1024 * 1024
 """Maximum size of a piece of plain bytes."""
 _XZ_MEMORY_BYTES = 256 * 1024 * 1024
 """Maximum memory for unpacking xz; `xz -9` needs 65 MiB."""
+_LARGE_XZ = "its dictionary takes more than 256 MiB of memory; pack it again with one of `xz -1` to `xz -9`"
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_BLOCK_BYTES = 128 * 1024
@@ -63,7 +64,7 @@ class Unpacker:
                 self._member = self._member or _new_member(self._compression)
                 plain = self._member.decompress(data, PIECE_BYTES)
             except Exception as error:  # zlib.error, ZstdError, a Python without bz2: no common base
-                raise CompressionError(str(error)) from None
+                raise CompressionError(_LARGE_XZ if "Memory usage limit" in str(error) else str(error)) from None
             data = self._member.unconsumed_tail
             may_hold_more = len(plain) == PIECE_BYTES  # the libraries keep what did not fit
             is_end = self._member.eof
