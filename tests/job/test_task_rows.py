@@ -111,7 +111,9 @@ BODIES = [
     ({"input": "a", "dimensions": "4"}, '`body.dimensions` is "4"'),
     ({"input": "a", "temperature": 1}, "`body.temperature` is not supported"),
     ({"input": "a", "add_special_tokens": True, "embed_dtype": "float32", "priority": 0}, None),
-    ({"input": "a", "embed_dtype": "float16"}, "`body.embed_dtype` is not supported"),
+    ({"input": "a", "embed_dtype": "float16"}, '`body.embed_dtype` is "float16", which is not supported'),
+    ({"input": "a", "normalize": False}, None),
+    ({"input": "a", "use_activation": 1}, "`body.use_activation` is 1"),
     ({"input": "a", "dimension": 4}, "`body.dimension` is not supported; did you mean `dimensions`?"),
 ]
 
@@ -122,6 +124,8 @@ def test_rows_for_the_embeddings_of_openai(body: dict[str, Any], message: str | 
     assert found.context.form is RowForm.OPENAI_EMBEDDING
     if message is None:
         assert isinstance(found, Job)
+        assert isinstance(found.task, EmbedTask)
+        assert found.task.normalize is body.get("normalize", True)
     else:
         assert isinstance(found, JobResult)
         assert found.error is not None

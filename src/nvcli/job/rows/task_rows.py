@@ -14,7 +14,7 @@ from nvcli.core.validation import convert, is_integer, show, whole_number
 from nvcli.errors import RowError
 from nvcli.job.job import EmbedTask, Job, PromptTask, RowContext, RowForm, ScoreTask
 from nvcli.job.rows.openai_row import IGNORED, check_request, job_of, prompts_of
-from nvcli.job.rows.openai_structured import unsupported_key
+from nvcli.job.rows.openai_structured import unsupported_key, unsupported_value
 from nvcli.job.rows.raw_values import as_text, decode, decode_nested, is_null
 
 PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1)
@@ -22,9 +22,11 @@ PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1)
 MAX_CHOICES = 1024
 """Maximum number of choices in a row."""
 _EMBEDDINGS_URL = "/v1/embeddings"
-_EMBEDDING_KEYS = ("input", "model", "encoding_format", "dimensions", "user")
+_NORMALIZE = ("normalize", "use_activation")
+"""vLLM's names, the later one last, for whether an embedding is scaled to length 1."""
+_EMBEDDING_KEYS = ("input", "model", "encoding_format", "dimensions", "user", *_NORMALIZE)
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("add_special_tokens", "normalize", "use_activation"), (True,)),
+    "add_special_tokens": (True,),
     "endianness": ("native", "little"),
     "embed_dtype": ("float32",),
 }
@@ -91,6 +93,8 @@ class _EmbeddingRequest(msgspec.Struct, frozen=True):
 
     dimensions: int | None = None
     encoding_format: EmbeddingEncoding | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
 
 
 class EmbedRows(msgspec.Struct, frozen=True):
@@ -110,7 +114,9 @@ class EmbedRows(msgspec.Struct, frozen=True):
         """Make the job of a row of an OpenAI batch file."""
         given = check_request(row, (_EMBEDDINGS_URL,))
         for key, value in given.items():
-            if not (key in _EMBEDDING_KEYS or key in IGNORED or value in _HARMLESS_VALUES.get(key, ())):
+            if key in _HARMLESS_VALUES and value not in _HARMLESS_VALUES[key]:
+                raise unsupported_value(key, value)
+            if not (key in _EMBEDDING_KEYS or key in IGNORED or key in _HARMLESS_VALUES):
                 raise unsupported_key(key, _EMBEDDING_KEYS)
         prompts = prompts_of(given, "input")
         wanted = convert(given, _EmbeddingRequest, under=("body",))
@@ -118,6 +124,7 @@ class EmbedRows(msgspec.Struct, frozen=True):
             self.task,
             dimensions=self.task.dimensions if wanted.dimensions is None else wanted.dimensions,
             encoding=wanted.encoding_format or self.task.encoding,
+            normalize=next((given[key] for key in _NORMALIZE if key in given), self.task.normalize),
         )
         return job_of(prompts, context=context, task=task, sampling=PROMPT_ONLY)
 
