@@ -150,7 +150,15 @@ def test_other_forms_of_text_are_named(tmp_path: Path, data: bytes, told: str) -
         read(path)
 
 
-@pytest.mark.parametrize("data", [b"{\n" * 150, b'{"prompt": "caf\xe9"}\n', b'{"prompt": "\0"}\n{"prompt": 1}\n'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{\n" * 150,
+        b'{"prompt": "caf\xe9"}\n',
+        b'{"prompt": "\0"}\n{"prompt": 1}\n',
+        b'[\n{"prompt": "a"}\n{"prompt": "b"}\n',
+    ],
+)
 def test_bad_lines_of_text_are_error_rows(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(data)

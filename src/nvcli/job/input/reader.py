@@ -180,6 +180,7 @@ class RowReader:
         """
         held: list[ReadRow] = []
         fault: Fault | None = "bad id"
+        num_others = 0
         rows = self._rows(name)
         self._looks_for_faults = True
         try:
@@ -191,8 +192,10 @@ class RowReader:
                 held.append(read)
                 if fault == "bad id":
                     fault = read.fault
-                elif read.fault not in (fault, "bad id") and not held[0].begins_array:
-                    fault = None
+                elif read.fault not in (fault, "bad id"):
+                    num_others += 1
+                    if num_others > held[0].begins_array:
+                        fault = None
                 if fault is None or len(held) == MAX_HELD_ROWS:
                     break
         except _BREAKS:
