@@ -129,7 +129,7 @@ def test_maps_of_texts_are_objects_and_bytes_are_texts_where_one_is_needed(tmp_p
     reader = RowReader([str(path)], RowParser({}, RowKeys(messages="m"), template))
     told = [row.prompt if isinstance(row, Job) else str(row.error) for batch in reader.batches() for row in batch]
     assert told[1] == "<q>"
-    assert "`prompt` cannot be read: UnicodeDecodeError" in told[2]
+    assert "`prompt` is not UTF-8 text (invalid start byte); `job.prompt_template` names it" in told[2]
 
 
 def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:

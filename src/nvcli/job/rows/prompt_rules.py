@@ -17,7 +17,7 @@ from nvcli.core.chat_template import reserved_variable
 from nvcli.core.text_template import TextTemplate
 from nvcli.core.validation import InvalidValue, convert, join_path, list_some, shorten
 from nvcli.errors import RowError, first_line
-from nvcli.job.rows.bad_json import find_non_json
+from nvcli.job.rows.bad_json import explain_bad_utf8, find_non_json
 from nvcli.job.rows.raw_values import as_text, is_null
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -83,10 +83,12 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
                 raise RowError("missing_column", f"no column `{shorten(column)}`, which `{key}` names; {_shown(row)}")
             try:
                 return as_text(value)
+            except UnicodeDecodeError as error:
+                problem = f"`{shorten(column)}` is {explain_bad_utf8(error.object, error.reason)}"
             except Exception as error:  # an object of a program may be anything
                 found = find_non_json(value, column, str)
                 problem = found or f"`{shorten(column)}` cannot be read: {first_line(error)}"
-                raise RowError("invalid_value", f"{problem}; `{key}` names it") from None
+            raise RowError("invalid_value", f"{problem}; `{key}` names it")
 
         if self.prompt_template is not None:
             key = "job.prompt_template"
