@@ -215,7 +215,8 @@ def test_the_pattern_of_one_file_does_not_take_its_output_for_an_input(
     inputs = expand_inputs(["a*.jsonl"])
     output = choose_output(inputs, None)
     (tmp_path / output).touch()
-    assert expand_inputs(["a*.jsonl"]) == inputs == ["a.jsonl"]
+    (tmp_path / "a.shard-0-of-2.out.jsonl.bz2").touch()
+    assert expand_inputs(["a*.jsonl"]) == expand_inputs(["a*.jsonl*"]) == inputs == ["a.jsonl"]
     assert expand_inputs(["*.jsonl"], "all.jsonl") == ["a.jsonl"]
     assert expand_inputs(["*.out.jsonl"], "all.jsonl") == [output]  # for a job that goes on with the answers
     check_inputs(["a.jsonl", output])

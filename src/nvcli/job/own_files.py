@@ -18,7 +18,7 @@ DIGESTS_SUFFIX = ".digests"
 """Suffix of the file beside an output that holds a digest of each input row."""
 TRACEBACK_SUFFIX = ".traceback.txt"
 """Suffix of the file beside an output that keeps the tracebacks of failed runs."""
-_SHARD_OUTPUT = re.compile(r"\.shard-\d+-of-\d+(\.out\.[a-z.]+)$")
+_SHARD_OUTPUT = re.compile(r"\.shard-\d+-of-\d+(\.out\.[a-z0-9.]+)$")
 """End of the name of a shard's output."""
 
 
