@@ -59,4 +59,4 @@ def test_the_seed_changes_lengths_and_tokens() -> None:
 def test_shapes_are_models_that_can_be_built(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = load_model_config(write_shape(name, tmp_path_factory.mktemp(name)))
     config.check_tensor_parallel(2)
-    assert config.dtype == "bfloat16"
+    assert config.dtype == ("float16" if name == "bloomz-7b1" else "bfloat16")

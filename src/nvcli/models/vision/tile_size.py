@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
 from nvcli.core.prompt_image import TileGrid
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.vision.image_size import MOST_RATIO, AreaRule, Fit, SizeRule, check_shape
@@ -238,6 +236,8 @@ class CanvasRule(CutRule):
     def _arrangement(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles; among equals, the fewest. Scales are compared in float32."""
         grids = [(rows, n // rows) for n in range(1, self.most + 1) for rows in range(1, n + 1) if n % rows == 0]
+        import numpy as np  # late: commands that meet no image start without it
+
         sides = np.array(grids) * self.tile
         image = np.array([height, width], dtype=np.float32)
         scales: list[float] = (sides.astype(np.float32) / image).min(axis=1).tolist()
