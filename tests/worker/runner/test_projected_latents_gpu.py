@@ -28,8 +28,14 @@ SIZES: dict[str, dict[str, Any]] = {
         "v_head_dim": 256,
         "mlp_layer_types": ["dense"] * 3,
     },
-    "deepseek v3.2": {"qk_nope_head_dim": 128, "v_head_dim": 128, "index_topk": 400},
-    "glm 5, shared choices": {"qk_nope_head_dim": 192, "head_dim": 64, "v_head_dim": 256, "index_topk": 400},
+    "deepseek v3.2": {"qk_nope_head_dim": 128, "v_head_dim": 128, "index_topk": 400, "index_head_dim": 128},
+    "glm 5, shared choices": {
+        "qk_nope_head_dim": 192,
+        "head_dim": 64,
+        "v_head_dim": 256,
+        "index_topk": 400,
+        "index_head_dim": 128,
+    },
 }
 
 
