@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from nvcli.models.mixers.mixer import LayerContext
 from nvcli.models.tensor_spec import Part, Sharding, TensorSpec, matrix, vector
@@ -22,6 +23,8 @@ class AltUpConfig:
     """The number of streams, from 2 on."""
     rank: int
     """The size of what the product of low rank computes in between."""
+    num_kernels: ClassVar[int] = 15
+    """The kernels by which streams are mixed and changed, for each of a layer's two blocks."""
 
     @property
     def numbers(self) -> range:

@@ -234,6 +234,11 @@ class DecoderConfig:
         return 1 if several is None else several.count
 
     @property
+    def stream_kernels(self) -> int:
+        """The number of kernels by which several residual streams are read and changed, for each block of a layer."""
+        return int(self.streams is not None) if self.altup is None else self.altup.num_kernels
+
+    @property
     def has_shortcuts(self) -> bool:
         """Whether layers pass a result on to the next ones beside the residual stream: every second one does, so that a
         pipeline is cut after pairs of layers."""

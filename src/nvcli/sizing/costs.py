@@ -139,7 +139,7 @@ def model_costs(
     num_kernels = sum(block.num_kernels(model.ranks(tensor_parallel_size, block)) for block in blocks)
     kinds = [mixer.costs(num_layers, dtype, kv_dtype or dtype, size) for mixer, num_layers in mixers.items()]
     choices = [mixer.choice_costs(num_layers, kv_dtype or dtype) for mixer, num_layers in mixers.items()]
-    num_kernels += len(blocks) * (model.decoder.num_streams > 1)
+    num_kernels += len(blocks) * model.decoder.stream_kernels
     num_kernels += sum(
         (tensor.scaling or tensor.w4) is not None and tensor.name.split(".")[-2] in _FOR_SUMS
         for tensor in tensors.values()
