@@ -85,23 +85,17 @@ class AltUpLayer(DecoderLayer):
         `DecoderLayer.forward`."""
         assert state.delta is None, "the layer before adds its result"
         assert before is None, "heads that read the residual stream are refused"
-        residual = state.residual
-        before_mixer, after, before_mlp, after_mlp = (
-            self.before_attention,
-            self.after_attention,
-            self.before_mlp,
-            self.after_mlp,
-        )
-        assert before_mixer is not None
-        assert after is not None
-        assert before_mlp is not None
-        assert after_mlp is not None
+        assert self.before_attention is not None
+        assert self.after_attention is not None
+        assert self.before_mlp is not None
+        assert self.after_mlp is not None
         assert self.mlp is not None
         assert self.input is not None
         assert own is not None
+        residual = state.residual
         predicted = self.altup.predict(residual.view(len(residual), self.count, -1))
         first = predicted[:, 0].contiguous()
-        x = rms_norm(first, before_mixer.weight, before_mixer.eps)
+        x = rms_norm(first, self.before_attention.weight, self.before_attention.eps)
         mixed = self.mixer(x, angles, batch)
         adapters = batch.adapters_behind_attention(rows)
         if rows is not None:
@@ -110,9 +104,9 @@ class AltUpLayer(DecoderLayer):
             mixed, predicted, first, x, own = mixed[rows], predicted[rows], first[rows], x[rows], own[rows]
         low_rank = rms_norm(self.right(self.left(x)), self.laurel_norm.weight, self.laurel_norm.eps)
         result = self.mixer.o_proj(mixed, None, adapters)
-        hidden = (first + after(result, first) + x + low_rank) * 2.0**-0.5
-        result = self.mlp(before_mlp(None, hidden), None, adapters, self.ids_of(self.mlp, batch, rows))
-        after_mlp.add(result, hidden, None)
+        hidden = (first + self.after_attention(result, first) + x + low_rank) * 2.0**-0.5
+        result = self.mlp(self.before_mlp(None, hidden), None, adapters, self.ids_of(self.mlp, batch, rows))
+        self.after_mlp.add(result, hidden, None)
         streams = self.altup.correct(predicted, hidden)
         streams[:, 1:].add_(self.input.normed(streams[:, 0] * self.altup.scale, own).unsqueeze(1))
         return LayerState(None, streams.flatten(1))
