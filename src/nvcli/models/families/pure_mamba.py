@@ -80,16 +80,13 @@ MAMBA1 = Family(
     keys=_KEYS,
     defaults={"max_position_embeddings": 1 << 18},
 )
-
-FALCON_MAMBA = Family(
+FALCON_MAMBA = replace(
+    MAMBA1,
     name="Falcon Mamba",
     architectures=("FalconMambaForCausalLM",),
     features="Mamba-1 layers alone, with norms of step sizes, keys and queries",
     examples=("tiiuae/falcon-mamba-7b-instruct",),
     read=read_falcon_mamba,
-    ties_embeddings=True,
-    keys=_KEYS,
-    defaults={"max_position_embeddings": 1 << 18},
 )
 
 
