@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Where the time of a step goes on this GPU: kernels by kind, and the idle time between steps.
 
-    python3 scripts/profile_steps.py SHAPE [--tp N] [--running N] [--steps N] [--trace FILE.json] [--kernels N]
-        [--quantization TYPE] [--kv-cache-dtype TYPE] [--shared-prefix 1024,1024:8] [--input-len 64]
-        [--output-len 128] [--generated 20 | --prompts] [--speculate mtp --drafts 3] [--max-model-len 4096]
-        [--hf-overrides '{"num_hidden_layers": 8}']
+    python3 scripts/profile_steps.py SHAPE [--tp N [--ep] [--attention-dp]] [--running N] [--steps N]
+        [--trace FILE.json] [--kernels N] [--quantization TYPE] [--kv-cache-dtype TYPE]
+        [--shared-prefix 1024,1024:8] [--input-len 64] [--output-len 128] [--generated 20 | --prompts]
+        [--speculate mtp --drafts 3] [--max-model-len 4096] [--hf-overrides '{"num_hidden_layers": 8}']
 
 A rank in this process answers nano-vllm's workload with made-up weights, with one step in flight as in a run; with
 --tp the others follow it in processes of their own. Torch's profiler records this rank's steps once all requests
@@ -103,7 +103,7 @@ def kind_of(name: str) -> str:
 
 
 def start_engine(run: RunConfig, workload: Workload, tp: int) -> EngineCore:
-    """Start an engine on the shape that `run.model` names, and give it the workload's requests."""
+    """Start an engine of `tp` ranks on the shape that `run.model` names, and give it the workload's requests."""
     spawn = multiprocessing.get_context("spawn")
     peers: list[Connection] = []
     store_path = f"/proc/{os.getpid()}/fd/{create_store()}"
@@ -113,7 +113,12 @@ def start_engine(run: RunConfig, workload: Workload, tp: int) -> EngineCore:
         model, config, *_ = resolve_engines(run, path, load_checkpoint(run, path))
         always = run.speculation.policy == "always"
         config = msgspec.structs.replace(
-            config, load_format="dummy", tensor_parallel_size=tp, draft_accept_rate=_ACCEPT_RATE if always else None
+            config,
+            load_format="dummy",
+            tensor_parallel_size=tp,
+            enable_expert_parallel=run.enable_expert_parallel,
+            enable_attention_dp=run.enable_attention_dp,
+            draft_accept_rate=_ACCEPT_RATE if always else None,
         )
         for rank in range(1, tp):
             mine, theirs = spawn.Pipe()
@@ -170,6 +175,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--ep", action="store_true", help="whole experts on each of these GPUs")
+    parser.add_argument("--attention-dp", action="store_true", help="all heads of some requests on each of them")
     parser.add_argument("--running", type=int, default=256, help="requests that run at a time")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--trace", help="write a Chrome trace there")
@@ -204,6 +211,8 @@ def main() -> None:
             "quantization": options.quantization,
             "kv_cache_dtype": options.kv_cache_dtype,
             "load_format": "dummy",
+            "enable_expert_parallel": options.ep,
+            "enable_attention_dp": options.attention_dp,
             "speculation": {
                 "method": options.speculate,
                 "max_draft_tokens": options.drafts or SpeculationConfig().max_draft_tokens,
