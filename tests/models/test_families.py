@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from nvcli.core.config import RunConfig
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.kernels.expert_settings import ExpertActivation
+from nvcli.models import families
 from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.families import catalogue
 from nvcli.models.families.catalogue import FAMILIES
 from nvcli.models.geometry import model_tensors
 from nvcli.models.layer_config import LearnedPositions
@@ -45,8 +48,13 @@ def read(folder: Path, architecture: str, *, absent: tuple[str, ...] = (), **val
 
 
 def test_each_architecture_belongs_to_one_family() -> None:
-    names = [name for family in FAMILIES for name in family.architectures]
-    assert len(names) == len(set(names))
+    assert len(NAMES) == len(set(NAMES))
+
+
+def test_every_file_of_families_is_in_the_catalogue() -> None:
+    files = Path(families.__file__).parent.glob("*.py")
+    defining = {file.stem for file in files if re.search(r"^\w+ = Family\(", file.read_text(), re.MULTILINE)}
+    assert defining == set(catalogue.MODULES.split())
 
 
 def test_models_lists_all_families() -> None:

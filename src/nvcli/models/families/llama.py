@@ -54,6 +54,13 @@ def read_cwm(config: ModelFile) -> DecoderConfig:
     return config.decoder(config.layers(kinds, attention, config.mlp(bias=config.mlp_bias())))
 
 
+LLAMA = Family(
+    name="Llama 2, 3",
+    architectures=("LlamaForCausalLM", "IQuestCoderForCausalLM"),
+    features="also Yi, DeepSeek-LLM, SmolLM2 and others of this shape",
+    examples=("meta-llama/Llama-3.1-8B-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "01-ai/Yi-1.5-9B-Chat"),
+    read=read_llama,
+)
 HELIUM = Family(
     name="Helium 1",
     architectures=("HeliumForCausalLM",),
@@ -100,13 +107,6 @@ LLAMA_DEFAULTS = {
     "rms_norm_eps": 1e-6,
 }
 """Keys that files of models with a vision tower leave out."""
-LLAMA = Family(
-    name="Llama 2, 3",
-    architectures=("LlamaForCausalLM", "IQuestCoderForCausalLM"),
-    features="also Yi, DeepSeek-LLM, SmolLM2 and others of this shape",
-    examples=("meta-llama/Llama-3.1-8B-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "01-ai/Yi-1.5-9B-Chat"),
-    read=read_llama,
-)
 
 
 _NOPE_INTERVAL = 4
