@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nvcli.models.gguf.settings import FULL, KV_HEADS, SLIDING, Settings, common
+from nvcli.models.gguf.settings import FULL, KV_HEADS, SLIDING, Settings, common, experts
 
 _LAYER_EMBEDDING = "per_layer_token_embd.weight"
 
@@ -21,12 +21,7 @@ def llama(found: Settings) -> dict[str, Any]:
     config["rope_parameters"].pop("partial_rotary_factor", None)
     if not keys.get("expert_count", int, 0):
         return config
-    return {
-        **config,
-        "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": keys.positive("expert_count"),
-        "num_experts_per_tok": keys.positive("expert_used_count"),
-    }
+    return {**config, "architectures": ["MixtralForCausalLM"], **experts(found, "num_local_experts")}
 
 
 def mistral3(found: Settings) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from nvcli.models.gguf.configs import qwen2
-from nvcli.models.gguf.settings import Settings, common
+from nvcli.models.gguf.settings import Settings, common, experts
 
 _SIGMOID = 2
 """llama.cpp's number of experts that are chosen by sigmoid scores; 1: by a softmax."""
@@ -99,10 +99,8 @@ def shared_experts(found: Settings) -> dict[str, Any]:
     keys = found.keys
     return {
         "first_k_dense_replace": keys.get("leading_dense_block_count", int, 0),
-        "n_routed_experts": keys.positive("expert_count"),
         "n_shared_experts": keys.get("expert_shared_count", int, 0),
-        "num_experts_per_tok": keys.positive("expert_used_count"),
-        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        **experts(found, "n_routed_experts", size="moe_intermediate_size"),
         "n_group": keys.positive("expert_group_count", 1),
         "topk_group": keys.positive("expert_group_used_count", 1),
         "norm_topk_prob": keys.get("expert_weights_norm", bool, False),
@@ -112,14 +110,9 @@ def shared_experts(found: Settings) -> dict[str, Any]:
 
 
 def gpt_oss(found: Settings) -> dict[str, Any]:
-    keys, config = found.keys, common(found)
+    config = common(found)
     config["rope_parameters"] |= {"truncate": False}
-    return {
-        **config,
-        "intermediate_size": keys.positive("expert_feed_forward_length"),
-        "num_local_experts": keys.positive("expert_count"),
-        "num_experts_per_tok": keys.positive("expert_used_count"),
-    }
+    return {**config, **experts(found, "num_local_experts", size="intermediate_size")}
 
 
 def mistral4(found: Settings) -> dict[str, Any]:
@@ -136,46 +129,29 @@ def llama4(found: Settings) -> dict[str, Any]:
     norms queries and keys."""
     keys, config = found.keys, common(found)
     config["rope_parameters"].pop("partial_rotary_factor", None)
-    count = keys.positive("expert_count")
     return {
         **config,
-        "intermediate_size": keys.positive("expert_feed_forward_length"),
+        **experts(found, "num_local_experts", size="intermediate_size"),
         "intermediate_size_mlp": config["intermediate_size"],
-        "num_local_experts": count,
-        "num_experts_per_tok": keys.positive("expert_used_count"),
         "interleave_moe_layer_step": keys.positive("interleave_moe_layer_step"),
-        "use_qk_norm": count != 128,
+        "use_qk_norm": keys.positive("expert_count") != 128,
     }
 
 
 def minimax_m2(found: Settings) -> dict[str, Any]:
-    keys = found.keys
-    return {
-        **common(found),
-        "intermediate_size": keys.positive("expert_feed_forward_length"),
-        "num_local_experts": keys.positive("expert_count"),
-        "num_experts_per_tok": keys.positive("expert_used_count"),
-        "rotary_dim": keys.positive("rope.dimension_count"),
-    }
+    sizes = experts(found, "num_local_experts", size="intermediate_size")
+    return {**common(found), **sizes, "rotary_dim": found.keys.positive("rope.dimension_count")}
 
 
 def olmoe(found: Settings) -> dict[str, Any]:
-    keys = found.keys
-    return {
-        **common(found),
-        "num_experts": keys.positive("expert_count"),
-        "num_experts_per_tok": keys.positive("expert_used_count"),
-        "norm_topk_prob": False,
-    }
+    return {**common(found), **experts(found), "norm_topk_prob": False}
 
 
 def ernie_moe(found: Settings) -> dict[str, Any]:
     keys, config = found.keys, common(found)
     return {
         **config,
-        "moe_num_experts": keys.positive("expert_count"),
-        "moe_k": keys.positive("expert_used_count"),
-        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        **experts(found, "moe_num_experts", "moe_k", "moe_intermediate_size"),
         "moe_num_shared_experts": keys.get("expert_shared_count", int, 0),
         "moe_layer_start_index": keys.get("leading_dense_block_count", int, 0),
         "moe_layer_end_index": config["num_hidden_layers"] - 1,
@@ -184,14 +160,8 @@ def ernie_moe(found: Settings) -> dict[str, Any]:
 
 
 def hunyuan_moe(found: Settings) -> dict[str, Any]:
-    keys = found.keys
-    return {
-        **common(found),
-        "num_experts": keys.positive("expert_count"),
-        "moe_topk": keys.positive("expert_used_count"),
-        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
-        "num_shared_expert": keys.positive("expert_shared_count", 1),
-    }
+    sizes = experts(found, used="moe_topk", size="moe_intermediate_size")
+    return {**common(found), **sizes, "num_shared_expert": found.keys.positive("expert_shared_count", 1)}
 
 
 def dots1(found: Settings) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from nvcli.errors import LoadError
 from nvcli.models.gguf.configs import granite, qwen2
 from nvcli.models.gguf.expert_configs import latent_attention, qwen2_moe, shared_experts
-from nvcli.models.gguf.settings import FULL, KV_HEADS, LINEAR, Settings, common
+from nvcli.models.gguf.settings import FULL, KV_HEADS, LINEAR, Settings, common, experts
 
 
 def lfm2(found: Settings) -> dict[str, Any]:
@@ -59,9 +59,7 @@ def lfm2_moe(found: Settings) -> dict[str, Any]:
     keys = found.keys
     return {
         **lfm2(found),
-        "num_experts": keys.positive("expert_count"),
-        "num_experts_per_tok": keys.positive("expert_used_count"),
-        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        **experts(found, size="moe_intermediate_size"),
         "num_dense_layers": keys.get("leading_dense_block_count", int, 0),
         "norm_topk_prob": True,
         "routed_scaling_factor": keys.positive_number("expert_weights_scale", 1.0),
@@ -119,9 +117,7 @@ def nemotron_h(found: Settings) -> dict[str, Any]:
         return config
     return {
         **config,
-        "n_routed_experts": num_experts,
-        "num_experts_per_tok": keys.positive("expert_used_count"),
-        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        **experts(found, "n_routed_experts", size="moe_intermediate_size"),
         "moe_shared_expert_intermediate_size": keys.positive("expert_shared_feed_forward_length"),
         "moe_latent_size": keys.get("moe_latent_size", int, 0) or None,
         "norm_topk_prob": keys.get("expert_weights_norm", bool, True),

@@ -145,6 +145,15 @@ def common(found: Settings) -> dict[str, Any]:
     }
 
 
+def experts(
+    found: Settings, count: str = "num_experts", used: str = "num_experts_per_tok", size: str = ""
+) -> dict[str, Any]:
+    """Return the number of experts, how many of them a token has, and their size, under the names that a family has for
+    these; without a name for it, the size is left out."""
+    names = {count: "expert_count", used: "expert_used_count", size: "expert_feed_forward_length"}
+    return {name: found.keys.positive(key) for name, key in names.items() if name}
+
+
 def read_settings(header: GGUFHeader, name: str) -> Settings:
     """Return the settings of a file whose architecture has this name."""
     own = {key.removeprefix(f"{name}."): value for key, value in header.metadata.items() if key.startswith(f"{name}.")}
