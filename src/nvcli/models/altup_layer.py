@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.kernels.norm import rms_norm
 from nvcli.models.altup_config import FROM_STREAMS, TO_STREAMS, AltUpConfig
-from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState
+from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState, LayerStep
 from nvcli.models.layer_inputs import ReplicatedLinear
-from nvcli.models.layers import Angles, InputNorm, Norm
+from nvcli.models.layers import InputNorm, Norm
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, TensorShards
 
@@ -72,17 +71,9 @@ class AltUpLayer(DecoderLayer):
         self.left, self.right = (ReplicatedLinear(build, f"{path}.laurel.linear_{side}") for side in ("left", "right"))
         self.laurel_norm = Norm(build, f"{path}.laurel.post_laurel_norm", norm)
 
-    def forward(
-        self,
-        state: LayerState,
-        angles: Angles,
-        batch: ForwardBatch,
-        rows: Tensor | None,
-        own: Tensor | None = None,
-        before: Tensor | None = None,
-    ) -> LayerState:
-        """Compute the layer, and add all to the streams [T, N × H]. The arguments are those of
-        `DecoderLayer.forward`."""
+    def forward(self, state: LayerState, step: LayerStep) -> LayerState:
+        """Compute the layer, and add all to the streams [T, N × H]."""
+        angles, batch, rows, own, before = step
         assert state.delta is None, "the layer before adds its result"
         assert before is None, "heads that read the residual stream are refused"
         assert self.before_attention is not None

@@ -18,7 +18,7 @@ from nvcli.kernels.bounds import soft_cap
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.altup_layer import AltUpEnd, AltUpLayer, AltUpStart
 from nvcli.models.config import ModelConfig
-from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState
+from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState, LayerStep
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.gated_residual_layer import GatedResidualLayer
 from nvcli.models.geometry import EMBEDDING, EMBEDDING_NORM, HEAD, HEAD_BIAS, POSITIONS
@@ -73,12 +73,16 @@ class Decoder(nn.Module):
         mixers = *(layers[number].mixer for number in numbers), *of_head
         axes = config.vision.axes if config.has_tower and config.vision is not None else ()
         self.rotary = RotaryTables(build, (mixer.rotation for mixer in mixers), axes)
-        specs_of_layers, streams = iter(specs), decoder.streams
+        specs_of_layers, self.num_streams = iter(specs), decoder.num_streams
+        self.start: AltUpStart | None = None
+        self.end: StreamEnd | AltUpEnd | None = None
         make_layer: Callable[[LayerPlan], DecoderLayer] = DecoderLayer
-        if streams is not None:
-            make_layer = partial(StreamLayer, streams)
+        if decoder.streams is not None:
+            make_layer = partial(StreamLayer, decoder.streams)
+            self.end = StreamEnd(own, f"model.{STREAMS_AT_END}", decoder.streams)
         elif decoder.altup is not None:
             make_layer = partial(AltUpLayer, decoder.altup)
+            self.start, self.end = AltUpStart(own, decoder.altup), AltUpEnd(own, decoder.altup)
         elif decoder.residual_gates is not None:
             make_layer = partial(GatedResidualLayer, decoder.residual_gates)
         self.layers = nn.ModuleDict(
@@ -104,13 +108,6 @@ class Decoder(nn.Module):
         self.is_summed = layers[numbers[-1]].norms.after_mlp is not None
         last_norm = decoder.last_norm or decoder.norm
         self.norm = InputNorm(own, "model.norm", last_norm, is_summed=self.is_summed) if stage.is_last else None
-        self.num_streams = decoder.num_streams
-        self.start: AltUpStart | None = None
-        self.end: StreamEnd | AltUpEnd | None = None
-        if streams is not None:
-            self.end = StreamEnd(own, f"model.{STREAMS_AT_END}", streams, self.norm)
-        elif decoder.altup is not None:
-            self.start, self.end = AltUpStart(own, decoder.altup), AltUpEnd(own, decoder.altup)
 
     def embed(self, ids: Tensor, images: ImageTokens | None = None) -> Tensor:
         """Return the embeddings of tokens and images, without those of positions: [T] → [T, H]."""
@@ -158,12 +155,12 @@ class Decoder(nn.Module):
         *layers, (last, last_layer) = self.layers.items()
         deep = () if images is None else images.deep
         for (number, layer), own, added in zip_longest(layers, inputs[:-1], deep[: len(layers)]):
-            state = layer(state, angles, batch, None, own, streams.get(number))
+            state = layer(state, LayerStep(angles, batch, None, own, streams.get(number)))
             if images is not None and added is not None:
                 state.residual.index_add_(0, images.rows, added, alpha=self.deep_scale)
         # After the last attention, only rows that need logits are computed further.
         rows = None if self.norm is None else batch.logits_rows
-        state = last_layer(state, angles, batch, rows, inputs[-1], streams.get(last))
+        state = last_layer(state, LayerStep(angles, batch, rows, inputs[-1], streams.get(last)))
         delta, residual, _ = state
         if images is not None and len(deep) > len(layers):  # in a stage that has just as many layers
             residual.index_add_(0, images.rows, deep[-1], alpha=self.deep_scale)

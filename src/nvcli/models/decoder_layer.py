@@ -34,6 +34,19 @@ class LayerState(NamedTuple):
     which `delta` is added to them. None: there is none."""
 
 
+class LayerStep(NamedTuple):
+    """The inputs of a layer in a step, beside the residual stream."""
+
+    angles: Angles
+    batch: ForwardBatch
+    rows: Tensor | None
+    """[N], the only tokens that continue after attention; None: all do."""
+    own: Tensor | None = None
+    """[T, P], an input of the layer's own."""
+    before: Tensor | None = None
+    """[T, H], which is filled with the stream before the layer; None: no one asks for it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
     """Settings that a layer is built by, and its parts of the KV cache."""
@@ -111,19 +124,9 @@ class DecoderLayer(nn.Module):
         self.input = LayerInput(build, path, norm) if plan.has_input else None
         self.scalar = TensorShard(own, f"{path}.layer_scalar") if config.has_scalar else None
 
-    def forward(
-        self,
-        state: LayerState,
-        angles: Angles,
-        batch: ForwardBatch,
-        rows: Tensor | None,
-        own: Tensor | None = None,
-        before: Tensor | None = None,
-    ) -> LayerState:
-        """Compute the layer. If `rows` [N] are given, only these tokens continue after attention. `own` [T, P] is the
-        layer's input besides the residual stream. `before` [T, H] is filled with the stream before the layer; None: no
-        one asks for it."""
-        delta, residual, passed = state
+    def forward(self, state: LayerState, step: LayerStep) -> LayerState:
+        """Compute the layer."""
+        (delta, residual, passed), (angles, batch, rows, own, before) = state, step
         if self.adds_sum and delta is not None:
             residual = self.group.add_sum(delta, residual)
             delta = None

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.kernels.residual_gate_settings import ResidualGates
 from nvcli.kernels.residual_gates import add_through_gate
-from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState
+from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState, LayerStep
 from nvcli.models.layer_config import GATE_OF_MIXER, GATE_OF_MLP, SCALE_OF_MLP
-from nvcli.models.layers import Angles
 from nvcli.models.parallel import BuildContext, TensorShards
 
 
@@ -41,18 +39,10 @@ class GatedResidualLayer(DecoderLayer):
         self.mixer_gate = ResidualGate(own, f"{path}.{GATE_OF_MIXER}", "", settings)
         self.mlp_gate = ResidualGate(own, f"{path}.{GATE_OF_MLP}", f"{path}.{SCALE_OF_MLP}.weight", settings)
 
-    def forward(
-        self,
-        state: LayerState,
-        angles: Angles,
-        batch: ForwardBatch,
-        rows: Tensor | None,
-        own: Tensor | None = None,
-        before: Tensor | None = None,
-    ) -> LayerState:
-        """Compute the layer, and add all to the residual stream. The arguments are those of `DecoderLayer.forward`;
-        `state.delta` is nothing, or zeros from another stage."""
-        residual = state.residual
+    def forward(self, state: LayerState, step: LayerStep) -> LayerState:
+        """Compute the layer, and add all to the residual stream. `state.delta` is nothing, or zeros from another
+        stage."""
+        residual, (angles, batch, rows, _, before) = state.residual, step
         assert self.before_attention is not None
         assert self.before_mlp is not None
         assert self.mlp is not None

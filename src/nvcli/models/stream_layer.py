@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.kernels.streams import ShareWeights, add_to_streams, read_streams
-from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState
+from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState, LayerStep
 from nvcli.models.layer_config import STREAMS_OF_MIXER, STREAMS_OF_MLP
-from nvcli.models.layers import Angles, InputNorm
+from nvcli.models.layers import InputNorm
 from nvcli.models.parallel import BuildContext, TensorShards
 
 
@@ -51,16 +50,9 @@ class StreamLayer(DecoderLayer):
         self.attn_hc = StreamShares(own, f"{path}.{STREAMS_OF_MIXER}", settings)
         self.ffn_hc = StreamShares(own, f"{path}.{STREAMS_OF_MLP}", settings)
 
-    def forward(
-        self,
-        state: LayerState,
-        angles: Angles,
-        batch: ForwardBatch,
-        rows: Tensor | None,
-        own: Tensor | None = None,
-        before: Tensor | None = None,
-    ) -> LayerState:
-        """Compute the layer. The arguments are those of `DecoderLayer.forward`."""
+    def forward(self, state: LayerState, step: LayerStep) -> LayerState:
+        """Compute the layer."""
+        angles, batch, rows, _, before = step
         assert self.before_attention is not None
         assert self.before_mlp is not None
         assert self.mlp is not None
@@ -82,15 +74,15 @@ class StreamEnd(nn.Module):
     """The end of a stage: in the last one the normed sum or mean of the streams, and elsewhere the streams with the
     last result."""
 
-    def __init__(self, build: BuildContext, path: str, settings: StreamSettings, norm: InputNorm | None) -> None:
-        """`norm`: the decoder's last norm, in the last stage."""
+    def __init__(self, build: BuildContext, path: str, settings: StreamSettings) -> None:
         super().__init__()
         self.group, self.settings = build.group, settings
-        has_shares = norm is not None and not settings.ends_with_mean
+        has_shares = build.stage.is_last and not settings.ends_with_mean
         self.shares = StreamShares(build, path, settings) if has_shares else None
 
     def forward(self, state: LayerState, norm: InputNorm | None) -> Tensor:
-        """Return [T, H] in the last stage, and elsewhere the streams [T, N × H], which are overwritten."""
+        """Return [T, H] in the last stage, and elsewhere the streams [T, N × H], which are overwritten. `norm`: the
+        decoder's last norm, in the last stage."""
         delta, streams, kept = state
         if norm is not None and len(streams) == 0:
             return streams[:, : len(norm.weight)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import CacheLayer, CacheSpec
-from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState
+from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState, LayerStep
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.layers import InputNorm
 from nvcli.models.mtp_config import FC, LAYER, NORM, NORM_OF_EMBEDDING, NORM_OF_HIDDEN, MTPConfig
@@ -44,7 +44,7 @@ class MTPHead(DraftHead):
         embeddings = self._shared.embed(token_ids, batch.images)
         parts = self.norm_of_embedding(None, embeddings), self.norm_of_hidden(None, states)
         residual = self.product(torch.cat(parts, dim=1), self.fc.weight)
-        delta, residual, _ = self.layer(LayerState(None, residual), self._shared.angles(batch), batch, rows)
+        delta, residual, _ = self.layer(LayerState(None, residual), LayerStep(self._shared.angles(batch), batch, rows))
         hidden: Tensor = self.norm(delta, residual)
         if self.group.size > 1:
             hidden = hidden.clone()  # it holds until the next sum
