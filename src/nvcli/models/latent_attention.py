@@ -122,6 +122,7 @@ class LatentAttention(TokenMixer):
 
     cache: AttentionCache
     spec: AttentionSpec
+    quantised_input = "in_proj"
 
     def __init__(
         self, build: BuildContext, path: str, config: LatentAttentionConfig, norm: NormConfig, cache: AttentionCache
@@ -155,10 +156,6 @@ class LatentAttention(TokenMixer):
         self.by_head = invariant_by_head if build.batch_invariant else by_head
         self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
         self.head_scales = HeadScales(build, path) if config.scales_heads else None
-
-    @property
-    def input_proj(self) -> ColumnParallelLinear:
-        return self.in_proj
 
     @property
     def reads_values(self) -> bool:

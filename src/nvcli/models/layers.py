@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -169,7 +170,19 @@ class ResultNorm(Norm):
             residual.mul_(scalar)
 
 
-class TokenMixer(nn.Module, ABC):
+class LayerBlock(nn.Module, ABC):
+    """A block of a layer."""
+
+    quantised_input: ClassVar[str | None] = None
+    """The name of the only product that reads the block's input, if the input may be quantised for it."""
+
+    @property
+    def input_proj(self) -> ColumnParallelLinear | None:
+        """This product; None: the input is never quantised."""
+        return None if self.quantised_input is None else getattr(self, self.quantised_input)
+
+
+class TokenMixer(LayerBlock):
     """The block of a layer that mixes tokens: [T, H] → [T, this rank's features], the input of `o_proj`."""
 
     spec: CacheSpec
@@ -184,11 +197,6 @@ class TokenMixer(nn.Module, ABC):
         self.cache, self.spec = cache, cache.spec
 
     @property
-    def input_proj(self) -> ColumnParallelLinear | None:
-        """The only product that reads the block's input, if the input may be quantised for it; otherwise None."""
-        return None
-
-    @property
     def reads_values(self) -> bool:
         """Whether it also reads the input's unquantised values, not only those quantised for `input_proj`."""
         return False
@@ -197,7 +205,7 @@ class TokenMixer(nn.Module, ABC):
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor: ...
 
 
-class FeedForward(nn.Module, ABC):
+class FeedForward(LayerBlock):
     """The block of a layer that computes each token by itself: [T, H] → `delta` for `residual` [T, H]."""
 
     is_summed: bool = False
@@ -205,11 +213,6 @@ class FeedForward(nn.Module, ABC):
     returns this rank's part of a sum, and `residual` is None if nothing may be added to the stream yet. `adapters`: the
     LoRA adapters of the tokens; `ids`: their ids [T], for blocks that read them."""
     reads_ids: bool = False
-
-    @property
-    def input_proj(self) -> ColumnParallelLinear | None:
-        """The only product that reads the block's input, if the input may be quantised for it; otherwise None."""
-        return None
 
     @abstractmethod
     def forward(
@@ -221,16 +224,14 @@ class GatedMLP(FeedForward):
     """down(activation(gate(x)) × up(x)), sharded over the ranks by intermediate size. [T, H] → `delta` for `residual`
     [T, H], which is None if nothing may be added to the stream yet."""
 
+    quantised_input = "gate_up_proj"
+
     def __init__(self, build: BuildContext, path: str, config: MLPConfig, norm: NormConfig) -> None:
         super().__init__()
         self.activation = config.activation
         self.batch_invariant = build.batch_invariant
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
-
-    @property
-    def input_proj(self) -> ColumnParallelLinear:
-        return self.gate_up_proj
 
     def forward(
         self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None, ids: Tensor | None = None

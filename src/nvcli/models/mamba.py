@@ -108,6 +108,7 @@ class Mamba1(TokenMixer):
     """A selective state space of single channels: [T, H] → [T, C], the input of `o_proj`."""
 
     cache: StateCache
+    quantised_input = "in_proj"
 
     def __init__(
         self, build: BuildContext, path: str, config: Mamba1Config, norm: NormConfig, cache: StateCache
@@ -125,10 +126,6 @@ class Mamba1(TokenMixer):
         self.skip = TensorShard(build, f"{path}.D")  # [C]
         self.norm = None if config.norm_eps is None else SharedNorm(build, path, config, config.norm_eps)
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
-
-    @property
-    def input_proj(self) -> ColumnParallelLinear:
-        return self.in_proj
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to

@@ -21,6 +21,8 @@ class PlainMLP(FeedForward):
     """down(activation(up(x))), sharded over the ranks by intermediate size. [T, H] → `delta` for `residual` [T, H],
     which is None if nothing may be added to the stream yet."""
 
+    quantised_input = "up_proj"
+
     def __init__(self, build: BuildContext, path: str, config: PlainMLPConfig, norm: NormConfig) -> None:
         super().__init__()
         self.activation = config.activation
@@ -28,10 +30,6 @@ class PlainMLP(FeedForward):
         self.up_proj = ColumnParallelLinear(build, f"{path}.up_proj", ("up_proj",))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
         self.numbers = ActivationNumbers(build, f"{path}.act_fn") if config.activation == "xielu" else None
-
-    @property
-    def input_proj(self) -> ColumnParallelLinear:
-        return self.up_proj
 
     def forward(
         self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None, ids: Tensor | None = None

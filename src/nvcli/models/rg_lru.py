@@ -51,6 +51,7 @@ class RgLru(TokenMixer):
     `o_proj`."""
 
     cache: StateCache
+    quantised_input = "in_proj"
 
     def __init__(
         self, build: BuildContext, path: str, config: RgLruConfig, norm: NormConfig, cache: StateCache
@@ -64,10 +65,6 @@ class RgLru(TokenMixer):
         self.input_gate = HeadGate(build, f"{path}.input_gate")
         self.step_gate = HeadGate(build, f"{path}.recurrent_gate")
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
-
-    @property
-    def input_proj(self) -> ColumnParallelLinear:
-        return self.in_proj
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to

@@ -39,6 +39,7 @@ class SharedKeyAttention(TokenMixer):
 
     cache: AttentionCache
     spec: AttentionSpec
+    quantised_input = "in_proj"
 
     def __init__(
         self, build: BuildContext, path: str, config: SharedKeyConfig, norm: NormConfig, cache: AttentionCache
@@ -54,10 +55,6 @@ class SharedKeyAttention(TokenMixer):
         if config.compression is not None:
             self.compressor = Compressor(build, path, config.compression, norm, cache)
         self.o_proj = GroupedOutput(build, path, config.num_groups // build.group.size)
-
-    @property
-    def input_proj(self) -> ColumnParallelLinear:
-        return self.in_proj
 
     @property
     def reads_values(self) -> bool:

@@ -26,6 +26,7 @@ class ShortConv(TokenMixer):
     """c × conv(b × x), of three projections b, c and x of the input: [T, H] → [T, C], the input of `o_proj`."""
 
     cache: StateCache
+    quantised_input = "in_proj"
 
     def __init__(
         self, build: BuildContext, path: str, config: ShortConvConfig, norm: NormConfig, cache: StateCache
@@ -34,10 +35,6 @@ class ShortConv(TokenMixer):
         self.in_proj = ColumnParallelLinear(build, f"{path}.bcx_proj", ("b_proj", "c_proj", "x_proj"))
         self.conv = Convolution(build, [f"{path}.conv"])
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
-
-    @property
-    def input_proj(self) -> ColumnParallelLinear:
-        return self.in_proj
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Compute the tokens' outputs, and store the convolution's last inputs; for rows with drafts, store what is
