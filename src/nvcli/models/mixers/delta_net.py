@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
-from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
+from nvcli.models.mixers.mixer import ConvolvedMixer, LayerContext, Piece, Ranks
 from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, vector
 
 StoredProjections = Literal["by head", "qkv", "apart"]
@@ -18,7 +18,7 @@ above the other; or each by itself, with a convolution of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNetConfig(RecurrentMixer):
+class DeltaNetConfig(ConvolvedMixer):
     """A gated delta net in place of attention: it keeps a state of fixed size, and no keys and values."""
 
     name: ClassVar[str] = "linear_attn"
@@ -29,8 +29,6 @@ class DeltaNetConfig(RecurrentMixer):
     num_value_heads: int
     """A multiple of `num_key_heads`; each key head serves equally many value heads."""
     value_dim: int
-    conv_taps: int
-    """The number of tokens that the convolution reads: the token itself, and those right before it."""
     stored: StoredProjections = "qkv"
     beta_scale: float = 1.0
     """See `RecurrentHeads`."""
@@ -85,7 +83,7 @@ class DeltaNetConfig(RecurrentMixer):
         for name, count in rows.items():
             yield from context.input_projection(f"{path}.{name}", count, "attention")
         for name, count in zip(self.convolutions, channels.values(), strict=True):
-            yield matrix(f"{path}.{name}", (count, 1, self.conv_taps), Sharding.ROWS, context.dtype, "attention")
+            yield from self.convolution(f"{path}.{name}", count, context)
         for name in ("A_log", "dt_bias"):
             yield vector(f"{path}.{name}", num_heads, Sharding.ROWS, "attention")
         yield context.norm_weight(f"{path}.norm", self.value_dim, "attention", weight_offset=0.0)
@@ -96,7 +94,7 @@ CONVOLUTIONS = FUSED["qkv_conv1d"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KimiDeltaConfig(RecurrentMixer):
+class KimiDeltaConfig(ConvolvedMixer):
     """A gated delta net that decays each row of a state by a number of its own, in place of attention. Its decays and
     its output gates are each made by a matrix, or by a pair of matrices of low rank."""
 
@@ -106,8 +104,6 @@ class KimiDeltaConfig(RecurrentMixer):
     num_heads: int
     head_dim: int
     """The size of each head's query, key and value, and the rank of pairs of matrices."""
-    conv_taps: int
-    """The number of tokens that the convolution reads: the token itself, and those right before it."""
     has_whole_gates: bool = False
     """Whether decays and gates are each made by one matrix."""
     lowest_decay: float | None = None
@@ -144,7 +140,7 @@ class KimiDeltaConfig(RecurrentMixer):
         for name in ("q_proj", "k_proj", "v_proj"):
             yield from context.input_projection(f"{path}.{name}", size, "attention")
         for name in CONVOLUTIONS:
-            yield matrix(f"{path}.{name}", (size, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
+            yield from self.convolution(f"{path}.{name}", size, context)
         for gate in "fg" if self.has_whole_gates else "":
             yield from context.input_projection(f"{path}.{gate}_proj", size, "attention")
         for gate in "" if self.has_whole_gates else "fg":

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.recurrent_chunks import CHUNK
-from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
+from nvcli.models.mixers.mixer import ConvolvedMixer, LayerContext, Piece, Ranks
 from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, matrix, vector
 
 ResultNorm = Literal["after gate", "before gate"]
@@ -18,7 +18,7 @@ ResultNorm = Literal["after gate", "before gate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MambaConfig(RecurrentMixer):
+class MambaConfig(ConvolvedMixer):
     """A selective state space in place of attention: it keeps a state of fixed size, and no keys and values.
 
     In the terms of attention, B is a token's key, C its query and x its value. Heads of one group share keys and
@@ -34,8 +34,6 @@ class MambaConfig(RecurrentMixer):
     """It divides `num_heads`."""
     state_size: int
     """The size of keys and queries."""
-    conv_taps: int
-    """The number of tokens that the convolution reads: the token itself, and those right before it."""
     norm_eps: float
     """Added to mean squares in the norm of the result, which is over the heads of a group."""
     norm: ResultNorm | None = "after gate"
@@ -121,7 +119,7 @@ NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba1Config(RecurrentMixer):
+class Mamba1Config(ConvolvedMixer):
     """A selective state space of single channels in place of attention: it keeps a state of fixed size, and no keys and
     values.
 
@@ -137,8 +135,6 @@ class Mamba1Config(RecurrentMixer):
     """The size of keys and queries."""
     step_rank: int
     """The size of what the step sizes of all channels are projected from."""
-    conv_taps: int
-    """The number of tokens that the convolution reads: the token itself, and those right before it."""
     norm_eps: float | None = None
     """Added to mean squares in the norms of step sizes, keys and queries; None: these are not normed."""
     norm_has_weight: bool = True
@@ -152,15 +148,7 @@ class Mamba1Config(RecurrentMixer):
         return self.step_rank, self.state_size, self.state_size
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec:
-        channels = self.num_channels // tensor_parallel_size
-        return StateSpec(
-            conv_shape=(self.conv_taps - 1, channels),
-            recurrent_shape=(1, self.state_size, channels),
-            has_unit_keys=False,
-            num_decays=channels,
-            has_rates=True,
-            kv_group=kv_group,
-        )
+        return self.channel_spec(self.num_channels // tensor_parallel_size, self.state_size, kv_group)
 
     def num_kernels(self, ranks: Ranks) -> int:
         return 8 + (ranks.size > 1) + (self.norm_eps is not None)
@@ -178,10 +166,7 @@ class Mamba1Config(RecurrentMixer):
         dtype, size, fused = context.dtype, self.num_channels, FUSED["xz_proj"]
         for name in fused:
             yield from context.input_projection(f"{path}.{name}", size, "attention", fused, bias=self.bias)
-        conv = matrix(f"{path}.conv1d", (size, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
-        yield conv
-        if self.conv_bias:
-            yield vector(f"{path}.conv1d.bias", size, Sharding.ROWS, "attention", dtype)
+        yield from self.convolution(f"{path}.conv1d", size, context, bias=self.conv_bias)
         yield matrix(f"{path}.x_proj", (sum(self.shared_sizes), size), Sharding.COLUMNS, dtype, "attention")
         yield matrix(f"{path}.dt_proj", (size, self.step_rank), Sharding.ROWS, dtype, "attention")
         of_channels = vector(f"{path}.dt_bias", size, Sharding.ROWS, "attention")

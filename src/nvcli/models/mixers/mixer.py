@@ -21,7 +21,7 @@ from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.expert_settings import Routing
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.rope_config import RopeConfig
-from nvcli.models.tensor_spec import DTYPE_BYTES, Part, Sharding, StoredDtype, TensorSpec, matrix, with_bias
+from nvcli.models.tensor_spec import DTYPE_BYTES, Part, Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias
 
 Rotation = tuple[RopeConfig, int]
 """The settings of a rotation and the head size, on which a table of angles depends."""
@@ -304,6 +304,33 @@ class RecurrentMixer(Mixer):
         spec = self.kv_spec(tensor_parallel_size)
         state_bytes = num_layers * spec.num_bytes(DTYPE_BYTES[dtype])
         return MixerCosts(state_bytes=state_bytes, flops_per_token=num_layers * self.state_flops(spec))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolvedMixer(RecurrentMixer):
+    """Such a mixer with a short convolution of its inputs."""
+
+    conv_taps: int
+    """The number of tokens that the convolution reads: the token itself, and those right before it."""
+
+    def convolution(
+        self, name: str, channels: int, context: LayerContext, *, bias: bool = False
+    ) -> Iterator[TensorSpec]:
+        """Yield the weights of the convolution `name`, and its biases if it has them."""
+        yield matrix(name, (channels, 1, self.conv_taps), Sharding.ROWS, context.dtype, "attention")
+        if bias:
+            yield vector(f"{name}.bias", channels, Sharding.ROWS, "attention", context.dtype)
+
+    def channel_spec(self, channels: int, state_size: int, kv_group: int) -> StateSpec:
+        """Return the spec of a rank's channels, each with a state that decays by rates of its own."""
+        return StateSpec(
+            conv_shape=(self.conv_taps - 1, channels),
+            recurrent_shape=(1, state_size, channels),
+            has_unit_keys=False,
+            num_decays=channels,
+            has_rates=True,
+            kv_group=kv_group,
+        )
 
 
 class FeedForward(Block):

@@ -9,15 +9,15 @@ from typing import ClassVar
 
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
-from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
-from nvcli.models.tensor_spec import Sharding, TensorSpec, matrix, vector
+from nvcli.models.mixers.mixer import ConvolvedMixer, LayerContext, Piece, Ranks
+from nvcli.models.tensor_spec import Sharding, TensorSpec, vector
 
 FUSED_INPUTS = ("y_proj", "x_proj")
 """The projections of the input: to what multiplies the results, and to the values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RgLruConfig(RecurrentMixer):
+class RgLruConfig(ConvolvedMixer):
     """A linear recurrence of single channels in place of attention: each keeps one number, which decays by a gate of
     the token, and to which the token's value is added through another. Heads have gates of their own."""
 
@@ -27,23 +27,13 @@ class RgLruConfig(RecurrentMixer):
     num_heads: int
     head_dim: int
     """The channels of a head."""
-    conv_taps: int
-    """The number of tokens that the convolution reads: the token itself, and those right before it."""
 
     @property
     def num_channels(self) -> int:
         return self.num_heads * self.head_dim
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec:
-        channels = self.num_channels // tensor_parallel_size
-        return StateSpec(
-            conv_shape=(self.conv_taps - 1, channels),
-            recurrent_shape=(1, 1, channels),
-            has_unit_keys=False,
-            num_decays=channels,
-            has_rates=True,
-            kv_group=kv_group,
-        )
+        return self.channel_spec(self.num_channels // tensor_parallel_size, 1, kv_group)
 
     def num_kernels(self, ranks: Ranks) -> int:
         return 20
@@ -60,8 +50,7 @@ class RgLruConfig(RecurrentMixer):
         dtype, size = context.dtype, self.num_channels
         for name in FUSED_INPUTS:
             yield from context.input_projection(f"{path}.{name}", size, "attention", FUSED_INPUTS, bias=True)
-        yield matrix(f"{path}.conv1d", (size, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
-        yield vector(f"{path}.conv1d.bias", size, Sharding.ROWS, "attention", dtype)
+        yield from self.convolution(f"{path}.conv1d", size, context, bias=True)
         yield vector(f"{path}.recurrent_param", size, Sharding.ROWS, "attention")
         heads = vector("", self.num_heads, Sharding.ROWS, "attention", dtype)
         for gate in ("input_gate", "recurrent_gate"):

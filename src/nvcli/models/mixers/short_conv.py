@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
-from nvcli.models.mixers.mixer import LayerContext, Piece, Ranks, RecurrentMixer
-from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, vector
+from nvcli.models.mixers.mixer import ConvolvedMixer, LayerContext, Piece, Ranks
+from nvcli.models.tensor_spec import FUSED, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConvConfig(RecurrentMixer):
+class ShortConvConfig(ConvolvedMixer):
     """A short convolution between two gates in place of attention: it keeps its last inputs, and no keys and values."""
 
     name: ClassVar[str] = "conv"
@@ -22,8 +22,6 @@ class ShortConvConfig(RecurrentMixer):
     divided: ClassVar[tuple[str, str]] = ("num_channels", "channels of convolutions")
     num_channels: int
     """The hidden size."""
-    conv_taps: int
-    """The number of tokens that the convolution reads: the token itself, and those right before it."""
     bias: bool = False
     """Whether the projections and the convolution have biases."""
 
@@ -42,10 +40,8 @@ class ShortConvConfig(RecurrentMixer):
         return 2 * hidden_size + 6 * self.num_channels // ranks.size
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
-        dtype, size, fused = context.dtype, self.num_channels, FUSED["bcx_proj"]
+        size, fused = self.num_channels, FUSED["bcx_proj"]
         for name in fused:
             yield from context.input_projection(f"{path}.{name}", size, "attention", fused, bias=self.bias)
-        yield matrix(f"{path}.conv", (size, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
-        if self.bias:
-            yield vector(f"{path}.conv.bias", size, Sharding.ROWS, "attention", dtype)
+        yield from self.convolution(f"{path}.conv", size, context, bias=self.bias)
         yield from context.output_projection(f"{path}.out_proj", size, "attention", bias=self.bias)
