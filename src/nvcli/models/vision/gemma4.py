@@ -13,7 +13,7 @@ from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.image_text import ImageText
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import read_sizes, rope_theta
+from nvcli.models.vision.vision_file import NO_BIASES, read_sizes, rope_theta
 
 _NAMES = TowerNames(
     prefixes=tuple((f"{part}.", f"{TOWER}.") for part in ("vision_tower", "vision_embedder", "embed_vision")),
@@ -61,10 +61,6 @@ def read_gemma4_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Vi
         eps=vision.positive_number("rms_norm_eps", 1e-6),
         is_gated=True,
         centres_pixels=True,
-        has_patch_bias=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
         qk_norm="head",
         norms_values=True,
         has_bounds=vision.get("use_clipped_linears", bool, False),
@@ -73,6 +69,7 @@ def read_gemma4_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Vi
         rope_theta=rope_theta(vision, 100.0),
         num_positions=vision.positive("position_embedding_size", 10_240),
         interpolation="axes",
+        **NO_BIASES,
         **_common(config, text),
         **sizes,
     )

@@ -6,11 +6,10 @@ positions.
 
 from __future__ import annotations
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import MLP_NAMES, PREFIXES, read_sizes, rope_theta
+from nvcli.models.vision.vision_file import MLP_NAMES, NO_BIASES, PREFIXES, layer_kinds, read_sizes, rope_theta
 
 _CONV, _FULL = "conv", "full_attention"
 _NAMES = TowerNames(
@@ -37,15 +36,14 @@ def read_lfm3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Visi
     """Read the tower of LFM3-VL."""
     config.only(projector_hidden_act="gelu")
     sizes = read_sizes(vision, text)
-    depth, heads = sizes["depth"], sizes["num_heads"]
+    heads = sizes["num_heads"]
     kv_heads, side = vision.positive("num_key_value_heads", 8), vision.positive("conv_kernel_size", 3)
     if heads % kv_heads:
         raise vision.error("num_key_value_heads", f"{kv_heads} does not divide {heads} heads")
     if side % 2 == 0:
         raise vision.error("conv_kernel_size", f"{side} is even, and the square has no patch in its middle")
-    kinds = vision.values.get("layer_types") or [_CONV if n < 2 or n % 2 else _FULL for n in range(depth)]
-    if not isinstance(kinds, list) or len(kinds) != depth or any(kind not in (_CONV, _FULL) for kind in kinds):
-        raise vision.error("layer_types", f"{show(kinds)} is not a list of {_CONV} and {_FULL} for {depth} layers")
+    default = [_CONV if number < 2 or number % 2 else _FULL for number in range(sizes["depth"])]
+    kinds = layer_kinds(vision, (_CONV, _FULL), default)
     return VisionConfig(
         names=_NAMES,
         processor="qwen2_vl",
@@ -62,10 +60,6 @@ def read_lfm3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Visi
         eps=vision.positive_number("norm_eps", 1e-5),
         activation="silu",
         is_gated=True,
-        has_patch_bias=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
         qk_norm="head",
         has_first_norm=True,
         rope="same",
@@ -73,5 +67,6 @@ def read_lfm3_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Visi
         conv_layers=tuple(number for number, kind in enumerate(kinds) if kind == _CONV),
         conv_size=side,
         image_token_id=config.get("image_token_id", int, 125_030),
+        **NO_BIASES,
         **sizes,
     )

@@ -6,12 +6,11 @@ Most of its layers attend within windows. The decoder norms the embeddings of im
 
 from __future__ import annotations
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.image_text import ImageText
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import read_sizes, rope_theta
+from nvcli.models.vision.vision_file import layer_kinds, read_sizes, rope_theta
 
 _WINDOW, _FULL = "window_attention", "full_attention"
 _NAMES = TowerNames(
@@ -45,11 +44,8 @@ def read_muse_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> Visi
     config.only(projector_hidden_act="gelu", out_hidden_size=sizes["hidden_size"] * merge**2)
     if side % merge:
         raise vision.error("pos_emb_height", f"{side} patches, the side of a window, are no whole tokens of {merge}")
-    kinds = vision.values.get("layer_types")
-    if kinds is None:
-        kinds = [_WINDOW if (number + 1) % 4 and number + 1 < depth else _FULL for number in range(depth)]
-    if not isinstance(kinds, list) or len(kinds) != depth or any(kind not in (_WINDOW, _FULL) for kind in kinds):
-        raise vision.error("layer_types", f"{show(kinds)} is not a list of {_WINDOW} and {_FULL} for {depth} layers")
+    default = [_WINDOW if number % 4 and number < depth else _FULL for number in range(1, depth + 1)]
+    kinds = layer_kinds(vision, (_WINDOW, _FULL), default)
     inner = config.positive("projector_hidden_size", 4096)
     return VisionConfig(
         names=_NAMES,

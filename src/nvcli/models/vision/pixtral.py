@@ -10,7 +10,7 @@ from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.image_text import ImageText
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
-from nvcli.models.vision.vision_file import MLP_NAMES, PREFIXES, image_token, read_sizes, rope_theta
+from nvcli.models.vision.vision_file import MLP_NAMES, NO_BIASES, PREFIXES, image_token, read_sizes, rope_theta
 
 _RENAMED = (
     ("patch_conv.", "patch_embed.proj."),
@@ -104,14 +104,11 @@ def _read(
         eps=1e-5,
         activation=vision.choice("hidden_act", _ACTIVATIONS, "gelu"),
         is_gated=True,
-        has_patch_bias=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
         has_first_norm=True,
         rope="staggered",
         rope_theta=rope_theta(vision),
         image_token_id=image_token_id,
         text=_ROWS,
+        **NO_BIASES,
         **sizes,
     )

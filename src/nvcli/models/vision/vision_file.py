@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
 from typing import Any
 
@@ -14,6 +15,9 @@ PREFIXES = (("vision_tower.", f"{TOWER}."), ("multi_modal_projector.", f"{TOWER}
 """`TowerNames.prefixes` of many families."""
 MLP_NAMES = (("linear_1.", "linear_fc1."), ("linear_2.", "linear_fc2."))
 """The names of a merger's MLP in many families' files, and in the model."""
+
+NO_BIASES: dict[str, Any] = dict.fromkeys(("has_patch_bias", "qkv_bias", "out_bias", "mlp_bias"), False)
+"""The fields of towers without biases."""
 
 
 def vision_section(config: JsonFile) -> JsonFile:
@@ -76,6 +80,16 @@ def rope_theta(vision: JsonFile, default: float = 10_000.0) -> float:
     rope = vision.values.get("rope_parameters")
     found = vision.with_values(rope, f"{vision.section}rope_parameters.") if isinstance(rope, dict) else vision
     return found.positive_number("rope_theta", default)
+
+
+def layer_kinds(vision: JsonFile, kinds: tuple[str, str], default: Sequence[str]) -> Sequence[str]:
+    """Read `layer_types`, which of two kinds each layer is, or `default` if it is absent."""
+    found, count = vision.values.get("layer_types"), len(default)
+    if found is None:
+        return default
+    if not isinstance(found, list) or len(found) != count or any(kind not in kinds for kind in found):
+        raise vision.error("layer_types", f"{show(found)} is not a list of {' and '.join(kinds)} for {count} layers")
+    return found
 
 
 def square(file: JsonFile, key: str, value: int) -> int:
