@@ -23,7 +23,7 @@ from combinations import full
 from family_shapes import SHAPES
 from nvcli.attention.spec import AttentionSpec
 from nvcli.models.config import load_model_config
-from nvcli.models.mixers.mixer import ConvolvedMixer, Mixer, RecurrentMixer
+from nvcli.models.mixers.mixer import ChoosingMixer, ConvolvedMixer, Mixer, RecurrentMixer
 
 
 def shape_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def kinds_of_layers(path: Path) -> set[str]:
 
 def test_every_kind_of_layer_is_in_some_checkpoint(tmp_path: Path) -> None:
     found = [kinds_of_layers(write_tiny_config(tmp_path, **shape)) for shape in CHECKPOINTS.values()]
-    bases = Mixer, RecurrentMixer, ConvolvedMixer
+    bases = Mixer, ChoosingMixer, RecurrentMixer, ConvolvedMixer
     kinds = [kind for base in bases for kind in base.__subclasses__() if kind.__module__.startswith("nvcli.")]
     mixers = {kind.__name__ for kind in kinds} - {base.__name__ for base in bases}
     assert set().union(*found) == {*mixers, *ATTENTION, "shared keys", "two mixers", "shortcut", "streams"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.spec import AttentionSpec
@@ -13,6 +13,7 @@ from nvcli.kernels.elementwise_settings import GateFunction
 from nvcli.models.mixers.block_index import BlockIndexConfig
 from nvcli.models.mixers.mixer import (
     NO_CHOICE,
+    ChoosingMixer,
     LayerContext,
     Mixer,
     MixerCosts,
@@ -69,7 +70,7 @@ class OutputGate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionConfig(Mixer):
+class AttentionConfig(ChoosingMixer):
     """The attention of one layer."""
 
     name: ClassVar[str] = "self_attn"
@@ -112,22 +113,12 @@ class AttentionConfig(Mixer):
     query_scaling: QueryScaling | None = None
     gate: OutputGate | None = None
     """None: nothing is multiplied by gates."""
-    top_k: int | None = None
-    """The most keys that a token attends to, where each KV head chooses blocks of them; None: all."""
     index: BlockIndexConfig | None = None
-    """The choice of these blocks; it is there without `top_k` where a run makes none."""
+    """The choice of blocks of keys by each KV head; it is there without `top_k` where a run makes none."""
 
     @property
     def module(self) -> str:
         return "nvcli.models.layers:Attention" if self.top_k is None else "nvcli.models.block_attention:BlockAttention"
-
-    @property
-    def most_chosen(self) -> int | None:
-        return self.top_k
-
-    def for_length(self, max_model_len: int) -> Self:
-        """Return the layer without a choice where a token never sees more keys than it would choose."""
-        return self if self.top_k is None or max_model_len > self.top_k else replace(self, top_k=None)
 
     @property
     def note(self) -> str | None:

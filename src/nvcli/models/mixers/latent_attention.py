@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.spec import AttentionSpec, HeadSizes
@@ -15,8 +15,8 @@ from nvcli.kernels.pool_settings import Pools
 from nvcli.models.mixers.attention import GATE, HEAD_SCALES, OutputGate, QueryScaling, head_scale_tensors
 from nvcli.models.mixers.mixer import (
     NO_CHOICE,
+    ChoosingMixer,
     LayerContext,
-    Mixer,
     MixerCosts,
     Piece,
     Ranks,
@@ -131,7 +131,7 @@ LATENTS, FROM_LATENTS = "kv_a_proj_with_mqa", "kv_b_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttentionConfig(Mixer):
+class LatentAttentionConfig(ChoosingMixer):
     """Attention to a latent vector of each token, from which the keys and values of all heads are projected, and to one
     rotated key that all heads share.
 
@@ -171,8 +171,6 @@ class LatentAttentionConfig(Mixer):
     vector both normed and as it is."""
     has_sinks: bool = False
     """Whether each head has a learned score that belongs to no key in every softmax."""
-    top_k: int | None = None
-    """The most keys that a token attends to; None: all."""
     indexer: IndexerConfig | None = None
     """The layer's own indexer; None: with `top_k`, the layer reuses the choice of the last layer that has one."""
     reads_kv_of: int | None = None
@@ -189,16 +187,8 @@ class LatentAttentionConfig(Mixer):
         return None if self.top_k is None else self.indexer
 
     @property
-    def most_chosen(self) -> int | None:
-        return self.top_k
-
-    @property
     def reads_earlier_choice(self) -> bool:
         return self.top_k is not None and self.indexer is None
-
-    def for_length(self, max_model_len: int) -> Self:
-        """Return the layer without a choice where a token never sees more keys than it would choose."""
-        return self if self.top_k is None or max_model_len > self.top_k else replace(self, top_k=None)
 
     @property
     def note(self) -> str | None:

@@ -280,6 +280,22 @@ class Mixer(Block):
         return 5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoosingMixer(Mixer):
+    """A mixer of which runs may have each token attend to a choice of keys."""
+
+    top_k: int | None = None
+    """The most keys that a token attends to; None: all."""
+
+    @property
+    def most_chosen(self) -> int | None:
+        return self.top_k
+
+    def for_length(self, max_model_len: int) -> Self:
+        """Return the layer without a choice where a token never sees more keys than it would choose."""
+        return self if self.top_k is None or max_model_len > self.top_k else replace(self, top_k=None)
+
+
 class RecurrentMixer(Mixer):
     """A mixer that keeps a state of fixed size, and no keys and values."""
 
