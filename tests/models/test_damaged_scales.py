@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +58,7 @@ def set_last(path: Path, name: str, number: float, file: str = "model.safetensor
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_damaged_scale_is_named(name: str, original: Path, tmp_path: Path) -> None:
+    """Each number is found in some form in which weights may be kept, and in each form some number is."""
     skipped = () if name.startswith("gptq") else ("layers.1.mlp",)
     path, _ = write_quantised(original, tmp_path, FORMATS[name], skip=skipped)
     file, quantisation, num_seen = path / "model.safetensors", quantisation_of(path), 0
@@ -66,15 +68,15 @@ def test_a_damaged_scale_is_named(name: str, original: Path, tmp_path: Path) -> 
         are_places = last == "absmax" and values.dtype == torch.uint8
         if ".layers.0.mlp.down_proj." not in key or last not in SCALES or are_places:
             continue
-        for number in damages(last, values, quantisation):
+        numbers, forms = damages(last, values, quantisation), sorted(kept_forms(quantisation))
+        for number, form in islice(zip(cycle(numbers), cycle(forms), strict=False), max(len(numbers), len(forms))):
             file.write_bytes(whole)
             set_last(path, key, number)
-            for form in kept_forms(quantisation):
-                with pytest.raises(LoadError) as caught:
-                    load_model(path, quantization=form)
-                shown = "255, an exponent" if values.dtype == torch.uint8 else f"{number}, with"
-                assert str(caught.value).startswith(f"{file}: tensor {key} has a scale that is {shown}"), form
-                num_seen += 1
+            with pytest.raises(LoadError) as caught:
+                load_model(path, quantization=form)
+            shown = "255, an exponent" if values.dtype == torch.uint8 else f"{number}, with"
+            assert str(caught.value).startswith(f"{file}: tensor {key} has a scale that is {shown}"), form
+            num_seen += 1
     assert num_seen
 
 
