@@ -108,11 +108,15 @@ class CheckpointLayout:
         elif in_tower is not None:
             assert self.tower is not None
             return in_tower if self.has_tower and not in_tower.startswith(self.tower.left) else None
-        elif self.is_headless:
-            name = None if stored.startswith("lm_head.") else "model." + stored.removeprefix("model.")
         elif self.is_part:
-            matches = (to + stored.removeprefix(prefix) for prefix, to in _TEXT_PREFIXES if stored.startswith(prefix))
+            names = (stored, f"model.{stored}") if self.is_headless else (stored,)
+            fits = ((each, prefix, to) for each in names for prefix, to in _TEXT_PREFIXES if each.startswith(prefix))
+            matches = (to + each.removeprefix(prefix) for each, prefix, to in fits)
             name = next(matches, stored if self.tower and stored.startswith("model.") else None)
+        elif self.is_headless and not stored.startswith("lm_head."):
+            name = "model." + stored.removeprefix("model.")
+        if self.is_headless and name is not None and name.startswith("lm_head."):
+            return None
         if name is not None and not is_of_head and name.startswith(self.left):
             return None
         for found, wanted in self.renamed if name is not None else ():

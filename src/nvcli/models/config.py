@@ -193,9 +193,9 @@ class ModelConfig:
 
     def headless(self) -> ModelConfig:
         """Return the model as embedding runs need it: an LM head in the files is ignored, and the embedding takes its
-        place, which needs no memory."""
+        place, which needs no memory. Hidden states are not scaled for it."""
         layout = replace(self.decoder.layout, is_headless=True)
-        decoder = replace(self.decoder, layout=layout, has_head_bias=False)
+        decoder = replace(self.decoder, layout=layout, has_head_bias=False, logit_scale=1.0)
         return replace(self, tie_word_embeddings=True, decoder=decoder)
 
     def check_tensor_parallel(self, size: int) -> None:

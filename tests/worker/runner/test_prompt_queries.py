@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from generation import generate, prompts
 
-from checkpoints import reference_model, write_tiny_qwen3
+from checkpoints import reference_model, write_tiny_model, write_tiny_qwen3
+from family_shapes import SHAPES
 from nvcli.core.messages import PromptQueryResult
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput
@@ -53,8 +55,6 @@ def requests(max_tokens: int = 24) -> list[Request]:
 def expected(checkpoint: Path) -> list[tuple[Any, Any]]:
     """For each prompt, with token 9 behind it: the log-probabilities of all tokens at all positions, and the hidden
     states."""
-    import torch
-
     model = reference_model(checkpoint)
     with torch.inference_mode():
         outputs = [model(torch.tensor([[*prompt, 9]]), output_hidden_states=True) for prompt in prompts()]
@@ -136,3 +136,16 @@ def test_several_ranks_read_the_same(checkpoint: Path, expected: list[tuple[Any,
     batch = [sample for request in requests(6) for sample in request.samples()]
     done, _ = generate(checkpoint, batch, **settings, **CIRCUMSTANCES[circumstance])
     check(done, expected)
+
+
+@pytest.mark.parametrize("name", ["gemma 3 with vision", "minicpm 3"])
+def test_hidden_states_are_not_scaled_for_an_lm_head(name: str, tmp_path: Path) -> None:
+    """Those of files that hold more than text, and of a family that scales them before its LM head."""
+    family, shape = SHAPES[name]
+    path, prompt = write_tiny_model(tmp_path / "model", family, **shape), prompts()[8]
+    runner = make_runner(path, "cpu", max_model_len=400, block_size=4, embedding_size=HIDDEN_SIZE)
+    done = run_to_outputs(runner, [make_request(0, prompt, 1, read=Pooling(position="last"))])
+    with torch.inference_mode():
+        states = reference_model(path)(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    found = np.frombuffer(done[0].query_results[0].hidden_sum, np.float32)
+    np.testing.assert_allclose(found, states[-1][0, -1], atol=1e-4)
