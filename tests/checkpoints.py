@@ -606,8 +606,11 @@ def _skip_if_unknown(family: str) -> None:
 
 
 def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
-    """A model of transformers with its initial weights."""
+    """A model of transformers with its initial weights: a classifier if `id2label` names its classes."""
     config = _make_config(transformers, family, arguments)
+    if "id2label" in arguments:
+        config.id2label = arguments["id2label"]
+        return transformers.AutoModelForSequenceClassification.from_config(config)
     return getattr(transformers, architecture_of(family))(config)
 
 

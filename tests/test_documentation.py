@@ -35,7 +35,7 @@ PAGES = [
     SCRIPTS,
     ROOT / "configs/README.md",
 ]
-LIKE_GENERATE = ("bench", "chat", "check", "compare-quality", "doctor", "embed", "profile-memory", "score")
+LIKE_GENERATE = ("bench", "chat", "check", "classify", "compare-quality", "doctor", "embed", "profile-memory", "score")
 """Commands that have options of `generate` too."""
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 

@@ -34,7 +34,17 @@ from nvcli.cli import main as cli
 from nvcli.cli.messages import Interrupted
 from nvcli.core.config import SECTIONS, RunConfig
 from nvcli.core.system.standard_streams import OutputGone
-from nvcli.job.job import RETRYABLE_ERRORS, Choice, EmbedAnswer, ErrorInfo, JobResult, RowContext, RowForm, ScoreAnswer
+from nvcli.job.job import (
+    RETRYABLE_ERRORS,
+    Choice,
+    ClassifyAnswer,
+    EmbedAnswer,
+    ErrorInfo,
+    JobResult,
+    RowContext,
+    RowForm,
+    ScoreAnswer,
+)
 from nvcli.job.output.manifest import Manifest, save_manifest
 from nvcli.job.own_files import manifest_path
 from nvcli.job.progress.run_status import RunStatus
@@ -392,6 +402,8 @@ def task_rows() -> Iterator[tuple[str, list[Any]]]:
         ("embed: an answer", RowForm.EMBEDDING, both(EmbedAnswer)),
         ("embed: an error", RowForm.EMBEDDING, [None]),
         ("embeddings: an answer", RowForm.OPENAI_EMBEDDING, both(EmbedAnswer)),
+        ("classify: an answer", RowForm.CLASSES, both(ClassifyAnswer)),
+        ("classify: an error", RowForm.CLASSES, [None]),
     ]
     for name, form, answers in forms:
         error = None if answers[0] else ErrorInfo(type="aborted", message="")

@@ -49,7 +49,7 @@ def test_one_llm_scores_and_generates(llm: LLM) -> None:
 
 
 def test_wrong_calls_are_said(llm: LLM) -> None:
-    with pytest.raises(ConfigError, match=r'makes no embeddings; for `embed`, make it with task="embed"'):
+    with pytest.raises(ConfigError, match=r'makes answers and scores alone; for `embed`, make it with task="embed"'):
         llm.embed("a")
     with pytest.raises(ConfigError, match=r"`score.normalize` is \"words\""):
         llm.score("a", normalize="words")  # type: ignore[arg-type]
@@ -76,3 +76,17 @@ def test_an_llm_for_embeddings_makes_nothing_else(model: Path) -> None:
                 method("a")
     with pytest.raises(ConfigError, match=r"`embed.dimensions` is 99, and .* gives vectors of 32 numbers"):
         open_llm(model, task="embed", embed={"dimensions": 99})
+
+
+def test_an_llm_for_classes_makes_nothing_else(tmp_path: Path) -> None:
+    model = write_byte_model(tmp_path / "classifier", id2label={0: "reward"})
+    with open_llm(model, task="classify") as llm:
+        one, same, other = llm.classify(["abcd", {"prompt": "abcd"}, "x"], order="input")
+        assert one["label"] == "reward"
+        assert one["score"] == one["classes"][0]["logit"] == same["score"] != other["score"]
+        with pytest.raises(AttributeError, match=r'answer\["classes"\]'):
+            _ = one.outputs
+        with pytest.raises(ConfigError, match="makes classes alone"):
+            llm.generate("a")
+    with pytest.raises(ConfigError, match="use `nvcli classify`"):
+        open_llm(model)

@@ -14,6 +14,7 @@ from checkpoints import tiny_model_config, write_tiny_config
 from model_facts import attention_of, rope_of, windows_of
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.geometry import model_tensors
 
 ABSENT = object()
 
@@ -51,6 +52,39 @@ def test_shapes(tmp_path: Path) -> None:
     assert not attention.o_bias
     assert windows_of(config) == (None, None)
     assert config.max_position_embeddings == 512
+
+
+@pytest.mark.parametrize(
+    ("keys", "labels", "activation", "pad_id"),
+    [
+        ({}, ("LABEL_0", "LABEL_1"), "softmax", 0),
+        ({"num_labels": 1, "pad_token_id": ABSENT}, ("LABEL_0",), "sigmoid", None),
+        ({"id2label": {"1": "b", "0": "a"}, "problem_type": "multi_label_classification"}, ("a", "b"), "sigmoid", 0),
+        ({"id2label": {"0": "reward"}, "problem_type": "regression"}, ("reward",), "none", 0),
+    ],
+)
+def test_classes(tmp_path: Path, keys: dict[str, Any], labels: tuple[str, ...], activation: str, pad_id: int) -> None:
+    config = read(tmp_path, architectures=["Qwen3ForSequenceClassification"], **keys)
+    assert config.classifier is not None
+    assert (config.classifier.labels, config.classifier.activation) == (labels, activation)
+    assert config.classifier.pad_id == pad_id
+    assert not config.has_head
+    with_vocabulary = [each.name for each in model_tensors(config, "bfloat16") if 97 in each.shape]
+    assert with_vocabulary == ["model.embed_tokens.weight"]  # and no LM head
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"id2label": {"0": 5}}, '`id2label`: {"0": 5} holds names that are not texts'),
+        ({"id2label": ["a"]}, '`id2label`: ["a"] is not an object'),
+        ({"num_labels": 0}, "`num_labels`: 0 is not positive"),
+        ({"problem_type": "ranking"}, '`problem_type`: "ranking" is not supported; supported: regression, single_l'),
+        ({"is_causal": False}, "`is_causal`: false: a model that attends in both directions is not supported"),
+    ],
+)
+def test_classes_that_cannot_be_read(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
+    assert_refused(write(tmp_path, architectures=["Qwen3ForSequenceClassification"], **keys), told)
 
 
 def test_reading_needs_no_torch() -> None:

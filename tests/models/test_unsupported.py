@@ -59,7 +59,7 @@ NONE = "its config.json fits no supported family"
         ("BertModel", {**LLAMA, "type_vocab_size": 2}, "it is an encoder, and nvcli serves decoders"),
         ("ModernBertForMaskedLM", LLAMA, "it is an encoder, and nvcli serves decoders"),
         ("T5ForConditionalGeneration", {"d_model": 64, "is_encoder_decoder": True}, "it is an encoder with a decoder"),
-        ("Qwen3ForSequenceClassification", LLAMA, "it is a classifier"),
+        ("OtherForSequenceClassification", LLAMA, "it is a classifier, and nvcli serves decoders that generate text"),
         ("BitNetForCausalLM", {**LLAMA, "hidden_act": "relu2"}, "its weights have three values"),
         ("BailingMoeV2ForCausalLM", {**LLAMA, **EXPERTS}, "no model of it"),
     ],

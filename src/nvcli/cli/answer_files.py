@@ -1,4 +1,5 @@
-"""Answers the rows of files, for `generate`, `score` and `embed`: their options, progress and notes, the summary.
+"""Answers the rows of files, for `generate`, `score`, `embed` and `classify`: their options, progress and notes, and
+the summary.
 
 Whatever ends the job early becomes the message and the exit code that the user sees.
 """

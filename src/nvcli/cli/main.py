@@ -23,7 +23,7 @@ from nvcli.cli.messages import Interrupted, say, say_error, say_failure
 from nvcli.cli.models import models
 from nvcli.cli.options import GroupedCommand
 from nvcli.cli.profile_memory import profile_memory
-from nvcli.cli.score import embed, score
+from nvcli.cli.score import classify, embed, score
 from nvcli.cli.show import show
 from nvcli.cli.usage_hints import usage_message
 from nvcli.core.system.end_signals import handle_end_signals, watch_main_thread
@@ -60,6 +60,7 @@ for _command, _short_help, _exit_codes in (
     (chat, "Chat with a model.", _CHAT_EXIT_CODES),
     (score, "Compute how likely a model finds given texts.", _GENERATE_EXIT_CODES),
     (embed, "Compute an embedding of every row.", _GENERATE_EXIT_CODES),
+    (classify, "Compute a reward or the classes of every row.", _GENERATE_EXIT_CODES),
     (check, "Report what a job will do, before it takes hours.", _CHECK_EXIT_CODES),
     (show, "Show the answers of an output, a page at a time.", None),
     (merge, "Join the outputs of a job's shards into one.", _MERGE_EXIT_CODES),

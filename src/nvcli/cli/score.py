@@ -1,4 +1,5 @@
-"""`nvcli score` and `nvcli embed`: jobs that score rows or embed them, without generating anything."""
+"""`nvcli score`, `nvcli embed` and `nvcli classify`: jobs that score, embed or classify rows, without generating
+anything."""
 
 from __future__ import annotations
 
@@ -45,3 +46,22 @@ def embed(inputs: Annotated[list[str], INPUT], *, job: JobOptions, settings: Set
       nvcli embed texts.csv -m Qwen/Qwen3-Embedding-8B --dimensions 256 --prompt-template 'Query: {text}'
     """
     run_job(inputs, job, settings, "embed")
+
+
+@with_options(*keys_of("", "job", without=_WITHOUT))
+def classify(inputs: Annotated[list[str], INPUT], *, job: JobOptions, settings: Settings) -> None:
+    """Compute a reward or the classes of every row of INPUT, with a reward model, reranker or classifier.
+
+    MODEL is a decoder with a classification head (LlamaForSequenceClassification and the like). A row has a prompt as
+    for `generate`, or `messages` that end with the answer to judge: the chat template writes them, and begins no other
+    answer. Each row gets the number of every class, as it is and as a probability.
+
+    INPUT, the output, and continuing a job work as in `generate`.
+
+    \b
+    Examples:
+      nvcli classify chats.jsonl -m Skywork/Skywork-Reward-Llama-3.1-8B-v0.2 -o rewards.parquet
+      nvcli classify pairs.csv -m MODEL --prompt-template '<Query>: {query} <Document>: {document}'
+      nvcli classify texts.txt -m MODEL -o - | jq .label
+    """
+    run_job(inputs, job, settings, "classify")

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 @with_options()
 def show(
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="An output of `nvcli generate`, `score` or `embed`.")],
+    output: Annotated[
+        str, typer.Argument(metavar="OUTPUT", help="An output of `nvcli generate`, `score`, `embed` or `classify`.")
+    ],
     *,
     errors: Annotated[bool, Flag("--errors", ROWS, "Only rows with errors.")] = False,
     length: Annotated[

@@ -137,8 +137,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The most tokens of an image, or of a prompt with images, that are computed in one step because they attend to
     each other; 0: chunks may end anywhere."""
     embedding_size: int = 0
-    """Size of the hidden states, if requests ask for these instead of tokens: the model then needs no LM head.
-    0: requests ask for tokens and their probabilities."""
+    """Size of the hidden states, if requests ask for these instead of tokens, or the number of a classifier's classes:
+    the model then needs no LM head. 0: requests ask for tokens and their probabilities."""
 
     @property
     def kv_dtype(self) -> KVDtype:

@@ -110,7 +110,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             PROMPTS,
             "Send prompts as user messages, through the chat template, or as they are [default: as user messages "
             "those of --prompt-field and --prompt-template, or all with --image-field, if the model has a chat "
-            "template; as they are for `score` and `embed`]",
+            "template; as they are for `score`, `embed` and `classify`]",
             switch=("always", "never"),
         ),
     ] = "auto"

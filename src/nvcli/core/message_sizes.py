@@ -39,7 +39,7 @@ def max_step_output_bytes(
 ) -> int:
     """Compute the size in bytes of the largest encoded StepOutput: `max_step_logits` tokens, with `MAX_LOGPROBS`
     alternatives each, and as many for each prompt token that is read. `hidden_size`: that of the hidden states that
-    requests may ask for; 0: they may not."""
+    requests may ask for, or the number of a classifier's classes; 0: they may not."""
     per_token = 4 + 32 + MAX_LOGPROBS * (5 + 9)
     per_seq = 3 * 4 + 4 * (2 + MAX_FORCED_TOKENS) + 32 + 4 * hidden_size
     return 1024 + max_step_logits * per_token + max_num_seqs * per_seq + max_num_batched_tokens * 8 * (1 + MAX_LOGPROBS)

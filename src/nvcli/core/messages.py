@@ -257,7 +257,7 @@ class PromptQueryResult(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     top_logprobs: bytes = b""
     """[count, num_top] packed float32, their log-probabilities."""
     hidden_sum: bytes = b""
-    """[hidden size] packed float32, the sum of the hidden states after the final norm."""
+    """[hidden size] packed float32, the sum of the hidden states after the final norm; or a classifier's logits."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

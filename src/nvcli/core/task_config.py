@@ -1,6 +1,6 @@
-"""Tasks of a run (answers, log-probabilities of given texts, or embeddings), and their settings.
+"""Tasks of a run (answers, log-probabilities of given texts, embeddings, or classes), and their settings.
 
-The command sets the task (`nvcli score`, `nvcli embed`); a Python program may set it too.
+The command sets the task (`nvcli score`, `nvcli embed`, `nvcli classify`); a Python program may set it too.
 """
 
 from __future__ import annotations
@@ -12,10 +12,22 @@ import msgspec
 from nvcli.core.config_types import Name, PositiveInt
 from nvcli.core.flags import PROMPTS, RESULT, Flag
 
-Task = Literal["generate", "score", "embed"]
+Task = Literal["generate", "score", "embed", "classify"]
 Normalization = Literal["none", "tokens", "bytes"]
 PoolingName = Literal["last", "mean", "cls"]
 EmbeddingEncoding = Literal["float", "base64"]
+Activation = Literal["softmax", "sigmoid", "none"]
+
+
+class Classifier(msgspec.Struct, frozen=True, kw_only=True):
+    """The classes that a model's head tells apart: the task of rows that it classifies."""
+
+    labels: tuple[str, ...]
+    """The name of each class, in the head's order."""
+    activation: Activation
+    """The function that makes probabilities of the head's numbers; none: they become no probabilities."""
+    pad_id: int | None
+    """The id of padding, which is not read at the end of a row, as in transformers; None: there is none."""
 
 
 class ScoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from nvcli.core.sampling_params import SamplingParams
-from nvcli.core.task_config import EmbeddingEncoding, Normalization
+from nvcli.core.task_config import Classifier, EmbeddingEncoding, Normalization
 from nvcli.errors import INTERNAL_ERROR, RowError
 
 JobId = str | int
@@ -52,6 +52,8 @@ class RowForm(Enum):
     """A row of an OpenAI batch file for /v1/embeddings."""
     RESPONSE = 7
     """A row of an OpenAI batch file for /v1/responses."""
+    CLASSES = 8
+    """A row of nvcli's own form that is classified."""
 
     @property
     def is_openai(self) -> bool:
@@ -161,7 +163,7 @@ class EmbedTask(msgspec.Struct, frozen=True, kw_only=True):
     encoding: EmbeddingEncoding = "float"
 
 
-PromptTask = ScoreTask | EmbedTask
+PromptTask = ScoreTask | EmbedTask | Classifier
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -321,6 +323,31 @@ class EmbedAnswers(msgspec.Struct, frozen=True):
         return sum(vector.num_bytes for vector in self.vectors)
 
 
+class FoundClass(msgspec.Struct, frozen=True, kw_only=True):
+    """One of a model's classes, and what the model gives a row for it."""
+
+    label: str
+    logit: float
+    """The number that the head gives."""
+    probability: float | None
+    """None: the model's numbers are no probabilities."""
+
+
+class ClassifyAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The classes of a row, in the order of the model's head."""
+
+    label: str
+    """The class with the highest logit; the first of equal ones."""
+    score: float
+    """Its probability; its logit if there is none, or no other class."""
+    classes: list[FoundClass]
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate bytes in memory."""
+        return 500 + 150 * len(self.classes)
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of a row; completion tokens are those of all its answers together."""
 
@@ -346,8 +373,8 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[Choice] = []
     usage: Usage = Usage()
     error: ErrorInfo | None = None
-    answer: ScoreAnswer | EmbedAnswer | EmbedAnswers | None = None
-    """The answer of a row that is scored or embedded; it has no `choices` then."""
+    answer: ScoreAnswer | EmbedAnswer | EmbedAnswers | ClassifyAnswer | None = None
+    """The answer of a row that is scored, embedded or classified; it has no `choices` then."""
     prompt_logprobs: Logprobs | None = None
     """The log-probabilities of the prompt's tokens, where the row asks for them."""
     traceback: str = ""

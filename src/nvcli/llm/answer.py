@@ -164,7 +164,7 @@ _KEYS_ELSEWHERE = {
     "request_id": 'answer["id"] or answer.index',
     "num_cached_tokens": 'answer["usage"]["cached_tokens"]',
     "prompt_token_ids": "transformers.AutoTokenizer, because answers do not contain prompt ids",
-    "outputs": "answer.embedding",
+    "outputs": 'answer.embedding, or answer["classes"]',
     "embedding": 'llm.embed(rows) of an LLM made with task="embed"',
     "prompt_logprobs": 'sampling_params={"prompt_logprobs": 0}, and answer["prompt_logprobs"]',
 }

@@ -81,7 +81,7 @@ CALL: dict[str, tuple[tuple[Any, ...], str]] = {
 METHODS = {
     "get_tokenizer": "use transformers.AutoTokenizer.from_pretrained(model); llm.chat renders the chat template itself",
     "encode": 'use llm.embed(rows), on an LLM made with task="embed"',
-    "classify": 'use llm.score(rows), with rows that have "choices"',
+    "reward": 'use llm.classify(rows), on an LLM made with task="classify"',
     "beam_search": remarks()["use_beam_search"],
     "llm_engine": "the engines run in separate processes; llm.config is their configuration",
     "shutdown": "use llm.close()",

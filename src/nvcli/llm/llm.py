@@ -239,6 +239,17 @@ class LLM:
         return self._answer(rows, order=order, lora=lora, task=self._session.resolved.task)
 
     @says_what_to_use()
+    def classify(
+        self, rows: Iterable[Row] | str | Mapping[str, Any], *, order: Order = "input", lora: Lora = None
+    ) -> Answers:
+        """Compute rewards or classes, and return an iterator over the answers: the rows that `nvcli classify` writes.
+
+        The LLM must have been made with `task="classify"`. The rest is as for `embed`.
+        """
+        self._check_task("classify")
+        return self._answer(rows, order=order, lora=lora, task=self._session.resolved.task)
+
+    @says_what_to_use()
     def stream(
         self,
         row: Row,
@@ -272,9 +283,9 @@ class LLM:
         """Raise ConfigError unless the engines do what a method needs."""
         made_for = self.config.task
         if task != made_for and (task, made_for) != ("score", "generate"):
-            way_out = 'make it with task="embed"' if task == "embed" else "leave `task` out"
-            what = {"generate": "no embeddings", "score": "scores alone", "embed": "embeddings alone"}[made_for]
-            raise ConfigError(f"this LLM makes {what}; for `{task}`, {way_out}")
+            way_out = f'make it with task="{task}"' if task in ("embed", "classify") else "leave `task` out"
+            what = {"generate": "answers and scores", "score": "scores", "embed": "embeddings", "classify": "classes"}
+            raise ConfigError(f"this LLM makes {what[made_for]} alone; for `{task}`, {way_out}")
 
     def _answer(self, rows: Iterable[Row] | str | Mapping[str, Any], *, order: Order, **options: Any) -> Answers:
         """Open a call. `options` are those of `Session.open_call`. Raises what `generate` raises."""

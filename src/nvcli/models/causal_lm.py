@@ -21,7 +21,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState, LayerStep
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.gated_residual_layer import GatedResidualLayer
-from nvcli.models.geometry import EMBEDDING, EMBEDDING_NORM, HEAD, HEAD_BIAS, POSITIONS
+from nvcli.models.geometry import EMBEDDING, EMBEDDING_NORM, HEAD, HEAD_BIAS, POSITIONS, SCORE
 from nvcli.models.kv_groups import layer_specs
 from nvcli.models.layer_config import STREAMS_AT_END
 from nvcli.models.layer_inputs import LayerInputs
@@ -31,6 +31,7 @@ from nvcli.models.parallel import (
     ParallelLMHead,
     PositionEmbedding,
     SinusoidalPositions,
+    TensorShard,
     VocabParallelEmbedding,
 )
 from nvcli.models.stream_layer import StreamEnd, StreamLayer
@@ -209,6 +210,8 @@ class CausalLM(nn.Module):
             name = EMBEDDING if config.tie_word_embeddings else HEAD
             tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
             self.lm_head = ParallelLMHead(build, {"weight": f"{name}.weight", "bias": HEAD_BIAS}, tied_to=tied_to)
+        self.score = TensorShard(build, f"{SCORE}.weight") if f"{SCORE}.weight" in build.tensors else None
+        """The head of a classifier, in its last stage."""
         self.draft_head: DraftHead | None = None
         """The head that drafts tokens; None: the run uses none."""
         if config.draft_head is not None:
@@ -277,6 +280,11 @@ class CausalLM(nn.Module):
             return logits
         capped = partial(soft_cap, cap=cap)
         return row_by_row(capped, logits) if self.batch_invariant else capped(logits)
+
+    def read_states(self, hidden: Tensor) -> Tensor:
+        """Return what requests for hidden states get: the state [H] in float32, or a classifier's logits [L], with the
+        same bits whatever else is computed. Only the last stage can."""
+        return hidden if self.score is None else torch.mv(self.score.weight, hidden)
 
     @property
     def mixers(self) -> tuple[TokenMixer, ...]:

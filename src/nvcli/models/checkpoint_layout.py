@@ -32,8 +32,11 @@ _TEXT_PREFIXES = (
     ("language_model.backbone.", "backbone."),
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
+    ("score.", "score."),
 )
 """Prefixes of the text model's tensor names in multimodal checkpoints: (in older or newer files, in the decoder)."""
+_OF_HEADS = ("lm_head.", "score.")
+"""Prefixes of the names of heads, which files of a bare decoder do not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +113,14 @@ class CheckpointLayout:
             return in_tower if self.has_tower and not in_tower.startswith(self.tower.left) else None
         elif self.is_part:
             names = (stored, f"model.{stored}") if self.is_headless else (stored,)
-            fits = ((each, prefix, to) for each in names for prefix, to in _TEXT_PREFIXES if each.startswith(prefix))
-            matches = (to + each.removeprefix(prefix) for each, prefix, to in fits)
+            matches = (
+                to + each.removeprefix(prefix)
+                for each in names
+                for prefix, to in _TEXT_PREFIXES
+                if each.startswith(prefix)
+            )
             name = next(matches, stored if self.tower and stored.startswith("model.") else None)
-        elif self.is_headless and not stored.startswith("lm_head."):
+        elif self.is_headless and not stored.startswith(_OF_HEADS):
             name = "model." + stored.removeprefix("model.")
         if self.is_headless and name is not None and name.startswith("lm_head."):
             return None

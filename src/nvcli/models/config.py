@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nvcli.core.config_types import FOUR_BITS, MAX_INT32, KeptWeights
+from nvcli.core.task_config import Classifier
 from nvcli.core.validation import is_integer, show
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
+from nvcli.models.classifier import read_classifier
 from nvcli.models.config_overrides import NO_OVERRIDES, check_overrides, with_overrides
 from nvcli.models.draft_head_config import DraftHeadConfig
-from nvcli.models.families.catalogue import find_family
+from nvcli.models.families.catalogue import CLASSIFIER, find_family
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.json_file import JsonFile
@@ -39,8 +41,6 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 MAX_EOS_IDS = 64
 """The most end-of-sequence ids; messages to the ranks have room for this many."""
 _TEXT, _VISION, _TIED = "text_config", "vision_config", "tie_word_embeddings"
-_HEADLESS, _WITH_HEAD = "Model", ("ForCausalLM", "LMHeadModel")
-"""Suffixes of an architecture's name: for the bare decoder, and for the decoder with an LM head."""
 _LIST_OF_MODELS = "`nvcli models` lists what is supported"
 _DRAWN_KEYS = ("temperature", "top_p", "top_k", "min_p")
 _SAMPLING_KEYS = {
@@ -95,7 +95,9 @@ class ModelConfig:
     quantization: KeptWeights = "none"
     """How ranks keep the weights of linear layers: in the run's type, in FP8, or in the 4 bits of the checkpoint."""
     has_head: bool = True
-    """Whether the checkpoint has an LM head. A bare decoder computes embeddings and generates no tokens."""
+    """Whether the checkpoint has an LM head. Bare decoders and classifiers have none and generate no tokens."""
+    classifier: Classifier | None = None
+    """The classes that the checkpoint's head tells apart; None: it is no classifier."""
     vision: VisionConfig | None = None
     """The vision tower that the checkpoint brings; None: it brings none that is computed."""
     has_tower: bool = False
@@ -192,7 +194,7 @@ class ModelConfig:
         return replace(self, has_tower=True, decoder=decoder)
 
     def headless(self) -> ModelConfig:
-        """Return the model as embedding runs need it: an LM head in the files is ignored, and the embedding takes its
+        """Return the model as runs without an LM head need it: one in the files is ignored, and the embedding takes its
         place, which needs no memory. Hidden states are not scaled for it."""
         layout = replace(self.decoder.layout, is_headless=True)
         decoder = replace(self.decoder, layout=layout, has_head_bias=False, logit_scale=1.0)
@@ -362,6 +364,7 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
         not_applied=_not_applied(generation),
         quantisation=quantisation,
         has_head=architecture in family.architectures,
+        classifier=read_classifier(config, text) if architecture.endswith(CLASSIFIER) else None,
     )
     return model if model.has_head else model.headless()
 
@@ -377,9 +380,6 @@ def _family(config: JsonFile, read: Callable[[JsonFile], object]) -> tuple[str, 
         raise config.error("architectures", f"{show(names)} names no architecture; {way_out}; {_LIST_OF_MODELS}")
     for name in names:
         family = find_family(name) if isinstance(name, str) else None
-        if family is None and isinstance(name, str) and name.endswith(_HEADLESS):
-            bare = name.removesuffix(_HEADLESS)
-            family = next(filter(None, (find_family(f"{bare}{end}") for end in _WITH_HEAD)), None)
         if family is not None:
             return name, family
     name = show(names[0]).strip('"')

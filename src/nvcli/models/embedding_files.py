@@ -47,12 +47,7 @@ def read_embedding_files(path: Path, overrides: Mapping[str, Any] = NO_OVERRIDES
     Raises LoadError naming the file and the key, for a module or pooling that is not supported, and for a model that
     attends in both directions.
     """
-    config = with_overrides(JsonFile.read(path / "config.json"), overrides)
-    for key, is_causal in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if config.values.get(key, is_causal) not in (is_causal, None):
-            raise config.error(
-                key, f"{show(config.values[key])}: a model that attends in both directions is not supported"
-            )
+    check_causal(with_overrides(JsonFile.read(path / "config.json"), overrides))
     file = path / MODULES_FILE
     if not os.path.lexists(file):
         return EmbeddingFiles()
@@ -73,6 +68,15 @@ def read_embedding_files(path: Path, overrides: Mapping[str, Any] = NO_OVERRIDES
                 "Pooling, Normalize"
             )
     return EmbeddingFiles(pooling=pooling, normalizes=normalizes)
+
+
+def check_causal(config: JsonFile) -> None:
+    """Raise LoadError if a config.json is that of a model which attends in both directions."""
+    for key, is_causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if config.values.get(key, is_causal) not in (is_causal, None):
+            raise config.error(
+                key, f"{show(config.values[key])}: a model that attends in both directions is not supported"
+            )
 
 
 def _pooling(path: Path, file: Path, module: dict[str, Any]) -> PoolingName:

@@ -31,6 +31,8 @@ from nvcli.worker.distributed.stage import WHOLE, Stage
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 """Names of the embedding and the LM head, which may share one tensor."""
 HEAD_BIAS = f"{HEAD}.bias"
+SCORE = "score"
+"""Name of a classifier's head, which every rank has whole."""
 EMBEDDING_NORM = "model.embedding_norm"
 """Name of the norm of embeddings."""
 POSITIONS = "model.embed_positions"
@@ -156,6 +158,9 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
             yield replace(embedding, part="LM head")
         if decoder.has_head_bias:
             yield vector(HEAD_BIAS, config.vocab_size, Sharding.VOCAB, "LM head", dtype)
+        if config.classifier is not None:
+            shape = len(config.classifier.labels), hidden
+            yield matrix(SCORE, shape, Sharding.REPLICATED, "float32", "classifier")
         if config.draft_head is not None:
             for tensor in config.draft_head.tensors(context, config.vocab_size):
                 yield replace(tensor, part="draft head")

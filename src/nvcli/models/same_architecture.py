@@ -15,7 +15,9 @@ from nvcli.models.tensor_spec import StoredDtype, TensorSpec
 from nvcli.worker.distributed.stage import Stage
 
 _WAY_OUT = "weights are replaced by those of the same architecture; make a new LLM for this checkpoint"
-_COMPARED = ("vocab_size", "hidden_size", "num_layers", "tie_word_embeddings", "has_head", "decoder", "vision")
+_COMPARED = (
+    *("vocab_size", "hidden_size", "num_layers", "tie_word_embeddings", "has_head", "classifier", "decoder", "vision"),
+)
 """The fields of ModelConfig that say what is computed. How files hold the weights may differ."""
 
 

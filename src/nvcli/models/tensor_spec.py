@@ -33,7 +33,7 @@ FUSED = {
 EXPERTS = "experts"
 """The name of a layer's experts in its MLP; an expert's number follows it."""
 
-Part = Literal["embeddings", "attention", "MLP", "experts", "norms", "LM head", "draft head", "vision"]
+Part = Literal["embeddings", "attention", "MLP", "experts", "norms", "LM head", "classifier", "draft head", "vision"]
 """The items of a memory report under which weights are counted. Experts are those that a router chooses; the router
 itself and a shared expert belong to the MLP, and a table that says which experts a token has to the embeddings. A head
 that drafts tokens is one item, and so is a tower that reads images."""

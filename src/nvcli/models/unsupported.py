@@ -8,7 +8,7 @@ from typing import Any
 
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config_overrides import is_read
-from nvcli.models.families.catalogue import FAMILIES
+from nvcli.models.families.catalogue import CLASSIFIER, FAMILIES
 from nvcli.models.families.family import Family
 from nvcli.models.json_file import JsonFile
 
@@ -83,7 +83,7 @@ _LACKING = {
     "ZayaForCausalLM": "its attention convolves queries and keys (CCA), which nvcli does not compute",
 }
 """Well-known architectures that need more than is computed."""
-_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+_CLASSIFIERS = (CLASSIFIER, "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 
 
 def describe_unsupported(name: str, config: JsonFile, read: Callable[[JsonFile], object]) -> str:
@@ -118,7 +118,7 @@ def _kind(name: str, values: Mapping[str, Any]) -> str | None:
     elif name.endswith("ForMaskedLM") or "type_vocab_size" in values:
         kind = "an encoder"
     if kind is not None:
-        return f"it is {kind}, and nvcli serves decoders that generate text"
+        return f"it is {kind}, and nvcli serves decoders that generate text, and classifiers of texts made of them"
     if any(key.startswith(("mamba_", "ssm_", "state_size")) for key in values):
         return "it has Mamba layers of a kind that nvcli does not compute"
     text = values.get("text_config")

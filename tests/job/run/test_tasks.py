@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints import reference_logits, reference_model
+from checkpoints import edit_json, edit_weights, reference_logits, reference_model
 from file_jobs import generate
 from kept_lines import KeptLines
 from model_engine import ModelEngine, write_byte_model
@@ -25,7 +26,7 @@ from nvcli.job.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")  # imports transformers once, before the runs
 
-BOS = 0
+BOS, BYTE_Z = 0, 91
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +329,62 @@ def test_the_files_of_a_checkpoint_say_how_embeddings_are_made(
         jobs([{"prompt": PROMPT}], "score", name="scores.jsonl")
 
 
-def test_tables_have_the_columns_of_the_task(jobs: Jobs) -> None:
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its padding is the token for `z`."""
+    folder = tmp_path_factory.mktemp("models") / "classifier"
+    return write_byte_model(folder, id2label={0: "bad", 1: "good", 2: "odd"}, pad_token_id=BYTE_Z)
+
+
+def test_classes_are_those_of_transformers(
+    jobs: Jobs, classifier: Path, encode: Callable[[str], list[int]], tmp_path: Path
+) -> None:
+    import torch
+
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": PROMPT}, f"b{PROMPT}"),
+        ({"prompt": f"{PROMPT} not zzz", "label": "x"}, f"b{PROMPT} not zzz"),
+        ({"messages": chat}, "<u>hi<a>ho"),
+        ({"messages": chat[:1], "add_generation_prompt": True}, "<u>hi<a>"),
+    ]
+    jobs.model = classifier
+    rows = jobs([row for row, _ in cases] + [{"prompt": 5}], "classify")
+    reference = reference_model(classifier)
+    for (_, text), row in zip(cases, rows, strict=False):
+        ids = [BOS, *encode(text[1:])] if text.startswith("b") else encode(text)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([ids])).logits[0]
+        probabilities = logits.softmax(0).tolist()
+        assert [each["label"] for each in row["classes"]] == ["bad", "good", "odd"]
+        assert [each["logit"] for each in row["classes"]] == pytest.approx(logits.tolist(), abs=1e-4)
+        assert [each["probability"] for each in row["classes"]] == pytest.approx(probabilities, abs=1e-4)
+        assert (row["label"], row["score"]) == (
+            ["bad", "good", "odd"][int(logits.argmax())],
+            pytest.approx(max(probabilities), abs=1e-4),
+        )
+    assert rows[1]["input"] == {"label": "x"}
+    assert rows[1]["usage"]["prompt_tokens"] == len(PROMPT) + 6  # without padding at the end
+    assert [rows[4][key] for key in ("label", "score", "classes")] == [None, None, []]
+    assert rows[4]["error"]["type"] == "invalid_value"
+    with pytest.raises(ConfigError, match="gives numbers for classes alone: use `nvcli classify`"):
+        jobs([{"prompt": "a"}], "embed", name="e.jsonl")
+    reward = shutil.copytree(classifier, tmp_path / "reward")
+    edit_json(reward / "config.json", id2label={"0": "reward"}, problem_type="regression")
+    edit_weights(reward, lambda weights: weights.update({"score.weight": weights["score.weight"][2:]}))
+    jobs.model = reward
+    (row,) = jobs([cases[0][0]], "classify", name="reward.jsonl")
+    of_reward = {"label": "reward", "logit": row["score"], "probability": None}
+    assert row["classes"] == [of_reward]
+    assert row["score"] == pytest.approx(rows[0]["classes"][2]["logit"], abs=1e-5)
+
+
+def test_a_model_without_classes_classifies_nothing(jobs: Jobs) -> None:
+    with pytest.raises(ConfigError, match="which has no classes; use `nvcli score` or `nvcli embed`"):
+        jobs([{"prompt": "a"}], "classify")
+
+
+def test_tables_have_the_columns_of_the_task(jobs: Jobs, classifier: Path) -> None:
     from pyarrow.parquet import read_table
 
     jobs([{"prompt": "a", "usage": 1, "best": "x"}, {"prompt": 5}], "embed", name="e.parquet")
@@ -341,6 +397,14 @@ def test_tables_have_the_columns_of_the_task(jobs: Jobs) -> None:
     table = read_table(jobs.folder / "s.parquet")
     assert sorted(len(row["choices"]) for row in table.to_pylist()) == [0, 2]
     assert str(table.schema.field("best").type) == "int64"
+    jobs.model, model = classifier, jobs.model
+    assert len(jobs([{"prompt": "a"}, {"prompt": "b"}, {"prompt": 5}], "classify", name="c.parquet", limit=1)) == 0
+    jobs([{"prompt": "a"}, {"prompt": "b"}, {"prompt": 5}], "classify", name="c.parquet")
+    found = sorted(read_table(jobs.folder / "c.parquet").to_pylist(), key=index_of)
+    assert [len(row["classes"] or []) for row in found] == [3, 3, 0]
+    assert found[0]["score"] == max(each["probability"] for each in found[0]["classes"])
+    assert [row["label"] is None for row in found] == [False, False, True]
+    jobs.model = model
     sampling = {"prompt_logprobs": 1, "max_tokens": 1}
     jobs([{"prompt": "ab", "best": 2, "sampling": sampling}], "generate", name="g.parquet")
     (row,) = read_table(jobs.folder / "g.parquet").to_pylist()

@@ -22,6 +22,7 @@ from one_rank import make_runner, run_to_outputs
 from requests_factory import make_request
 
 NUM_TOP = 3
+CLASSES = {0: "a", 1: "b", 2: "c"}
 HIDDEN_SIZE = 32
 
 
@@ -149,3 +150,25 @@ def test_hidden_states_are_not_scaled_for_an_lm_head(name: str, tmp_path: Path) 
         states = reference_model(path)(torch.tensor([prompt]), output_hidden_states=True).hidden_states
     found = np.frombuffer(done[0].query_results[0].hidden_sum, np.float32)
     np.testing.assert_allclose(found, states[-1][0, -1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama, dynamic rope", "gemma 3 with vision", "gpt 2", "minicpm 3", "mixtral"])
+def test_a_classifier_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    """Of families whose files name, turn, scale and cut the decoder in their own ways; in chunks, behind prefix hits,
+    and by ranks and stages."""
+    family, shape = SHAPES[name]
+    path = write_tiny_model(tmp_path / "model", family, id2label=CLASSES, **shape)
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 9, "embedding_size": len(CLASSES)}
+    batch = [make_request(number, prompt, 1, read=Pooling(position="last")) for number, prompt in enumerate(prompts())]
+    runner = make_runner(path, "cpu", max_model_len=400, block_size=4, **settings)
+    runs = [run_to_outputs(runner, batch)]
+    assert sum(output.num_cached_tokens for output in runs[0].values()) > 100
+    if name == "mixtral":
+        runs += [generate(path, batch, **settings, **CIRCUMSTANCES[each])[0] for each in ("ranks", "stages")]
+    model = reference_model(path)
+    for number, prompt in enumerate(prompts()):
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt])).logits[0]
+        for done in runs:
+            (found,) = done[number].query_results
+            np.testing.assert_allclose(np.frombuffer(found.hidden_sum, np.float32), expected, atol=1e-4)

@@ -21,7 +21,7 @@ from msgspec import inspect
 
 from nvcli.core.task_config import Task
 from nvcli.errors import OutputError, first_line
-from nvcli.job.job import Choice, ErrorInfo, Logprobs, ScoredChoice, Usage
+from nvcli.job.job import Choice, ErrorInfo, FoundClass, Logprobs, ScoredChoice, Usage
 from nvcli.job.rows.raw_values import as_text, decode, decode_row, is_null
 
 _BATCH_ROWS = 1024
@@ -88,8 +88,8 @@ def _column_of_field(field: inspect.Field) -> pyarrow.DataType:
     return pyarrow.list_(pyarrow.int32()) if field.name == "token_ids" else _column_of(field.type)
 
 
-_LOGPROBS, _CHOICE, _SCORED_CHOICE, _USAGE, _ERROR = (
-    _column_of(inspect.type_info(kind)) for kind in (Logprobs, Choice, ScoredChoice, Usage, ErrorInfo)
+_LOGPROBS, _CHOICE, _SCORED_CHOICE, _CLASS, _USAGE, _ERROR = (
+    _column_of(inspect.type_info(kind)) for kind in (Logprobs, Choice, ScoredChoice, FoundClass, Usage, ErrorInfo)
 )
 _END_TYPES = {"usage": _USAGE, "error": _ERROR}
 ANSWER_TYPES = {"index": pyarrow.int64(), "choices": pyarrow.list_(_CHOICE), **_END_TYPES}
@@ -104,6 +104,13 @@ _TASK_TYPES: dict[Task, dict[str, pyarrow.DataType]] = {
         **_END_TYPES,
     },
     "embed": {"index": pyarrow.int64(), "embedding": pyarrow.list_(pyarrow.float32()), **_END_TYPES},
+    "classify": {
+        "index": pyarrow.int64(),
+        "label": pyarrow.string(),
+        "score": pyarrow.float64(),
+        "classes": pyarrow.list_(_CLASS),
+        **_END_TYPES,
+    },
 }
 
 
@@ -270,7 +277,8 @@ def _task_of(names: Sequence[str]) -> Task:
     """Return the task whose answer begins with these keys. Later keys are columns of the input, which may have the
     same names."""
     own = names[2:4]
-    return "embed" if "embedding" in own else "score" if "best" in own else "generate"
+    marks: dict[str, Task] = {"embedding": "embed", "best": "score", "label": "classify"}
+    return next((task for mark, task in marks.items() if mark in own), "generate")
 
 
 def _own_types_of(task: Task, *, is_base64: bool) -> Mapping[str, pyarrow.DataType]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from nvcli.core.validation import is_utf8
-from nvcli.job.job import EmbedAnswer, JobResult, RowContext, RowForm, ScoreAnswer
+from nvcli.job.job import ClassifyAnswer, EmbedAnswer, JobResult, RowContext, RowForm, ScoreAnswer
 from nvcli.job.rows.openai_answer import BATCH_ID, openai_row
 from nvcli.job.rows.raw_values import decode_row
 
@@ -69,10 +69,14 @@ def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
 
 
 def _task_answer(result: JobResult) -> dict[str, Any]:
-    """Return the keys of scores or a vector, which a failed row has too."""
+    """Return the keys of scores, a vector or classes, which a failed row has too."""
     answer = result.answer
     if result.context.form is RowForm.EMBEDDING:
         return {"embedding": answer.embedding if isinstance(answer, EmbedAnswer) else None}
+    if result.context.form is RowForm.CLASSES:
+        if not isinstance(answer, ClassifyAnswer):
+            return {"label": None, "score": None, "classes": []}
+        return {"label": answer.label, "score": answer.score, "classes": answer.classes}
     if not isinstance(answer, ScoreAnswer):
         return {"choices": [], "best": None}
     correct = {} if answer.correct is None else {"correct": answer.correct}

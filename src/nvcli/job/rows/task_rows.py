@@ -1,4 +1,4 @@
-"""Makes jobs from rows that are scored or embedded. Raises RowError or InvalidValue that names the key."""
+"""Makes jobs from rows that are scored, embedded or classified. Raises RowError or InvalidValue that names the key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from nvcli.core.sampling_params import SamplingParams
-from nvcli.core.task_config import EmbeddingEncoding, ScoreConfig
+from nvcli.core.task_config import Classifier, EmbeddingEncoding, ScoreConfig
 from nvcli.core.validation import convert, is_integer, show, whole_number
 from nvcli.errors import RowError
 from nvcli.job.job import EmbedTask, Job, PromptTask, RowContext, RowForm, ScoreTask
@@ -129,7 +129,26 @@ class EmbedRows(msgspec.Struct, frozen=True):
         return job_of(prompts, context=context, task=task, sampling=PROMPT_ONLY)
 
 
-TaskRows = ScoreRows | EmbedRows
+class ClassifyRows(msgspec.Struct, frozen=True):
+    """Rows that are classified."""
+
+    task: Classifier
+    form: ClassVar = RowForm.CLASSES
+    openai_form: ClassVar = RowForm.COMPLETION
+    keys: ClassVar = frozenset[str]()
+
+    def task_of(self, own: Mapping[str, Any], row: Mapping[str, Any]) -> PromptTask:
+        """Return the task of a native row."""
+        return self.task
+
+    def openai_job(self, row: dict[str, Any], context: RowContext) -> Job:
+        """Make the job of a row of an OpenAI batch file."""
+        raise RowError(
+            "unsupported_url", "rows of OpenAI batch files cannot be classified; give `prompt` or `messages` instead"
+        )
+
+
+TaskRows = ScoreRows | EmbedRows | ClassifyRows
 """The rows of a task, for `RowParser`."""
 
 

@@ -220,7 +220,7 @@ def resolve_engine_config(
         step_timeout=run.step_timeout,
         quantization=model.quantization,
         fp8_accumulation=run.fp8_accumulation,
-        embedding_size=model.hidden_size if run.task == "embed" else 0,
+        embedding_size=_embedding_size(run, model),
         batch_invariant=run.batch_invariant,
         max_draft_tokens=_max_draft_tokens(run, tensor_parallel_size),
         takes_forced_tokens=run.speculation.method == "lookup",
@@ -231,6 +231,13 @@ def resolve_engine_config(
         whole_tokens=whole_tokens(model, max_image_tokens, max_model_len, max_num_batched_tokens),
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
+
+
+def _embedding_size(run: RunConfig, model: ModelConfig) -> int:
+    """Return the number of values that a request gets in place of tokens; 0: it gets tokens."""
+    if model.classifier is not None:
+        return len(model.classifier.labels)
+    return model.hidden_size if run.task == "embed" else 0
 
 
 def _max_num_batched_tokens(

@@ -1,4 +1,4 @@
-"""Requests of rows that are scored or embedded, and their results."""
+"""Requests of rows that are scored, embedded or classified, and their results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 from nvcli.core.messages import PromptQueryResult, unpack
 from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.task_config import Activation, Classifier
 from nvcli.engine.request import Pooling, PromptScoring, Request
 from nvcli.errors import RowError
 from nvcli.job.job import (
+    ClassifyAnswer,
     EmbedAnswer,
     EmbedTask,
+    FoundClass,
     JobResult,
     Logprobs,
     ScoreAnswer,
@@ -34,10 +37,12 @@ _NOT_FINITE = (
 
 
 def task_requests(prepared: PreparedRow, task: PreparedTask, first_id: int) -> list[Request]:
-    """Return a request for each text to score, or the one of a row to embed."""
+    """Return a request for each text to score, or the one of a row to embed or classify."""
     wanted: list[tuple[bytes, PromptScoring | Pooling]] = []
     if isinstance(task.task, EmbedTask):
         wanted.append((prepared.prompt_ids, Pooling(position=task.task.position)))
+    if isinstance(task.task, Classifier):
+        wanted.append((prepared.prompt_ids, Pooling(position="last")))
     for text in task.texts:
         prompt_ids, first, last_id = request_tokens(prepared.prompt_ids, text)
         wanted.append((prompt_ids, PromptScoring(first=first, next_id=last_id)))
@@ -67,11 +72,13 @@ def task_result(
     *,
     num_cached_tokens: int,
 ) -> JobResult:
-    """Make the result of a row that is scored or embedded from the results of its requests."""
+    """Make the result of a row that is scored, embedded or classified from the results of its requests."""
     assert prepared.task is not None
     task = prepared.task.task
-    answer: ScoreAnswer | EmbedAnswer | None
-    if isinstance(task, EmbedTask):
+    answer: ScoreAnswer | EmbedAnswer | ClassifyAnswer | None
+    if isinstance(task, Classifier):
+        answer = _classes(task, query_results[0])
+    elif isinstance(task, EmbedTask):
         answer = _vector(task, query_results[0], prepared.num_prompt_tokens)
     else:
         answer = _scores(task, prepared.task.texts, query_results, tokenizer)
@@ -180,6 +187,33 @@ def _vector(task: EmbedTask, parts: Sequence[PromptQueryResult], num_tokens: int
     if task.encoding == "base64":
         return EmbedAnswer(embedding=base64.b64encode(vector.tobytes()).decode())
     return EmbedAnswer(embedding=vector.tolist())
+
+
+def _classes(task: Classifier, parts: Sequence[PromptQueryResult]) -> ClassifyAnswer | None:
+    """Make the classes of a row; None if a logit is not finite."""
+    logits = _floats(b"".join(part.hidden_sum for part in parts)).tolist()
+    if not all(map(math.isfinite, logits)):
+        return None
+    probabilities = _probabilities(task.activation, logits)
+    found = [
+        FoundClass(label=label, logit=logit, probability=probability)
+        for label, logit, probability in zip(task.labels, logits, probabilities, strict=True)
+    ]
+    best = max(found, key=lambda each: each.logit)
+    score = best.logit if best.probability is None or len(found) == 1 else best.probability
+    return ClassifyAnswer(label=best.label, score=score, classes=found)
+
+
+def _probabilities(activation: Activation, logits: Sequence[float]) -> Sequence[float | None]:
+    """Return the probabilities of classes, or None for each if they have none."""
+    if activation == "none":
+        return [None] * len(logits)
+    if activation == "sigmoid":
+        return [math.exp(min(logit, 0.0)) / (1 + math.exp(-abs(logit))) for logit in logits]
+    most = max(logits)
+    odds = [math.exp(logit - most) for logit in logits]
+    total = math.fsum(odds)
+    return [each / total for each in odds]
 
 
 def _floats(packed: bytes) -> array[float]:

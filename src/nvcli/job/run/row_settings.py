@@ -28,13 +28,13 @@ from nvcli.job.rows.native_row import ADAPTER_KEY, RowKeys
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.prompt_rules import PromptRules, TextKinds
 from nvcli.job.rows.raw_values import as_json
-from nvcli.job.rows.task_rows import EmbedRows, ScoreRows, TaskRows
+from nvcli.job.rows.task_rows import ClassifyRows, EmbedRows, ScoreRows, TaskRows
 from nvcli.job.run.chat_choice import choose_chat
 from nvcli.job.run.settings import SetterOf, Setting, sampling_settings, unknown_setter
 from nvcli.job.text.tokenizer import has_chat_template
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig
 from nvcli.models.embedding_files import read_embedding_files
-from nvcli.models.families.catalogue import find_family
+from nvcli.models.families.catalogue import CLASSIFIER, find_family
 
 _POSITIONS: dict[PoolingName, Literal["last", "first", "all"]] = {"last": "last", "mean": "all", "cls": "first"}
 
@@ -142,6 +142,19 @@ def read_row_settings(
 
 def _task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows | None:
     """Return the task that replaces answers; None: answers. Raises ConfigError and LoadError."""
+    classifier = model.classifier
+    if classifier is None and run.task == "classify":
+        raise ConfigError(
+            f"{run.model} is a {model.architecture}, which has no classes; use `nvcli score` or `nvcli embed`, or a "
+            f"model whose architecture ends in {CLASSIFIER}"
+        )
+    if classifier is not None:
+        if run.task != "classify":
+            raise ConfigError(
+                f"{run.model} is a {model.architecture}, which gives numbers for classes alone: use `nvcli classify` "
+                "(`task`: classify)"
+            )
+        return ClassifyRows(classifier)
     if run.task != "embed":
         if not model.has_head:
             raise ConfigError(

@@ -13,6 +13,7 @@ from nvcli.core.chat_template import unknown_variables
 from nvcli.core.messages import pack, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint
+from nvcli.core.task_config import Classifier
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError, unexpected
 from nvcli.job.images.image_parts import images_of_row, without_images
@@ -34,6 +35,7 @@ from nvcli.job.text.prompt_tasks import (
     fit_whole,
     scored_continuations,
     scored_prompt,
+    without_padding,
 )
 from nvcli.job.text.reasoning import unknown_marks
 from nvcli.job.text.sampling_rules import SamplingRules, TokenRules, constraint_of, sampling_rules, structured_name
@@ -208,9 +210,11 @@ class Preparer:
     def _prepare_task(
         self, job: Job, task: PromptTask, prompt: list[int], wholes: list[list[int]], pixels: Sequence[Pixels]
     ) -> PreparedRow:
-        """Prepare a row that is scored or embedded. Raises RowError."""
+        """Prepare a row that is scored, embedded or classified. Raises RowError."""
         limits = self._limits
         self._check_prompt(job, prompt, "`prompt_token_ids`")
+        if isinstance(task, Classifier):
+            prompt = without_padding(prompt, task.pad_id)
         texts: tuple[ScoredText, ...] = ()
         images = None
         if self._images is not None and pixels:
@@ -231,7 +235,7 @@ class Preparer:
             raise RowError("empty_prompt", "the prompt has no tokens, and the model no token to begin with")
         if isinstance(task, EmbedTask):
             check_dimensions(task, limits.hidden_size)
-        elif not texts and images is not None:
+        elif isinstance(task, ScoreTask) and not texts and images is not None:
             raise RowError(
                 "unsupported_content", "the row has images, whose tokens have no probabilities; give a continuation"
             )
@@ -273,8 +277,10 @@ class Preparer:
         return refusal
 
     def _conversation(self, job: Job) -> Conversation:
-        """Return the input of the chat template for a row."""
+        """Return the input of the chat template for a row. Where it is classified, no answer begins."""
         variables = {**job.chat_template_kwargs, **(job.template_arguments or {})}
+        if isinstance(job.task, Classifier):
+            variables = {"add_generation_prompt": False, **variables}
         return Conversation(
             self._rule.to_template(without_images(job.messages or ())), self._rule.to_template(variables)
         )

@@ -1,5 +1,5 @@
-"""Tokens of rows that are scored or embedded: continuations are separated from prompts as in lm-eval. RowPrompt: the
-prompt of any row on its way from text or messages to tokens.
+"""Tokens of rows that are scored, embedded or classified: continuations are separated from prompts as in lm-eval.
+RowPrompt: the prompt of any row on its way from text or messages to tokens.
 
 The prompt is tokenized alone, and together with each continuation; the tokens of the continuation are those of the
 whole after as many as the prompt has. Spaces at the end of the prompt count as the beginning of the continuation,
@@ -66,7 +66,7 @@ class PreparedTask(msgspec.Struct, frozen=True, kw_only=True):
 
     task: PromptTask
     texts: tuple[ScoredText, ...] = ()
-    """The texts to score; empty for a row to embed."""
+    """The texts to score; empty for a row to embed or classify."""
 
     @property
     def num_tokens(self) -> int:
@@ -153,6 +153,12 @@ def scored_prompt(ids: list[int], text: str | None) -> tuple[list[int], tuple[Sc
         raise RowError("empty_prompt", "the prompt has one token, so there is nothing to predict it from")
     num_bytes = None if text is None else len(text.encode())
     return ids[:1], (ScoredText(ids=pack(ids[1:]), text=None, num_bytes=num_bytes),)
+
+
+def without_padding(ids: list[int], pad_id: int | None) -> list[int]:
+    """Return a prompt up to the last token that is no padding, whose hidden state transformers classifies by."""
+    end = next((end for end in range(len(ids), 1, -1) if ids[end - 1] != pad_id), 1)
+    return ids[:end]
 
 
 def check_dimensions(task: EmbedTask, hidden_size: int) -> None:

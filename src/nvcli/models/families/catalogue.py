@@ -25,6 +25,17 @@ FAMILIES: tuple[Family, ...] = tuple({family.name: family for family in _familie
 """The families that these modules define, in the order in which `nvcli models` lists them."""
 
 
+CLASSIFIER = "ForSequenceClassification"
+"""The end of the name of a classifier: a decoder whose head gives a number for each class."""
+_HEADLESS, _WITH_HEAD = ("Model", CLASSIFIER), ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of decoders without an LM head, and with one."""
+
+
 def find_family(architecture: str) -> Family | None:
-    """Return the family of an architecture in config.json; None if it is not supported."""
-    return next((family for family in FAMILIES if architecture in family.architectures), None)
+    """Return the family of an architecture in config.json, also of its bare decoder or of a classifier made of it; None
+    if it is not supported."""
+    names = [architecture]
+    if architecture.endswith(_HEADLESS):
+        bare = architecture.removesuffix(CLASSIFIER).removesuffix("Model")
+        names += [f"{each}{end}" for each in (bare, bare.removesuffix("Text")) for end in _WITH_HEAD]
+    return next((family for name in names for family in FAMILIES if name in family.architectures), None)

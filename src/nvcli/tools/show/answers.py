@@ -15,6 +15,8 @@ _NESTED_KEYS = frozenset(("index", "choices", "usage", "error", "response"))
 """Keys whose values are nested, which tables hold as JSON."""
 _EMBEDDING_CHARS = 100
 """Characters shown of an embedding."""
+_OF_CLASSES = frozenset(("label", "score", "classes"))
+"""Keys of a row that was classified."""
 
 
 class ShownChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,17 +130,20 @@ def read_shown_row(line: bytes) -> ShownRow | None:
     if written is None:
         return None
     try:
-        values = decode_row(line)
+        values, own_keys = decode_row(line), _OWN_KEYS
         if "response" in values:
             body = msgspec.json.decode(values["response"], type=_Response).body
             body.choices += [_embedding(each.embedding) for each in body.data]
             if body.output:
                 body.choices.append(_response(body))
-        elif "choices" in values or "embedding" in values:
+        elif "choices" in values or "embedding" in values or "classes" in values:
             if "choices" in values:
                 choices = msgspec.json.decode(values["choices"], type=list[_Choice])
-            else:
+            elif "embedding" in values:
                 choices = [] if is_null(values["embedding"]) else [_embedding(values["embedding"])]
+            else:
+                own_keys |= _OF_CLASSES
+                choices = [_class(values["label"], values["score"])] if not is_null(values.get("label")) else []
             usage = msgspec.json.decode(values["usage"], type=_Usage | None) if "usage" in values else None
             body = _Body(choices, usage=usage)
         else:
@@ -156,7 +161,7 @@ def read_shown_row(line: bytes) -> ShownRow | None:
         error=None if error is None else f"{error.type or error.code or 'error'}: {error.message or ''}",
         prompt_tokens=usage.prompt_tokens or usage.input_tokens,
         completion_tokens=usage.completion_tokens or usage.output_tokens,
-        others={key: value for key, value in values.items() if key not in _OWN_KEYS},
+        others={key: value for key, value in values.items() if key not in own_keys},
     )
 
 
@@ -184,3 +189,9 @@ def _embedding(raw: msgspec.Raw) -> _Choice:
     text = bytes(raw).decode(errors="replace")
     shown = text if len(text) <= _EMBEDDING_CHARS else f"{text[:_EMBEDDING_CHARS]}…"
     return _Choice(text=shown, finish_reason="embedding")
+
+
+def _class(label: msgspec.Raw, score: msgspec.Raw) -> _Choice:
+    """Return the class of a row as an answer."""
+    number = msgspec.json.decode(score, type=float)
+    return _Choice(text=msgspec.json.decode(label, type=str), finish_reason=f"score {number:,.4f}")

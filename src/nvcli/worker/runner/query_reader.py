@@ -61,7 +61,7 @@ class PendingQueryResults:
     top_logprobs: Tensor
     """[S, K] float32"""
     hidden_sums: Tensor
-    """[n, H] float32, for each query that wants hidden states."""
+    """[n, H] float32, for each query that wants hidden states: their sums, or [n, L] a classifier's logits."""
 
     def result(self) -> list[PromptQueryResult]:
         """Return a result for each query. Call it once the step has finished, on any thread."""
@@ -123,7 +123,9 @@ class PromptQueryReader:
     def read(self, hidden: Tensor, plan: QueryPlan) -> PendingQueryResults:
         """Read the kept hidden states [R, H], as `CausalLM.forward` gives them, and start the copies to the host."""
         logprobs, top_ids, top_logprobs = self._score(hidden, plan)
-        on_host = [x.to("cpu", non_blocking=True) for x in (logprobs, top_ids, top_logprobs, _sums(hidden, plan.spans))]
+        sums = [hidden[first : first + count].sum(dim=0, dtype=torch.float32) for first, count in plan.spans]
+        read = torch.stack([*map(self._model.read_states, sums)]) if sums else hidden.new_empty(0, dtype=torch.float32)
+        on_host = [x.to("cpu", non_blocking=True) for x in (logprobs, top_ids, top_logprobs, read)]
         return PendingQueryResults(plan.queries, *on_host)
 
     def _score(self, hidden: Tensor, plan: QueryPlan) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,10 +154,3 @@ def _count_up(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     ends = np.cumsum(counts)
     counted: np.ndarray = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts) + np.repeat(firsts, counts)
     return counted
-
-
-def _sums(hidden: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Sum hidden states [R, H] over spans of rows (first, count), in float32. → [n, H]"""
-    if not spans:
-        return torch.empty(0, hidden.shape[1], device=hidden.device)
-    return torch.stack([hidden[first : first + count].sum(dim=0, dtype=torch.float32) for first, count in spans])

@@ -1,0 +1,37 @@
+"""Reads the classes of a checkpoint whose head gives a number for each, as transformers'
+`AutoModelForSequenceClassification` writes it. Reward models and rerankers have a single one. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from nvcli.core.config_types import MAX_INT32
+from nvcli.core.task_config import Activation, Classifier
+from nvcli.core.validation import is_integer, show
+from nvcli.models.embedding_files import check_causal
+from nvcli.models.json_file import JsonFile
+
+MAX_CLASSES = 65_536
+"""Maximum number of classes; messages from the ranks have room for them."""
+_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {"regression": "none", "single_label_classification": "softmax", "multi_label_classification": "sigmoid"}
+)
+"""The values of `problem_type`."""
+
+
+def read_classifier(config: JsonFile, text: JsonFile) -> Classifier:
+    """Read the classes from config.json, and padding from its settings of the text model (`text`). Raises LoadError."""
+    check_causal(text)
+    names = config.object("id2label").values
+    count = config.positive("num_labels", len(names) or 2, most=MAX_CLASSES)  # transformers writes no two of its own
+    labels = tuple(names.get(str(number), f"LABEL_{number}") for number in range(count))
+    if not all(isinstance(label, str) for label in labels):
+        raise config.error("id2label", f"{show(dict(names))} holds names that are not texts")
+    activation = config.choice("problem_type", _ACTIVATIONS, "single_label_classification")
+    pad_id = text.values.get("pad_token_id")
+    return Classifier(
+        labels=labels,
+        activation="sigmoid" if count == 1 and activation == "softmax" else activation,
+        pad_id=pad_id if is_integer(pad_id, 0, MAX_INT32) else None,
+    )
