@@ -17,9 +17,12 @@ from torch import Tensor
 
 from adapters import ATTENTION, LINEAR
 from batches import RequestState
-from checkpoints import reference_model, write_tiny_model
+from checkpoints import edit_weights, reference_model, write_tiny_model
 from family_shapes import SHAPES
 from model_driver import ModelDriver
+from nvcli.engine.request import Pooling
+from one_rank import make_runner, run_to_outputs
+from requests_factory import make_request
 
 peft = pytest.importorskip("peft")
 
@@ -149,6 +152,17 @@ def test_logits(name: str, checkpoint_of: Checkpoints, tmp_path: Path) -> None:
     found = logits_of(base, tmp_path)
     torch.testing.assert_close(found, expected, atol=3e-3 if name == "delta nets" else 2e-4, rtol=1e-4)
     assert (found - logits_of(base, None)).abs().max() > 0.3, "an adapter that changes little is tested by nothing"
+
+
+def test_an_adapter_brings_the_head_of_a_reward_model(tmp_path: Path) -> None:
+    """As TRL trains it: the files of the base generate, and have no such head."""
+    base, adapter = write_tiny_model(tmp_path / "base", "Llama", id2label={0: "reward"}), tmp_path / "adapter"
+    expected = train(base, adapter, r=4, task_type="SEQ_CLS", target_modules=["q_proj"])
+    edit_weights(base, lambda weights: weights.pop("score.weight"))
+    runner = make_runner(base, "cpu", lora_path=adapter, embedding_size=1)
+    done = run_to_outputs(runner, [make_request(0, IDS, 1, read=Pooling(position="last"))])
+    found = torch.frombuffer(bytearray(done[0].query_results[0].hidden_sum), dtype=torch.float32)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 TOGETHER: dict[str, dict[str, Any]] = {

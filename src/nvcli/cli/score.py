@@ -63,5 +63,7 @@ def classify(inputs: Annotated[list[str], INPUT], *, job: JobOptions, settings: 
       nvcli classify chats.jsonl -m Skywork/Skywork-Reward-Llama-3.1-8B-v0.2 -o rewards.parquet
       nvcli classify pairs.csv -m MODEL --prompt-template '<Query>: {query} <Document>: {document}'
       nvcli classify texts.txt -m MODEL -o - | jq .label
+      nvcli classify chats.jsonl -m BASE --lora ADAPTER --hf-overrides \
+        '{"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}'
     """
     run_job(inputs, job, settings, "classify")

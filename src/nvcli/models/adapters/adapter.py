@@ -82,7 +82,7 @@ class Adapter:
         found = with_own_head(tensors) if self.unties_head else dict(tensors)
         if TIED_TO in self.replaced and self.keeps_tie:
             found.pop(TIED_HEAD, None)  # if tied, a copy of what is replaced
-        found |= {name: info for name, info in self.replaced.items() if name in found}
+        found |= self.replaced  # also a classifier's head, which a generative model has not
         found |= {
             name: msgspec.structs.replace(found[name], changes=changes)
             for name, changes in self.changes.items()
