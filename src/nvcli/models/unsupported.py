@@ -110,6 +110,8 @@ def describe_unsupported(name: str, config: JsonFile, read: Callable[[JsonFile],
 
 def _kind(name: str, values: Mapping[str, Any]) -> str | None:
     """Say which kind of model it is, if nvcli supports none of that kind; None if nothing says so."""
+    if "ForReward" in name or "RewardModel" in name:
+        return f"its head is that of its own code; `nvcli classify` runs reward models whose names end in {CLASSIFIER}"
     kind = None
     if values.get("is_encoder_decoder") is True:
         kind = "an encoder with a decoder"
