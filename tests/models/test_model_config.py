@@ -153,7 +153,7 @@ def test_eos_ids_of_both_files(tmp_path: Path, in_config: Any, in_generation: An
     ("generation", "expected"),
     [
         (None, {}),
-        ({"eos_token_id": 3, "max_new_tokens": 50, "pad_token_id": None}, {"max_tokens": 50}),
+        ({"eos_token_id": 3, "max_new_tokens": 50, "min_new_tokens": 2}, {"max_tokens": 50, "min_tokens": 2}),
         ({"do_sample": False, "stop_strings": ["END"]}, {"temperature": 0.0, "stop": ["END"]}),
         (
             {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},

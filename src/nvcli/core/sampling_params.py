@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -236,6 +237,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "`logit_bias`, `stop_token_ids`, `allowed_token_ids` and `bad_words` hold more than "
                 f"{MAX_BIASED_TOKENS} tokens"
             )
+
+
+def lay_over(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `sampling` of somebody who gives `own` keys, where `defaults` hold otherwise.
+
+    A default's `min_tokens` gives way to a smaller `max_tokens` of one's own. Neither needs to be valid.
+    """
+    least, most = defaults.get("min_tokens"), own.get("max_tokens")
+    if "min_tokens" not in own and isinstance(least, int) and isinstance(most, int) and most < least:
+        return {**defaults, "min_tokens": max(0, most), **own}
+    return {**defaults, **own}
 
 
 def _is_token_id(key: int | str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from nvcli.core.byte_sizes import counted
+from nvcli.core.sampling_params import lay_over
 from nvcli.core.validation import InvalidValue, show
 from nvcli.errors import ConfigError
 from nvcli.job.rows.native_row import RowDefaults
@@ -48,7 +49,7 @@ class CallDefaults:
             for own, name in zip(samplings, loras, strict=True):
                 key = id(own), name
                 if key not in made:
-                    made[key] = RowDefaults({**session_sampling, **own}, adapter=name)
+                    made[key] = RowDefaults(lay_over(session_sampling, own), adapter=name)
                 self._defaults.append(made[key])
         except InvalidValue as error:
             raise ConfigError(error.message) from None

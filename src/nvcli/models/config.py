@@ -46,13 +46,14 @@ _DRAWN_KEYS = ("temperature", "top_p", "top_k", "min_p")
 _SAMPLING_KEYS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
 }
 """Keys of generation_config.json, also where tokens are not drawn, and `SamplingParams`' names for them."""
 _NOT_APPLIED = {
     **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    **dict.fromkeys(("min_new_tokens", "min_length"), 0),
+    "min_length": 0,
     **dict.fromkeys(("begin_suppress_tokens", "sequence_bias")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
     **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "watermarking_config")),

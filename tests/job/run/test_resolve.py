@@ -160,6 +160,8 @@ def test_sampling_defaults_lie_over_those_of_the_checkpoint() -> None:
     model = make_model(generation_defaults={"temperature": 0.6, "top_k": 20})
     assert sampling_defaults(RunConfig(sampling={"top_k": 5}), model) == {"temperature": 0.6, "top_k": 5}
     assert sampling_defaults(RunConfig(generation_config="none"), model) == {}
+    least = make_model(generation_defaults={"min_tokens": 9})
+    assert sampling_defaults(RunConfig(sampling={"max_tokens": 5}), least) == {"min_tokens": 5, "max_tokens": 5}
     with pytest.raises(ConfigError, match=r"`sampling.top_p` is 7.*generation_config: none"):
         sampling_defaults(RunConfig(model="m"), make_model(generation_defaults={"top_p": 7}))
 
@@ -177,12 +179,12 @@ def test_bad_defaults_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
 
 def test_what_only_transformers_does_of_generation_config_is_told(tmp_path: Path) -> None:
     folder = shutil.copytree(demo_path(), tmp_path / "model")
-    values = {"do_sample": False, "num_beams": 4, "min_new_tokens": 9, "min_length": 0, "typical_p": 0.5}
+    values = {"do_sample": False, "num_beams": 4, "min_new_tokens": 0, "min_length": 9, "typical_p": 0.5}
     (folder / "generation_config.json").write_text(json.dumps(values))
     run = RunConfig(model=str(folder), device="cpu")
     (warning,) = resolve.resolve_settings(run).warnings
     assert warning.endswith(
-        "/generation_config.json: not applied, unlike in transformers: `num_beams` 4, `min_new_tokens` 9 (set "
+        "/generation_config.json: not applied, unlike in transformers: `num_beams` 4, `min_length` 9 (set "
         "`sampling.min_tokens`)"
     )
     run = msgspec.structs.replace(run, sampling={"min_tokens": 9})

@@ -125,10 +125,10 @@ def test_an_unknown_architecture(folder: Path) -> None:
 
 
 def test_end_of_sequence_ids(folder: Path) -> None:
-    edit_json(folder / "generation_config.json", suppress_tokens=[7], min_new_tokens=9)
+    edit_json(folder / "generation_config.json", suppress_tokens=[7], min_length=9)
     (finding,) = [f for f in check_files(folder).findings if f.name == "generation config"]
     assert finding.found.endswith(
-        "bad_words [[7]]; not applied, unlike in transformers: `min_new_tokens` 9 (set `sampling.min_tokens`)"
+        "bad_words [[7]]; not applied, unlike in transformers: `min_length` 9 (set `sampling.min_tokens`)"
     )
     (folder / "generation_config.json").unlink()
     files = check_files(folder)

@@ -14,7 +14,7 @@ import msgspec
 from nvcli.core.byte_sizes import counted
 from nvcli.core.config_types import MAX_INT64
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
-from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.sampling_params import SamplingParams, lay_over
 from nvcli.core.validation import InvalidValue, convert, is_integer, is_utf8, show, whole_number
 from nvcli.errors import RowError
 from nvcli.job.job import Job, JobId, PromptTask, RowContext
@@ -108,7 +108,7 @@ class RowDefaults:
         if not own:
             return self._sampling
         try:
-            return convert({**self._values, **own}, SamplingParams, under=(under,))
+            return convert(lay_over(self._values, own), SamplingParams, under=(under,))
         except InvalidValue as error:
             raise RowError("invalid_sampling", error.message) from None
 

@@ -18,7 +18,7 @@ from nvcli.core.chat_template import read_chat_template
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.core.lora_config import adapter_choice
-from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.sampling_params import SamplingParams, lay_over
 from nvcli.core.task_config import PoolingName
 from nvcli.core.text_template import TextTemplate
 from nvcli.core.validation import InvalidValue, convert, show
@@ -38,7 +38,7 @@ from nvcli.models.families.catalogue import CLASSIFIER, find_family
 
 _POSITIONS: dict[PoolingName, Literal["last", "first", "all"]] = {"last": "last", "mean": "all", "cls": "first"}
 
-_INSTEAD = dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens")
+_INSTEAD = {"min_length": "min_tokens"}
 """Keys of `sampling` that do what keys of generation_config.json would in transformers."""
 
 
@@ -182,7 +182,7 @@ def sampling_defaults(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
     Holds only keys that somebody set. Raises ConfigError.
     """
     own = dict(model.generation_defaults) if run.generation_config == "auto" else {}
-    defaults = {**own, **run.sampling}
+    defaults = lay_over(own, run.sampling)
     try:
         convert(defaults, SamplingParams, under=("sampling",))
     except InvalidValue as error:
