@@ -23,6 +23,14 @@ _PROBES: tuple[Any, ...] = (None, False, True, [""])
 """Probe values: code that reads a key distinguishes some of them, or refuses one."""
 
 
+class UnreadOverride(ConfigError):
+    """An override that changes nothing, at the path `key` below `hf_overrides`."""
+
+    def __init__(self, message: str, key: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 def with_overrides(file: JsonFile, overrides: Mapping[str, Any]) -> JsonFile:
     """Return a config.json with `overrides` applied; mappings are merged key by key."""
     if not overrides:
@@ -32,7 +40,7 @@ def with_overrides(file: JsonFile, overrides: Mapping[str, Any]) -> JsonFile:
 
 
 def check_overrides(file: JsonFile, overrides: Mapping[str, Any], read: Callable[[JsonFile], object]) -> None:
-    """Raise ConfigError if `read` ignores an override, whatever its value.
+    """Raise UnreadOverride if `read` ignores an override, whatever its value.
 
     `read` parses a config.json, and raises LoadError or ConfigError for values that it refuses.
     """
@@ -46,9 +54,10 @@ def check_overrides(file: JsonFile, overrides: Mapping[str, Any], read: Callable
 
         if path[0] in _READ_ELSEWHERE or is_read(with_value, wanted):
             continue
-        raise ConfigError(
+        raise UnreadOverride(
             f"`hf_overrides`: `{'.'.join(path)}` changes nothing: nvcli reads no such key of {file.path} for this model"
-            f"{_suggestion(path, file.values)}"
+            f"{_suggestion(path, file.values)}",
+            path,
         )
 
 

@@ -25,11 +25,13 @@ from nvcli.job.run.adapter_modes import find_modes
 from nvcli.job.run.device import device_of
 from nvcli.job.run.image_settings import check_of_text, image_limits, reads_whole_prompts, whole_tokens, with_tower
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
+from nvcli.job.run.settings import SetterOf, unknown_setter
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
 from nvcli.models.adapters.row_adapters import sizes_of
 from nvcli.models.checkpoint_check import check_tensors, read_model_tensors
 from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.config_overrides import UnreadOverride
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
 from nvcli.models.same_tokens import check_same_tokens
 from nvcli.models.stored_routers import with_stored_routers
@@ -52,14 +54,18 @@ class ResolvedEngines(NamedTuple):
     """The LoRA adapters that rows choose, by name."""
 
 
-def load_checkpoint(run: RunConfig, model_path: Path) -> ModelConfig:
+def load_checkpoint(run: RunConfig, model_path: Path, setter_of: SetterOf = unknown_setter) -> ModelConfig:
     """Load a checkpoint's configuration, as runs of this length compute it. Raises LoadError and ConfigError."""
-    model = load_model_config(
-        model_path,
-        expert_parallel=run.enable_expert_parallel,
-        attention_dp=run.attends_by_rows,
-        overrides=run.hf_overrides,
-    )
+    try:
+        model = load_model_config(
+            model_path,
+            expert_parallel=run.enable_expert_parallel,
+            attention_dp=run.attends_by_rows,
+            overrides=run.hf_overrides,
+        )
+    except UnreadOverride as error:
+        setter = setter_of(("hf_overrides", *error.key))
+        raise ConfigError(f"{setter}: {error}" if setter else str(error)) from None
     model = model.for_length(run.max_model_len or model.max_position_embeddings)
     return with_stored_routers(model, model_path)
 

@@ -358,7 +358,7 @@ def _find_model(
         run = without_useless_auto(run, device=device_of(run), gpus=gpus)
     weights = weights and run.load_format == "auto"
     path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
-    settings = read_row_settings(run, path, load_checkpoint(run, path), setter_of)
+    settings = read_row_settings(run, path, load_checkpoint(run, path, setter_of), setter_of)
     check_tokenizer_files(path)
     if weights:
         check_weight_files(path)
