@@ -216,7 +216,7 @@ def test_a_changed_input_or_model_is_refused(shell: Shell) -> None:
     assert done.returncode == 2
     for part in (
         "  model tokenizer_config.json: sha256 ", "  model model.safetensors: 14 bytes, sha256 ",
-        "  sampling.top_k: not set → 3\n", "  input in.jsonl: ", "--overwrite"
+        "  sampling.top_k: not set → 3 (to continue as it began: ", "  input in.jsonl: ", "--overwrite"
     ):  # fmt: skip
         assert part in done.stderr, done.stderr
     assert shell.rows() == before

@@ -131,13 +131,16 @@ def test_another_job_is_refused_with_a_line_for_each_difference(tmp_path: Path) 
     )
     with pytest.raises(ConfigError) as error:
         open_job(path, other)
-    assert '  seed: 0 → 1\n  sampling.stop: not set → ["a"]\n  input in.jsonl: 5 bytes → 6 bytes\n' in str(error.value)
+    way_back = " (to continue as it began: --set 'sampling.stop=[]', and no flag for it)"
+    told = f'  seed: 0 → 1\n  sampling.stop: not set → ["a"]{way_back}\n  input in.jsonl: 5 bytes → 6 bytes\n'
+    assert told in str(error.value)
     assert "--overwrite" in str(error.value)
     more = msgspec.structs.replace(JOB, inputs=[*JOB.inputs, ("b.jsonl", "5 bytes")])
     with pytest.raises(ConfigError, match=r"inputs: in\.jsonl → in\.jsonl, b\.jsonl"):
         open_job(path, more)
     assert path.read_bytes() == before
-    moved = msgspec.structs.replace(JOB, created=5, model="elsewhere", inputs=[("moved.jsonl", "5 bytes")])
+    facts = {**JOB.facts, "sampling.stop": "[]"}
+    moved = msgspec.structs.replace(JOB, created=5, model="elsewhere", facts=facts, inputs=[("moved.jsonl", "5 bytes")])
     named = msgspec.structs.replace(JOB, hub_id="a/model")
     open_job(path, named).close()  # the same weights, downloaded
     save_manifest(path, named)

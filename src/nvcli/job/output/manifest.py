@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
+from msgspec import structs
 
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.system.regular_file import create_anew, read_regular
 from nvcli.errors import ConfigError
 from nvcli.job.own_files import manifest_draft_path, manifest_path
@@ -19,6 +22,24 @@ MERGED_FACT = "lora.merged"
 """The fact that names the LoRA adapters that are merged into the weights in turn (`merged_fact`)."""
 CHAT_FACT = "job.chat"
 """The fact that says which texts become user messages (`job.run.chat_choice`)."""
+
+Fact = str | int | float | bool | None
+
+
+def as_fact(value: Any) -> Fact:
+    """Convert a value to a fact: lists and mappings become JSON.
+
+    YAML has keys that are numbers (`logit_bias: {5: 1}`); they mean the same as in quotes.
+    """
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, dict):
+        value = {str(key): inner for key, inner in value.items()}
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
+_SAMPLING_DEFAULTS = {f"sampling.{key}": as_fact(value) for key, value in structs.asdict(SamplingParams()).items()}
+"""Values that missing facts stand for, by name."""
 
 
 def merged_fact(names: Iterable[str]) -> str:
@@ -52,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The model as it was named."""
     hub_id: str | None = None
     """Its id on the Hugging Face hub, if it was named by that."""
-    facts: dict[str, str | int | float | bool | None]
+    facts: dict[str, Fact]
     """Everything about the model and the configuration that answers depend on."""
     inputs: list[tuple[str, str]]
     """The name and the description of each input."""
@@ -73,12 +94,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         lines += [
             f"{name}: {_show(self.facts, name)} → {_show(other.facts, name)}{self._way_back(name, other)}"
             for name in [*self.facts, *(name for name in other.facts if name not in self.facts)]
-            if (name in self.facts, self.facts.get(name)) != (name in other.facts, other.facts.get(name))
+            if self._value(name) != other._value(name)
         ]
         return lines
 
+    def _value(self, name: str) -> Fact | msgspec.UnsetType:
+        """Return a fact; where it is missing, what that means."""
+        return self.facts.get(name, _SAMPLING_DEFAULTS.get(name, msgspec.UNSET))
+
     def _way_back(self, name: str, other: Manifest) -> str:
         """Return the hint on how to undo a difference, where a flag does it."""
+        if name in _SAMPLING_DEFAULTS and name not in self.facts:  # the checkpoint may have set the new one
+            setting = shlex.quote(f"{name}={_show(_SAMPLING_DEFAULTS, name)}")
+            return f" (to continue as it began: --set {setting}, and no flag for it)"
         if name != CHAT_FACT:
             return ""
         old, new = str(self.facts.get(name)), str(other.facts.get(name))
@@ -94,7 +122,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return list(_input_differences(self.inputs, other.inputs))
 
 
-def _show(facts: dict[str, str | int | float | bool | None], name: str) -> str:
+def _show(facts: dict[str, Fact], name: str) -> str:
     """Return a fact on one line. Lists and mappings are JSON texts already."""
     if name not in facts:
         return "not set"

@@ -19,13 +19,11 @@ from nvcli.core.job_config import MESSAGES_KEY
 from nvcli.core.lora_config import adapter_choice
 from nvcli.errors import LoadError
 from nvcli.job.input.known_input import digest_file
-from nvcli.job.output.manifest import CHAT_FACT, MERGED_FACT, merged_fact
+from nvcli.job.output.manifest import CHAT_FACT, MERGED_FACT, Fact, as_fact, merged_fact
 from nvcli.job.rows.task_rows import TaskRows
 from nvcli.job.shard import SHARD_FACT, Shard
 from nvcli.models.checkpoint import weight_files
 from nvcli.models.other_checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-
-Fact = str | int | float | bool | None
 
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt", "spiece.model", "*.tiktoken", "merges.txt")
 """Files of configuration, tokenizer and chat template, which are compared by all of their bytes."""
@@ -101,13 +99,13 @@ def job_facts(
         "job.keep_input": (job.keep_input, False),
         "job.text_field": (job.text_field, None),
     }
-    facts |= {name: _fact(value) for name, (value, without) in optional.items() if value != without}
+    facts |= {name: as_fact(value) for name, (value, without) in optional.items() if value != without}
     for name, value in sorted(sampling_defaults.items()):
-        facts[f"sampling.{name}"] = _fact(value)
+        facts[f"sampling.{name}"] = as_fact(value)
     if task is not None:
         facts["task"] = run.task
         (settings,) = msgspec.to_builtins(task).values()
-        facts |= {f"{run.task}.{name}": _fact(value) for name, value in settings.items()}
+        facts |= {f"{run.task}.{name}": as_fact(value) for name, value in settings.items()}
     if shard is not None:
         facts[SHARD_FACT] = str(shard)
     return facts
@@ -133,18 +131,6 @@ def _checkpoint_facts(model_path: Path, *, weights: bool) -> dict[str, Fact]:
 def _describe_weights(file: Path, num_samples: int) -> str:
     sampled = _digest(file, num_samples=num_samples, sample_bytes=_WEIGHT_SAMPLE_BYTES)
     return f"{file.stat().st_size:,} bytes, sha256 {sampled}"
-
-
-def _fact(value: Any) -> Fact:
-    """Convert a value to a fact: lists and mappings become JSON.
-
-    YAML has keys that are numbers (`logit_bias: {5: 1}`); they mean the same as in quotes.
-    """
-    if isinstance(value, str | int | float | bool | None):
-        return value
-    if isinstance(value, dict):
-        value = {str(key): inner for key, inner in value.items()}
-    return msgspec.json.encode(value, order="deterministic").decode()
 
 
 def _digest(file: Path, **sampling: int) -> str:
