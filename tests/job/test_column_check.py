@@ -121,6 +121,7 @@ def test_other_faults_that_all_rows_share(tmp_path: Path, rows: list[dict[str, A
         ('{"prompt": "a"}\n{"prompt": "b"}\n'.encode("utf-16"), "none of its first 3 lines is JSON: it is UTF-16 text"),
         ('{"prompt": "a"}\n'.encode("utf-16-le"), "it is UTF-16 text\n  convert it: iconv -f UTF-16"),
         ('{"prompt": "a"}\n'.encode("utf-16-be"), "it is UTF-16 text"),
+        ('{"prompt": "a"}\n'.encode("utf-32"), "it is UTF-32 text"),
         (random.Random(5).randbytes(10_000), "it is binary data"),
     ],
 )

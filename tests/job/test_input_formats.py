@@ -166,8 +166,9 @@ def test_a_header_that_names_no_columns(tmp_path: Path, header: bytes, reason: s
 
 
 @pytest.mark.parametrize("name", ["in.csv", "in.txt", "in.txt.gz"])
-def test_utf_16_text_is_refused(tmp_path: Path, name: str) -> None:
-    for encoding, told in (("utf-16", "UTF-16"), ("utf-16-le", "UTF-16LE"), ("utf-16-be", "UTF-16BE")):
+def test_text_of_wide_characters_is_refused(tmp_path: Path, name: str) -> None:
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"):
+        told = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
         data = "a,b\n1,2\n".encode(encoding)
         plain = tmp_path / name.removesuffix(".gz")
         with pytest.raises(

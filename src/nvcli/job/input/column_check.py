@@ -55,6 +55,13 @@ _OPTIONS = re.compile(r"--((?:prompt|messages)-field|(?:prompt|chat)-template)((
 """The options that messages name, and the blank before a value."""
 _OF_JSON = (b"", b"{", b"[", b'"')
 """How lines begin that are meant as JSON, or are too long to tell."""
+_WIDE_LETTERS = {
+    **dict.fromkeys(("x0", "x0x0"), "UTF-16LE"),
+    **dict.fromkeys(("0x", "0x0x"), "UTF-16BE"),
+    "x000": "UTF-32LE",
+    "000x": "UTF-32BE",
+}
+"""Encodings by the bytes of plain letters: 0 or not."""
 _CONTROLS = bytes({*range(32)} - {*b"\t\n\r\f"})
 
 
@@ -141,9 +148,8 @@ def _two_prompts(name: str, rows: Sequence[Job | JobResult], parser: RowParser) 
 
 def _not_text(name: str, held: Sequence[ReadRow]) -> ColumnsError | None:
     """Return the error of an input whose first lines are not JSON; None if they may be rows that are damaged."""
-    way_out = _convert_utf16(name, held[0].start)
-    if way_out is not None:
-        what = "it is UTF-16 text"
+    if (encoding := _wide_encoding(held[0].start)) is not None:
+        what, way_out = f"it is {encoding[:6]} text", _convert(name, encoding)
     elif 2 * sum(each.is_binary for each in held) > len(held):
         what = "it is binary data"
         way_out = "name a file of rows" if Path(name).exists() else "name the file of rows: a pipe is read as JSONL"
@@ -178,16 +184,20 @@ def _renamed(name: str, suffix: str) -> str:
     return f"{why}: mv {shlex.quote(name)} {shlex.quote(new)}"
 
 
-def _convert_utf16(name: str, line: bytes) -> str | None:
-    """Return how to convert the input `name`, judging by its first line; None: it does not look like UTF-16."""
+def _wide_encoding(line: bytes) -> str | None:
+    """Return the encoding of text whose characters have at least two bytes, as `iconv` names it, judging by the first
+    line; None: it does not look like such text."""
     start = line[:8]
-    halves = any(start[::2]), any(start[1::2])  # every second byte of plain letters is 0
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "UTF-32"
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        encoding = "UTF-16"
-    elif len(start) > 1 and halves[0] != halves[1]:
-        encoding = "UTF-16LE" if halves[0] else "UTF-16BE"
-    else:
-        return None
+        return "UTF-16"
+    of_letters = "".join("x" if any(start[place::4]) else "0" for place in range(min(4, len(start))))
+    return _WIDE_LETTERS.get(of_letters)
+
+
+def _convert(name: str, encoding: str) -> str:
+    """Return how to convert the input `name` from an encoding."""
     command = f"iconv -f {encoding} -t UTF-8"
     if not Path(name).exists():
         return f"convert it: {command}, before the pipe to nvcli"
@@ -196,10 +206,11 @@ def _convert_utf16(name: str, line: bytes) -> str | None:
     return f"{unpack}convert it: {command} {shlex.quote(plain)} > utf8{Path(plain).suffix}"
 
 
-def check_no_utf16(name: str, line: Line) -> None:
-    """Raise ColumnsError if the input `name` is UTF-16 text, judging by its first line."""
-    if isinstance(line, bytes) and (way_out := _convert_utf16(name, line)) is not None:
-        raise ColumnsError(f"{name}: its first line is UTF-16 text, not UTF-8\n  {way_out}")
+def check_no_wide_text(name: str, line: Line) -> None:
+    """Raise ColumnsError if the input `name` is UTF-16 or UTF-32 text, judging by its first line."""
+    if isinstance(line, bytes) and (encoding := _wide_encoding(line)) is not None:
+        told = f"its first line is {encoding[:6]} text, not UTF-8"
+        raise ColumnsError(f"{name}: {told}\n  {_convert(name, encoding)}")
 
 
 def _all_of(rows: Sequence[Job | JobResult]) -> str:

@@ -15,7 +15,7 @@ from nvcli.core.byte_sizes import counted
 from nvcli.core.validation import shorten
 from nvcli.errors import RowError
 from nvcli.job.file_formats import plain_name
-from nvcli.job.input.column_check import ColumnsError, check_no_utf16
+from nvcli.job.input.column_check import ColumnsError, check_no_wide_text
 from nvcli.job.input.known_input import KnownInput
 from nvcli.job.input.line_source import LineSource
 from nvcli.job.line_splitter import DroppedLine, Line
@@ -70,7 +70,7 @@ class CsvSource(LineSource):
             if isinstance(line, bytes) and (not line or (line.isspace() and b"\t" not in line)):
                 continue
             if reader is None:
-                check_no_utf16(self.name, line)
+                check_no_wide_text(self.name, line)
                 if delimiter is None and isinstance(line, bytes) and (named := _SEPARATOR.fullmatch(line)):
                     delimiter = named[1].decode()
                     continue

@@ -15,7 +15,7 @@ from nvcli.job import line_splitter
 from nvcli.job.compression import READ_BYTES, Unpacker, compression_of
 from nvcli.job.file_formats import check_stream_format
 from nvcli.job.files import STREAM
-from nvcli.job.input.column_check import check_no_utf16
+from nvcli.job.input.column_check import check_no_wide_text
 from nvcli.job.input.known_input import KnownInput, ReadCheck
 from nvcli.job.line_splitter import DroppedLine, Line, LineSplitter
 from nvcli.job.rows.bad_json import explain_bad_utf8
@@ -122,13 +122,13 @@ class TextSource(LineSource):
     def lines(self) -> Iterator[Row | None]:
         """Yield each line as a text, a blank line as it is, and the error of a line that is no UTF-8 text.
 
-        Yields None and raises as `LineSource.lines` does; ColumnsError for UTF-16 text.
+        Yields None and raises as `LineSource.lines` does; ColumnsError for UTF-16 and UTF-32 text.
         """
         at_start = True
         for line in self._lines():
             if at_start and isinstance(line, bytes):
                 at_start = False
-                check_no_utf16(self.name, line)
+                check_no_wide_text(self.name, line)
             if line is None or isinstance(line, DroppedLine) or not line or line.isspace():
                 yield line
                 continue
