@@ -80,6 +80,7 @@ BAD_ROWS = [
     ),
     (b'{"\\ud800": 1}', "invalid_json", "a key of the row is not text"),
     (b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "a"}', "invalid_json", "it begins with a byte order mark (U+FEFF)"),
+    (b'{"prompt": "a"}\r{"prompt": "b"}', "invalid_json", "a carriage return stands between two rows"),
     (b'{"prompt": "\xed\xa0\x80"}', "invalid_json", r"not UTF-8 text (it holds the lone surrogate \ud800"),
     (b'{"prompt": "\\ud800"}', "invalid_json", "not valid JSON"),
     (b"[" * 100_000 + b"]" * 100_000, "invalid_json", "nested too deep"),

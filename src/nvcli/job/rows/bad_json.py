@@ -26,6 +26,8 @@ def explain_bad_json(line: bytes, reason: str) -> str:
     found = None
     if line.startswith(codecs.BOM_UTF8):
         found = "it begins with a byte order mark (U+FEFF), as where files were joined; remove the mark"
+    elif b"}\r{" in line:
+        found = "a carriage return stands between two rows, which end with newlines; `tr '\\r' '\\n'` may fix that"
     elif len(line) <= _EXPLAINED_BYTES:
         with contextlib.suppress(ValueError, RecursionError):
             found = find_non_json(json.loads(line.decode(errors="surrogatepass")), "")
