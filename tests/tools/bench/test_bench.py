@@ -199,7 +199,7 @@ def test_ablations_run_each_in_engines_of_their_own(nvcli_here: NvcliHere) -> No
         (("-m", "demo", "--input", "rows.jsonl", "--input-len", "5"), "--input-len"),
         (
             ("-m", "demo", "--images", "1"),
-            "`images` is always, and this model (Qwen3ForCausalLM) is read as one of text",
+            "--images 1: this model (Qwen3ForCausalLM) is read as one of text",
         ),
         (("-m", "demo", "--image-size", "9x9"), "add --images"),
         (("-m", "demo", "--images", "1", "--image-size", "9"), "--image-size 9: allowed"),

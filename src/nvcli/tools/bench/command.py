@@ -23,6 +23,7 @@ from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.row_images import RowImages
 from nvcli.job.planning.layout import resolve_layout
 from nvcli.job.run.engine_settings import ResolvedEngines, load_checkpoint, resolve_engine_config, resolve_engines
+from nvcli.job.run.image_settings import why_no_images
 from nvcli.job.run.resolve import model_of_rows
 from nvcli.job.run.row_settings import read_row_settings
 from nvcli.models.adapters.adapter import Adapter, read_adapter
@@ -136,7 +137,11 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     with ExitStack() as stack:
         folder = model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization)
         path = stack.enter_context(folder)
-        engines = resolve_engines(run, path, load_checkpoint(run, path))
+        checkpoint = load_checkpoint(run, path)
+        why_not = None if options.images is None else why_no_images(run, path, checkpoint)
+        if why_not is not None:
+            raise ConfigError(f"--images {options.images}: {why_not}; or leave --images out")
+        engines = resolve_engines(run, path, checkpoint)
         model, row_adapters = engines.model, engines.row_adapters
         images = None if options.images is None else _make_images(path, model, options.images, size, options.seed)
         requests, run = _draw_requests(run, path, engines, workload, images, say=say)
