@@ -190,6 +190,21 @@ def gptq(
     return Format(config={**config, "checkpoint_format": version}, encode=encode)
 
 
+def auto_round(stored: Format, packing: str, *, sym: bool = True) -> Format:
+    """AutoRound's, of the layers that are `stored` so; it writes no order of columns."""
+
+    def encode(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        parts, decoded = stored.encode(weight, generator)
+        return {name: values for name, values in parts.items() if name != "g_idx"}, decoded
+
+    config = {"quant_method": "auto-round", "packing_format": f"auto_round:{packing}", "bits": 4, "sym": sym}
+    left = {".*layers\\.1\\.mlp.*": {"bits": 16, "data_type": "fp"}}
+    return Format(
+        config={**config, "data_type": "int", "group_size": stored.config["group_size"], "extra_config": left},
+        encode=encode,
+    )
+
+
 def packed(size: int, *, bits: int = 4, sym: bool = True, act_order: bool = False) -> Format:
     """compressed-tensors' W4A16 and W8A16."""
 
@@ -404,6 +419,9 @@ FORMATS = {
     "compressed, w4a16, zeros": packed(32, sym=False),
     "compressed, w4a16, act-order": packed(16, act_order=True),
     "compressed, w8a16, rows": packed(-1, bits=8),
+    "auto-round": auto_round(gptq(32), "auto_gptq"),
+    "auto-round, zeros": auto_round(gptq(32, sym=False, version="gptq_v2"), "gptqmodel", sym=False),
+    "auto-round, awq": auto_round(awq(32), "auto_awq", sym=False),
     "awq": awq(32),
     "awq, rows, no zeros": awq(-1, zero_point=False),
     "gptq": gptq(32),

@@ -253,8 +253,18 @@ REFUSED = {
         edit(lambda t: t.update({f"{Q}.pre_quant_scale": torch.ones(3)})),
         [f"{Q}.pre_quant_scale has shape [3]", "[64]"],
     ),
-    "another method": ("awq", configure(quant_method="aqlm"), ['"aqlm"', "not supported", "gptq or bitsandbytes"]),
+    "another method": ("awq", configure(quant_method="aqlm"), ['"aqlm"', "not supported", "or bitsandbytes"]),
     "another AWQ": ("awq", configure(quant_method="awq", bits=4, version="gemv"), ["version", '"gemv"', "only gemm"]),
+    "layers of several kinds": (
+        "awq",
+        configure(quant_method="auto-round", bits=4, group_size=32, extra_config={"lm_head": {"bits": 8}}),
+        ["extra_config.bits", '8 of "lm_head" differs from 4'],
+    ),
+    "another way of packing": (
+        "awq",
+        configure(quant_method="auto-round", packing_format="auto_round:fp8", bits=4),
+        ["packing_format", '"auto_round:fp8" is not supported, only auto_round:auto_gptq'],
+    ),
     "3 bits": ("gptq", configure(quant_method="gptq", bits=3), ["bits", "3 bits", "2, 4, 8"]),
     "4 bits float": ("awq", configure(**compressed({"type": "float", "num_bits": 4})), ["group_size", "16 and 32"]),
     "no factor": (
@@ -298,8 +308,8 @@ REFUSED = {
         [f"{Q}.weight_scale has shape [64, 3]", "1 × 32", "[64, 2]"],
     ),
     "GGUF": ("awq", configure(quant_method="gguf"), ['"gguf"', "llama.cpp", "not supported", "quantization: fp8"]),
-    "EXL2": ("awq", configure(quant_method="exl2", bits=4.0), ['"exl2"', "ExLlamaV2", "gptq or bitsandbytes"]),
-    "HQQ": ("awq", configure(quant_method="hqq"), ['"hqq"', "HQQ", "gptq or bitsandbytes"]),
+    "EXL2": ("awq", configure(quant_method="exl2", bits=4.0), ['"exl2"', "ExLlamaV2", "or bitsandbytes"]),
+    "HQQ": ("awq", configure(quant_method="hqq"), ['"hqq"', "HQQ", "or bitsandbytes"]),
     "mixed with another": (
         "awq",
         configure(
@@ -328,7 +338,7 @@ REFUSED = {
         lambda path: edit_json(path / "config.json", quantization_config=None),
         ["belongs to a quantised weight", "neither config.json", "nor hf_quant_config.json says how"],
     ),
-    "no method": ("awq", configure(bits=4), ["`quantization_config.quant_method`: missing", "gptq or bitsandbytes"]),
+    "no method": ("awq", configure(bits=4), ["`quantization_config.quant_method`: missing", "or bitsandbytes"]),
     "no groups": (
         "awq",
         configure(quant_method="compressed-tensors", config_groups={"group_0": 3}),

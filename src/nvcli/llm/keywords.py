@@ -100,7 +100,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "quantization": dict.fromkeys(
         (
             *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"),
-            *("modelopt", "modelopt_fp4", "fbgemm_fp8", "mxfp4", "gguf"),
+            *("modelopt", "modelopt_fp4", "fbgemm_fp8", "mxfp4", "gguf", "auto-round"),
         ),
         "auto",
     ),
