@@ -16,6 +16,7 @@ import pytest
 
 from nvcli.core.config_types import Order
 from nvcli.errors import ConfigError, OutputError, RowError
+from nvcli.job.input import known_input
 from nvcli.job.input.known_input import know_inputs
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import Choice, Job, JobResult, Logprobs, Usage, failed
@@ -433,6 +434,21 @@ def test_what_an_update_cannot_do_is_refused(tmp_path: Path) -> None:
     digests_path(job.path).unlink()
     with pytest.raises(ConfigError, match=r"there is no out\.jsonl\.digests, (?s:.*)--overwrite"):
         job.run(update=True)
+
+
+def test_an_edit_that_samples_of_a_large_input_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output was said to be complete, also with --update."""
+    monkeypatch.setattr(known_input, "describe_input", lambda name: "9 bytes")
+    job = UpdatedJob(tmp_path)
+    job.write(*rows_of(range(3)))
+    job.run()
+    job.write(*rows_of(range(2)), {"id": 2, "prompt": "pX"})
+    assert job.run(sampled_at=999.0).finished is not None
+    with pytest.raises(ConfigError, match=r"from another input: 1 row edited\n--update answers"):
+        job.run(sampled_at=1001.0)  # it was written after the output was begun
+    job.run(sampled_at=999.0, update=True)
+    assert job.computed == ["pX"]
+    assert not job.run(sampled_at=1001.0, update=True).notes
 
 
 def test_lost_digests_cost_their_own_rows_alone(tmp_path: Path) -> None:

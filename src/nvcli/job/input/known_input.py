@@ -66,6 +66,11 @@ class KnownInput:
     description: str
     """Its size and digest, as the manifest holds them."""
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the digest misses edits that keep the size."""
+        return self.state.num_bytes > WHOLE_BYTES
+
     def changed(self, what: str) -> InputChanged:
         """Return the error of a run whose input has changed in this way."""
         return InputChanged(

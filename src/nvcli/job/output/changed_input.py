@@ -41,8 +41,8 @@ class ChangedInput:
     ) -> None:
         """Compare the inputs. Raises ConfigError if nothing shows which rows have changed, and OSError.
 
-        `file` holds the rows of the output, which are those of the `shard`. `old` and `new` differ in their inputs, and
-        `rows` are all rows of the new ones.
+        `file` holds the rows of the output, which are those of the `shard`. `old` and `new` may differ in their
+        inputs, and `rows` are all rows of the new ones.
         """
         self._output = output
         self._file = file
@@ -60,9 +60,14 @@ class ChangedInput:
         self._changes = compare_rows(digests, rows.digests, old_is_all=old.num_input_rows == self._num_known)
 
     @property
+    def is_none(self) -> bool:
+        """Whether the rows are the same."""
+        return self._changes.is_none
+
+    @property
     def note(self) -> str:
         """A line for the user on what has changed."""
-        if self._changes.is_none:
+        if self.is_none:
             return "the input has other bytes, and the same rows"
         return f"the input has changed: {self._changes.describe()}"
 
@@ -73,7 +78,7 @@ class ChangedInput:
         where that is not enough.
         """
         changes = self._changes
-        if changes.is_none:
+        if self.is_none:
             manifest = msgspec.structs.replace(self._old, inputs=self._new.inputs)
             save_manifest(self._output, manifest)
             return manifest
@@ -83,7 +88,7 @@ class ChangedInput:
         if not update and not (retry_errors and self._has_only_edited_failures(changes, scan)):
             also = "--retry-errors alone is enough if only failed rows were edited; " if retry_errors else ""
             raise ConfigError(
-                f"the output {self._output} was made from another input: {changes.describe()}\n{self._differences}\n"
+                f"the output {self._output} was made from another input: {changes.describe()}{self._differences}\n"
                 f"{also}--update answers what has changed and keeps the other answers; or start over with "
                 "--overwrite, or name another with -o"
             )
@@ -101,13 +106,13 @@ class ChangedInput:
 
     def _refusal(self, why: str) -> ConfigError:
         return ConfigError(
-            f"the output {self._output} was made from another input, and {why}\n{self._differences}\nput the input "
+            f"the output {self._output} was made from another input, and {why}{self._differences}\nput the input "
             "back, start over with --overwrite, or name another output with -o"
         )
 
     @property
     def _differences(self) -> str:
-        return "\n".join(f"  {line}" for line in self._old.input_differences(self._new))
+        return "".join(f"\n  {line}" for line in self._old.input_differences(self._new))
 
     def _has_only_edited_failures(self, changes: RowChanges, scan: OutputScan) -> bool:
         """Tell whether the only change is in rows without an answer."""

@@ -59,6 +59,8 @@ class OutputOptions:
     """Whether to update an existing output to changed inputs."""
     identify_rows: Callable[[], InputRows] | None = None
     """Reads the inputs and returns their rows, to be compared with the answered ones; None: not possible."""
+    sampled_at: float | None = None
+    """When the inputs whose digests may miss edits were written last, in seconds since 1970; None: there are none."""
     limit: int | None = None
     """Number of rows of the inputs to answer; None: all."""
     shard: Shard | None = None
@@ -290,14 +292,22 @@ class FileOutput(JobOutput):
             raise ConfigError(
                 f"the output {self._path} was made by another job:\n{lines}\nchange these back, {way_out}"
             )
-        if not inputs or identify_rows is None:
+        if identify_rows is None or not (inputs or self._may_hide_edits(manifest)):
             return manifest
         changed = ChangedInput(
             self._path, self._file, manifest, self._job, identify_rows(), shard=self._options.shard or WHOLE
         )
         manifest = changed.update(self._pack, update=self._options.update, retry_errors=self._options.retry_errors)
-        self.notes.append(changed.note)
+        if inputs or not changed.is_none:
+            self.notes.append(changed.note)
         return manifest
+
+    def _may_hide_edits(self, manifest: Manifest) -> bool:
+        """Tell whether inputs that seem to be the same must be compared row by row."""
+        written, digests = self._options.sampled_at, digests_path(self._path)
+        if written is None or not (digests.exists() and digests.stat().st_size):
+            return False
+        return self._options.update or written > manifest.created
 
     def _continue(self) -> None:
         """Find out which rows the output holds, and drop lines that are damaged or to be answered again."""

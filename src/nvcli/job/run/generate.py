@@ -67,6 +67,7 @@ def generate(
     for flag, is_given in (("--retry-errors", retry_errors), ("--update", update)):
         if job.overwrite and is_given:
             raise ConfigError(f"--overwrite and {flag} exclude each other: start over, or keep what is answered")
+    sampled = [known.state.mtime_ns / 1e9 for known in job.known_inputs if known.is_sampled]
     options = OutputOptions(
         order=run.job.order,
         can_continue=job.can_continue,
@@ -74,6 +75,7 @@ def generate(
         retry_errors=retry_errors,
         update=update,
         identify_rows=job.identify_rows if job.can_continue else None,
+        sampled_at=max(sampled, default=None),
         limit=job.limit,
         shard=job.shard,
         reorder_bytes=parse_size(run.job.reorder_memory) or 0,
