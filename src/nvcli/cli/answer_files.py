@@ -235,7 +235,7 @@ class _Jobs:
             raise reworded(error, f"{error}\n{go_on_hint(sys.argv)}") from error
         except OutputClosed:
             raise OutputGone from None
-        steps = next_steps(sys.argv, output=summary.output, errors=summary.errors)
+        steps = next_steps(sys.argv, output=summary.output, errors=summary.errors) if summary.rows else {}
         if text := format_summary(summary, verbosity=self.verbosity, next_steps=steps):
             say(f"{summary.output}: {text}" if job is not None and self.verbosity == "quiet" else text)
         return summary
