@@ -125,6 +125,8 @@ def test_maps_of_texts_are_objects_and_bytes_are_texts_where_one_is_needed(tmp_p
     assert isinstance(text, Job)
     assert (text.prompt, extra_of(text)) == ("q", {"odd": [["a", None], ["a", None]]})
     assert isinstance(bad, JobResult)
+    assert bad.error is not None
+    assert "`prompt` is bytes that are not UTF-8 text; allowed: text" in bad.error.message
     template = PromptRules(prompt_template=TextTemplate("<{prompt}>"))
     reader = RowReader([str(path)], RowParser({}, RowKeys(messages="m"), template))
     told = [row.prompt if isinstance(row, Job) else str(row.error) for batch in reader.batches() for row in batch]

@@ -69,6 +69,8 @@ def show(value: Any, limit: int = 60) -> str:
     Formats no more than is shown: a row may hold hundreds of megabytes in one value. An object of a program
     may raise anything when it is converted to text.
     """
+    if isinstance(value, bytes) and not is_utf8(value):
+        return "bytes that are not UTF-8 text"
     try:
         text = _json_beginning(value, limit)
     except RecursionError:
