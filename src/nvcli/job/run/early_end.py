@@ -193,7 +193,7 @@ def next_steps(argv: Sequence[str], *, output: str, errors: Collection[str]) -> 
     if output == STREAM or not Path(output).is_file():
         return {}
     program = _command(argv[:1])
-    name = shlex.quote(output)
+    name = shlex.quote(f"./{output}" if output.startswith("-") else output)
     if not errors:
         return {f"{program} show {name}": "shows the answers"}
     steps = {f"{program} show {name} --errors": "shows the failed rows"}
