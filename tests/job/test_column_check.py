@@ -228,7 +228,8 @@ def test_each_input_is_looked_at_and_other_trouble_is_left_alone(tmp_path: Path)
     broken.write_text('[{"question": 1}')
 
     def look(files: list[Path], keys: RowKeys | None = None) -> None:
-        first_rows(RowReader([str(file)], RowParser({}, keys), check_columns=True) for file in files)
+        for file in files:
+            first_rows(RowReader([str(file)], RowParser({}, keys), check_columns=True))
 
     look([good, broken])
     with pytest.raises(ColumnsError, match=r"b\.jsonl"):

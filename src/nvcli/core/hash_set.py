@@ -6,14 +6,15 @@ from array import array
 from collections.abc import Iterator
 
 _NUM_TABLES = 1024
-_FIRST_CELLS = 4
+_NO_CELLS = array("Q", bytes(8 * 4))
+"""A table that holds nothing; sets share it, so that those with few hashes take little memory."""
 
 
 class HashSet:
     """A set of 64-bit hashes with open addressing, in many small tables, so that growing one takes negligible time."""
 
     def __init__(self) -> None:
-        self._tables = [array("Q", bytes(8 * _FIRST_CELLS)) for _ in range(_NUM_TABLES)]
+        self._tables = [_NO_CELLS] * _NUM_TABLES
         self._sizes = array("Q", bytes(8 * _NUM_TABLES))
         self._count = 0
 
@@ -31,6 +32,8 @@ class HashSet:
         cell = _free_cell(table, hashed)
         if cell is None:
             return False
+        if table is _NO_CELLS:
+            table = self._tables[number] = table[:]
         table[cell] = hashed
         self._sizes[number] += 1
         self._count += 1

@@ -247,7 +247,8 @@ def check_output(inputs: Sequence[str], output: str) -> None:
         if file := next((folder for folder in path.parents if folder.is_file()), None):
             raise ConfigError(f"the output {output} cannot be written: {file} is a file, not a folder; name another")
         raise ConfigError(f"the folder of the output {output} does not exist; create it with: mkdir -p {path.parent}")
-    if too_long := next(filter(is_too_long, own_files(path)), None):
+    own_names = own_files(path)
+    if too_long := next(filter(is_too_long, own_names), None):
         raise ConfigError(
             f"the output {output} cannot be written: a file beside it is called {too_long}, and that is longer than "
             "the file system takes; choose a shorter name with -o"
@@ -255,7 +256,7 @@ def check_output(inputs: Sequence[str], output: str) -> None:
     for name in inputs:
         if name != STREAM and _is_same(name, output):
             raise ConfigError(f"the output {output} is also an input; name another with -o")
-        if name != STREAM and any(_is_same(name, str(own)) for own in own_files(path)):
+        if name != STREAM and any(_is_same(name, str(own)) for own in own_names):
             raise ConfigError(
                 f"the input {name} has the name of a file that the job itself writes beside its output {output}; "
                 "name another output with -o, or rename the input"

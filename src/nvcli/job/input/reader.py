@@ -8,7 +8,7 @@ out.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -325,21 +325,18 @@ class RowReader:
         return self._source.place(self._line_number)
 
 
-def first_rows(readers: Iterable[RowReader]) -> list[Job | JobResult]:
-    """Return the first rows that each reader gives. Raises ColumnsError if those of an input are all at fault.
+def first_rows(reader: RowReader) -> Sequence[Job | JobResult]:
+    """Return the first rows that a reader gives. Raises ColumnsError if those of an input are all at fault.
 
     Other errors are left to the reading of the whole input.
     """
-    rows: list[Job | JobResult] = []
-    for reader in readers:
-        with contextlib.closing(reader.batches()) as batches:
-            try:
-                rows += next(batches, ())
-            except ColumnsError:
-                raise
-            except (ConfigError, InputChanged):
-                continue
-    return rows
+    with contextlib.closing(reader.batches()) as batches:
+        try:
+            return next(batches, ())
+        except ColumnsError:
+            raise
+        except (ConfigError, InputChanged):
+            return ()
 
 
 def _label(name: str) -> str:

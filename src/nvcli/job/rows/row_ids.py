@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -94,7 +95,8 @@ def is_escaped(key: str) -> bool:
     return _ESCAPED.search(key) is not None
 
 
-def id_decoder(id_key: str, keys: Collection[str] = ()) -> Callable[[bytes], Any]:
+@lru_cache(maxsize=8)  # each input's first rows have a parser of their own
+def id_decoder(id_key: str, keys: frozenset[str] = frozenset()) -> Callable[[bytes], Any]:
     """Return a decoder for a row's id, the two keys that identify OpenAI rows, and other `keys`.
 
     Its objects have the row's `id`, `custom_id` and `body`; UNSET stands for keys that a row does not have. Unlike the

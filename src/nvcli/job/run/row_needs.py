@@ -6,7 +6,7 @@ A vision tower is loaded only where rows have images, so files of text are searc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from nvcli.job.file_formats import input_format, is_pdf
 from nvcli.job.images.image_parts import images_of_row
 from nvcli.job.input.pdf_source import PdfFile
 from nvcli.job.input.reader import RowReader, first_rows
-from nvcli.job.job import Job, JobResult
+from nvcli.job.job import Job
 from nvcli.job.rows.prompt_rules import PromptKind, TextKinds
 from nvcli.job.run.image_settings import why_no_images
 from nvcli.job.run.row_settings import RowSettings
@@ -53,29 +53,27 @@ def needs_of_rows(
     """Look at the first rows of inputs that can be read twice. Raises ConfigError if their columns are not those of a
     job. `pdfs` are those of `RowReader`."""
     sampled = inputs if limit is None else inputs[:1]
-    readers = [
-        RowReader([name], settings.make_parser(chat), limit=limit, check_columns=True, pdfs=pdfs) for name in sampled
-    ]
-    rows = first_rows(readers)
+    kinds: set[PromptKind] = set()
+    grammars = images = False
+    for name in sampled:  # one after the other: there may be thousands
+        reader = RowReader([name], settings.make_parser(chat), limit=limit, check_columns=True, pdfs=pdfs)
+        rows = first_rows(reader)
+        kinds |= reader.kinds
+        grammars = grammars or any(isinstance(row, Job) and row.wants_grammar for row in rows)
+        images = images or any(map(images_of_row, rows))
     run = settings.run
     reads_images = run.images == "auto" and why_no_images(run, settings.model_path, settings.model) is None
     return RowNeeds(
-        kinds=frozenset().union(*(reader.kinds for reader in readers)),
-        images=reads_images and (run.job.image_field is not None or _have_images(inputs, rows)),
-        grammars=any(isinstance(row, Job) and row.wants_grammar for row in rows),
+        kinds=frozenset(kinds),
+        images=reads_images and (images or run.job.image_field is not None or _have_images(inputs)),
+        grammars=grammars,
     )
 
 
-def _have_images(inputs: Sequence[str], first_rows: Iterable[Job | JobResult]) -> bool:
-    """Tell whether inputs seem to have images: they are PDF files, or the first rows or the text of the files name
-    some.
-
-    Text files are searched, up to 256 MiB of them together. Of other files, such as compressed ones and tables, only
-    the first rows count.
-    """
+def _have_images(inputs: Sequence[str]) -> bool:
+    """Tell whether inputs seem to have images beyond their first rows: they are PDF files, or the text of files names
+    some. Text files are searched, up to 256 MiB of them together."""
     if any(map(is_pdf, inputs)):
-        return True
-    if any(map(images_of_row, first_rows)):
         return True
     left = _MAX_BYTES
     for name in inputs:
