@@ -13,7 +13,7 @@ from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Sc
 from nvcli.kernels.fp8 import dequantise_weight, quantise_weight
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.mxfp4 import dequantise, numbers_of_codes
-from nvcli.kernels.weight_formats import FP8Scaling, W4Format
+from nvcli.kernels.weight_formats import AFFINE_KINDS, FP8Scaling, W4Format
 
 SILU = ExpertActivation()
 GPT_OSS = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=7.0, offset=1.0)
@@ -29,6 +29,8 @@ FORMATS: dict[str, Format] = {
     "nvfp4": W4Format("nvfp4", 16),
     "groups of 32": W4Format("integer", 32),
     "groups of 128": W4Format("integer", 128),
+    "affine": W4Format("affine", 32),
+    "affine in 8 bits": W4Format("affine in 8 bits", 16),
 }
 Shape = tuple[int, int, int, int]
 """Experts, k, hidden, intermediate size."""
@@ -102,6 +104,11 @@ def _make_weight(values: Tensor, format: Format, dtype: torch.dtype) -> tuple[Te
         numbers = numbers_of_codes(codes).float() * block_scales.float().repeat_interleave(16, 1)
         return w4.pack(codes, format), scales, numbers * factor.unsqueeze(1)
     groups = columns // format.group
+    if format.kind in AFFINE_KINDS:
+        codes = (bits & ((1 << format.bits) - 1)).to(torch.uint8)
+        joined = w4.join_halves(values[:, :groups] * 2 / format.zero, values[:, groups : 2 * groups])
+        scales, offsets = (part.repeat_interleave(format.group, 1) for part in w4.part_halves(joined))
+        return w4.pack(codes, format), joined, (codes.float() - format.zero) * scales + offsets
     scales, zeros = values[:, :groups].abs().half().float() / 4 + 1e-3, (bits[:, :groups] & 15).float()
     joined = w4.join_scales(scales, zeros)
     scales, zeros = (part.repeat_interleave(format.group, 1) for part in w4.part_scales(joined))

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fp8_interpreter import exact_conversions
 from kernel_device import DEVICE, HAS_GPU, MARKS, captured
@@ -29,7 +30,8 @@ TOLERANCE = 1e-2 if HAS_GPU else 1e-4
 pytestmark = MARKS
 __all__ = ["exact_conversions"]
 
-Kind = Literal["plain", "channel", "block", "128", "64", "32", "nvfp4"]
+Affine = Literal["affine", "affine in 8 bits"]
+Kind = Literal["plain", "channel", "block", "128", "64", "32", "nvfp4"] | Affine
 """What shares a scale in a weight: nothing; a row or a block of codes in FP8; so many neighbours of 4 bits."""
 SHAPES: dict[Kind, list[tuple[int, int]]] = (
     {
@@ -40,6 +42,8 @@ SHAPES: dict[Kind, list[tuple[int, int]]] = (
         "64": [(1000, 4160)],
         "32": [(896, 864)],
         "nvfp4": [(6144, 4096), (1000, 4144)],
+        "affine": [(6144, 4096), (1000, 4128)],
+        "affine in 8 bits": [(6144, 4096), (1000, 4128)],
     }
     if HAS_GPU
     else {
@@ -50,6 +54,8 @@ SHAPES: dict[Kind, list[tuple[int, int]]] = (
         "64": [(64, 320)],
         "32": [(80, 160)],
         "nvfp4": [(96, 256), (80, 176)],
+        "affine": [(80, 160)],
+        "affine in 8 bits": [(96, 176)],
     }
 )
 CASES = [(kind, *shape) for kind, shapes in SHAPES.items() for shape in shapes]
@@ -90,6 +96,8 @@ def make_weight(kind: Kind, rows: int, columns: int, dtype: torch.dtype) -> Weig
         joined = w4.join_block_scales(scales.to(torch.uint8).view(FP8), factors, format)
         words = w4.pack(codes, format)
         weight = Weight(words, w4.dequantise(words, joined, columns, format), joined, format)
+    elif kind == "affine" or kind == "affine in 8 bits":
+        weight = Weight(*make_affine(kind, rows, columns))
     else:
         format = W4Format("integer", int(kind)).for_rows(rows // 2)
         codes = torch.randint(0, 16, (rows, columns), generator=generator, device=DEVICE, dtype=torch.uint8)
@@ -99,6 +107,19 @@ def make_weight(kind: Kind, rows: int, columns: int, dtype: torch.dtype) -> Weig
         words = w4.pack(codes, format)
         weight = Weight(words, w4.dequantise(words, joined, columns, format), joined, format)
     return weight
+
+
+def make_affine(kind: Affine, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, W4Format]:
+    """Make words, the numbers that they stand for, scales and the format, in groups as large as columns allow."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    format = W4Format(kind, 16 if columns % 32 else 32).for_rows(rows // 2)
+    codes = torch.randint(0, 1 << format.bits, (rows, columns), generator=generator, device=DEVICE, dtype=torch.uint8)
+    scales = torch.rand(rows, columns // format.group, generator=generator, device=DEVICE) + 0.5
+    offsets = torch.randn(scales.shape, generator=generator, device=DEVICE)
+    unit = columns**-0.5 / format.zero
+    joined = w4.join_halves(scales * unit, offsets * unit * 3)
+    words = w4.pack(codes, format)
+    return words, w4.dequantise(words, joined, columns, format), joined, format
 
 
 def launch_for(launch: ProductLaunch, weight: Weight) -> ProductLaunch:

@@ -46,6 +46,23 @@ def test_nothing_is_lost(rows: int, columns: int, group: int) -> None:
     assert torch.equal(found.cpu(), values)
 
 
+@pytest.mark.parametrize(("kind", "group"), [("affine", 32), ("affine", 16), ("affine in 8 bits", 32)])
+def test_nothing_is_lost_of_affine_codes(kind: Literal["affine", "affine in 8 bits"], group: int) -> None:
+    """All codes, with scales and offsets in float16, also the smallest ones."""
+    format, generator = W4Format(kind, group).for_rows(48), torch.Generator().manual_seed(0)
+    codes = torch.arange(256, dtype=torch.uint8).repeat(48, 2)[:, : 256 + 3 * group] & ((1 << format.bits) - 1)
+    shape = 48, codes.shape[1] // group
+    scales, offsets = (torch.randn(shape, generator=generator).half().float() for _ in range(2))
+    scales[0], offsets[0] = 2.0**-24, -(2.0**-24)
+    words, joined = w4.pack(codes, format), w4.join_halves(scales, offsets)
+    assert words.numel() * 2 + joined.numel() * 4 == format.num_bytes(*codes.shape)
+    spread = [one.repeat_interleave(group, 1) for one in (scales, offsets)]
+    values = (codes.float() - format.zero) * spread[0] + spread[1]
+    assert torch.equal(w4.dequantise(words, joined, codes.shape[1], format), values)
+    found = kernels.dequantise(words.to(DEVICE), joined.to(DEVICE), codes.shape[1], format, torch.float32)
+    assert torch.equal(found.cpu(), values)
+
+
 @pytest.mark.parametrize("kind", ["integer", "mxfp4 for fp8"])
 def test_rows_of_a_tile_follow_one_another(kind: Literal["integer", "mxfp4 for fp8"]) -> None:
     """In the largest blocks that divide the rows of all parts of a weight."""

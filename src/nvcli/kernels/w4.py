@@ -9,9 +9,14 @@ Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
             32, or what divides the rows of all parts of a weight.
     scales  integers: [groups, out] int32, where a group is 32, 64 or 128 neighbours of a row. A value is
             (code - zero) × scale; the lowest 8 bits hold the zero, the others those of the scale in float32.
+            affine: [groups, out] int32, where a group is 16 or 32 neighbours of a row. A value is
+            (code - 8) × scale + offset; the lower half holds the offset, the upper one the scale, in float16.
             MXFP4: [tiles, out] int32, the scales of a tile's four blocks, 8 bits each, from the lowest bits on.
             NVFP4: [1 + tiles, out] int32, first the float32 by which all scales of a row are multiplied, then those of
             each tile's four blocks in e4m3, as for MXFP4.
+
+What a checkpoint has in more than 4 bits beside affine codes has 8 here, in words of two codes: that of column j in the
+lower half, that of column j + P in the upper one. A tile is then 2 P columns, and the code of an offset is 128.
 
 For activations in FP8 a number of MXFP4 becomes one of e4m3: its bits are looked up in a table of eight bytes that
 holds the numbers of its block. A row's words of a tile are in an order for this:
@@ -26,9 +31,11 @@ holds the numbers of its block. A row's words of a tile are in an order for this
 
 The scales of integers lose 8 bits of 24, those that scales in 16 bits do not have. Products of few rows are exact but
 for the order of their sums: (code - zero) is a number of any half type, and its scale is applied to sums in float32.
-With more rows values are rounded to the type of x, as they are where a weight is kept in it. A number of FP4 times its
-block's scale is one of bfloat16 and of float16. How many rows are few, and
-how products are launched, is in `triton/w4_linear.py`. Shapes: T rows, `in` and `out` features.
+Scales and offsets of affine codes are at most 2^-12 of themselves away from those of GGUF, products of a number in
+float16 and one of 4 to 8 bits, none of which is too small: all are multiples of 2^-24. Their values, and with more
+rows those of other integers, are rounded to the type of x, as they are where a weight is kept in it. A number of FP4
+times its block's scale is one of bfloat16 and of float16. How many rows are few, and how products are launched, is in
+`triton/w4_linear.py`. Shapes: T rows, `in` and `out` features.
 """
 
 from __future__ import annotations
@@ -41,24 +48,27 @@ from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.kernels.mxfp4 import SCALE_BIAS, numbers_of_codes, powers_of_scales
-from nvcli.kernels.weight_formats import W4_PARTS, W4Format
+from nvcli.kernels.weight_formats import AFFINE_KINDS, W4Format
 
 LARGEST_FP4_SCALE = 128
 """The largest scale of MXFP4 that can be kept: 2, with a bias of 127. Kernels have it 2^126 times as large."""
+LARGEST_HALF = 65504.0
+"""The largest number in float16."""
 _LEAST_POWER, _NUM_POWERS = -5, 12
 """The powers of 2 by which e4m3 holds all numbers of FP4: from 2^-5 on, 12 of them."""
 
 
 def pack(codes: Tensor, format: W4Format) -> Tensor:
-    """Pack codes [out, in] uint8, each below 16, into words [out, in / 4] int16."""
+    """Pack codes [out, in] uint8, of 4 bits below 16, into words int16: [out, in / 4], or of 8 bits [out, in / 2]."""
     rows, columns = codes.shape
     padded = F.pad(codes, (0, -columns % format.tile))
     num_tiles = padded.shape[1] // format.tile
-    parts = padded.view(-1, format.row_block, num_tiles, W4_PARTS, format.part).transpose(1, 2)
+    parts = padded.view(-1, format.row_block, num_tiles, format.parts, format.part).transpose(1, 2)
     if format.kind == "mxfp4 for fp8":
         return _pack_for_fp8(parts).view(rows, -1)
-    first, second, third, fourth = parts.unbind(-2)
-    halves = torch.stack((first | (second << 4), third | (fourth << 4)), dim=-1)  # the lower byte comes first
+    if format.bits == 4:
+        parts = parts[..., ::2, :] | (parts[..., 1::2, :] << 4)
+    halves = parts.transpose(-2, -1).contiguous()  # the lower byte comes first
     return halves.view(torch.int16).view(rows, -1)
 
 
@@ -83,7 +93,7 @@ def _unpack_for_fp8(words: Tensor) -> Tensor:
         for column in range(4)
     ]
     codes = torch.stack(found, dim=-1).view(-1, 8, 2, 2, 4).permute(0, 2, 3, 1, 4)
-    return codes.reshape(*words.shape[:-1], W4_PARTS, words.shape[-1])
+    return codes.reshape(*words.shape[:-1], 4, words.shape[-1])
 
 
 def unpack(words: Tensor, columns: int, format: W4Format) -> Tensor:
@@ -92,8 +102,8 @@ def unpack(words: Tensor, columns: int, format: W4Format) -> Tensor:
     if format.kind == "mxfp4 for fp8":
         parts = _unpack_for_fp8(tiles)
     else:
-        shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device).view(-1, 1)
-        parts = (tiles.unsqueeze(-2) >> shifts) & 15
+        shifts = torch.arange(0, 16, format.bits, dtype=torch.int16, device=words.device).view(-1, 1)
+        parts = (tiles.unsqueeze(-2) >> shifts) & ((1 << format.bits) - 1)
     return parts.to(torch.uint8).transpose(1, 2).reshape(len(words), -1)[:, :columns]
 
 
@@ -107,6 +117,18 @@ def part_scales(joined: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `join_scales`."""
     scales = (joined & ~0xFF).view(torch.float32)
     return scales.t(), (joined & 0xFF).float().t()
+
+
+def join_halves(scales: Tensor, offsets: Tensor) -> Tensor:
+    """Join scales and offsets of affine codes, [out, groups] float32 both: [groups, out] int32. Numbers above
+    LARGEST_HALF become infinite."""
+    return torch.stack((offsets.half().t(), scales.half().t()), dim=-1).contiguous().view(torch.int32).squeeze(-1)
+
+
+def part_halves(joined: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `join_halves`."""
+    offsets, scales = joined.contiguous().unsqueeze(-1).view(torch.float16).float().unbind(-1)
+    return scales.t(), offsets.t()
 
 
 def join_exponents(scales: Tensor, format: W4Format) -> Tensor:
@@ -137,6 +159,9 @@ def join_block_scales(scales: Tensor, factor: Tensor, format: W4Format) -> Tenso
 def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format) -> Tensor:
     """Return the values of a weight in float32: [out, columns]."""
     codes = unpack(words, columns, format)
+    if format.kind in AFFINE_KINDS:
+        factors, offsets = (part.repeat_interleave(format.group, 1)[:, :columns] for part in part_halves(scales))
+        return (codes.float() - format.zero) * factors + offsets
     if format.kind != "integer":
         has_factors = format.has_row_factors
         places = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)

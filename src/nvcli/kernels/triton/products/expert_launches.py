@@ -72,10 +72,10 @@ def choose_expert_launch(
         num_rows = min(num_rows, _MEDIUM_ROWS)
     if gate_up.kind == "mxfp4 for fp8":
         launch = _for_4_bits_and_fp8(num_rows)
-    elif gate_up.format is not None:
+    elif gate_up.format is not None and down.format is not None:
         launch = _for_4_bits(num_rows, down, is_integer=gate_up.kind == "integer")
         launch = launch._replace(
-            gate_up=for_format(launch.gate_up, gate_up.format), down=for_format(launch.down, gate_up.format)
+            gate_up=for_format(launch.gate_up, gate_up.format), down=for_format(launch.down, down.format)
         )
     elif quantises:
         launch = _for_fp8(num_rows, by_blocks=gate_up.kind == "block")
@@ -85,11 +85,15 @@ def choose_expert_launch(
         launch = _FLOAT32
     else:
         launch = _INVARIANT if batch_invariant else _for_plain(num_rows, down.weight.shape[-1])
-    sizes = (1 if quantises else x.element_size(), gate_up.weight.element_size() if gate_up.format is None else 0.5)
+    x_bytes = 1 if quantises else x.element_size()
     return launch._replace(
-        gate_up=fit(launch.gate_up, launch.row_tile, x.device, *sizes, num_weights=2),
-        down=fit(launch.down, launch.row_tile, x.device, *sizes),
+        gate_up=fit(launch.gate_up, launch.row_tile, x.device, x_bytes, _bytes_of_number(gate_up), num_weights=2),
+        down=fit(launch.down, launch.row_tile, x.device, x_bytes, _bytes_of_number(down)),
     )
+
+
+def _bytes_of_number(matrix: ExpertMatrix) -> float:
+    return matrix.weight.element_size() if matrix.format is None else matrix.format.bits / 8
 
 
 def _serves_fp8_on_hopper(gate_up: ExpertMatrix, down: ExpertMatrix, x: Tensor, activation: ExpertActivation) -> bool:

@@ -10,6 +10,7 @@ The bits of an FP8 code, put where a larger type has such ones, are a power of t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_types import WeightKind
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
+from nvcli.kernels.weight_formats import AFFINE_KINDS, W4_WORD_BITS, W4Kind, code_bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +49,18 @@ class TileKind:
 
     @property
     def is_in_4_bits(self) -> bool:
-        """Whether the weight is words of four codes."""
-        return self.weight in ("integer", "mxfp4", "mxfp4 for fp8", "nvfp4")
+        """Whether the weight is words of codes."""
+        return self.weight in get_args(W4Kind)
+
+    @property
+    def parts(self) -> int:
+        """Codes of a word."""
+        return W4_WORD_BITS // code_bits(self.weight)
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether groups of codes have scales and offsets."""
+        return self.weight in AFFINE_KINDS
 
     @property
     def has_row_factors(self) -> bool:

@@ -28,7 +28,7 @@ class ProductLaunch(NamedTuple):
     """Features of the result; a gated product multiplies as many of the gate and of the up projection. It is at most
     128 for scales by blocks, so that the features of a tile share their scales."""
     in_tile: int
-    """128 for scales by blocks and for weights of 4 bits, of NVFP4 64."""
+    """128 for scales by blocks and for weights of 4 bits; 64 of NVFP4, and less of 8 bits."""
     num_stages: int
     num_warps: int
     num_parts: int = 1

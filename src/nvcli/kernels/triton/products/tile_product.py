@@ -8,6 +8,7 @@ What a weight of each kind is made of:
     block    e4m3, with a scale for 128 × 128 numbers, and of activations for 128 of a row, by which the sum of each 128
              products is multiplied
     integer  words of four codes (`kernels/w4.py`) with scales for groups of a row's codes
+    affine   the same, with scales and offsets for groups, or words of two codes
     mxfp4    the same, with numbers of FP4 and scales that are powers of two; for activations in FP8 in another order,
              and each row with a factor, which the whole sum is multiplied by
     nvfp4    the same, with scales in e4m3, and with such factors
@@ -58,7 +59,7 @@ def multiply_tile(
     """Return the sums of a tile in float32, as `rows_first` says, and of a gated product those of the up projection."""
     MAX_IMPRECISE: tl.constexpr = _FP8_BLOCK if KIND.is_quantised else None
     IN_4_BITS: tl.constexpr = KIND.is_in_4_bits
-    PART: tl.constexpr = KIND.in_tile // 4  # codes of a word
+    PART: tl.constexpr = KIND.in_tile // (KIND.parts if IN_4_BITS else 4)  # words of a tile
     row_size = tl.cdiv(in_features, KIND.in_tile) * PART if IN_4_BITS else in_features
     scales_stride = out_features * 2 if KIND.is_gated else out_features
     features = feature + tl.arange(0, KIND.out_tile)

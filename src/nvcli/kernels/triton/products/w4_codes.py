@@ -1,4 +1,4 @@
-"""Weights of 4 bits in registers: from words of four codes to numbers that a product takes.
+"""Weights of 4 bits in registers: from words of four codes to numbers that a product takes, or of two codes of 8 bits.
 
 Part i of a tile of columns is in bits 4 i to 4 i + 3 of the tile's words (`kernels/w4.py`): no number changes its
 place between threads when words are read. An integer becomes a number by being put into the lowest bits of one whose
@@ -19,6 +19,34 @@ _BF16_INTEGERS = tl.constexpr(
 _F16_INTEGERS = tl.constexpr(
     tuple(_MASK_AND_OR.format(4 * part, "0x000F000F", "0x64006400") for part in range(4))  # 1024 + code
 )
+_BF16_CODES = tuple(
+    f"shr.b32 t, $1, {4 * part}; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; mov.b32 u, 0xC308C308; "
+    "mov.b32 v, 0x3F803F80; fma.rn.bf16x2 t, t, v, u;"  # 128 + code, minus 136
+    for part in range(4)
+) + tuple(
+    f"shr.b32 t, $1, {8 * part}; lop3.b32 u, t, 0x00800080, 0x43804380, 0x6A; "
+    "lop3.b32 t, t, 0x007F007F, 0x43004300, 0xEA; mov.b32 v, 0xBF80BF80; fma.rn.bf16x2 t, u, v, t;"
+    for part in range(2)  # 128 + the lower 7 bits, minus 256 or where the upper bit is set 128
+)
+_F16_CODES = tuple(
+    f"shr.b32 t, $1, {bits * part}; lop3.b32 t, t, {mask}, 0x64006400, 0xEA; mov.b32 u, {zero}; sub.f16x2 t, t, u;"
+    for bits, mask, zero in ((4, "0x000F000F", "0x64086408"), (8, "0x00FF00FF", "0x64806480"))  # 1024 + code
+    for part in range(16 // bits)
+)
+BF16_AFFINE = tl.constexpr(
+    tuple(
+        f"{{ .reg .b32 t, u, v; {codes} fma.rn.bf16x2 u, t, $4, $6; fma.rn.bf16x2 $0, t, $2, u; }}"
+        for codes in _BF16_CODES
+    )
+)
+F16_AFFINE = tl.constexpr(tuple(f"{{ .reg .b32 t, u; {codes} fma.rn.f16x2 $0, t, $2, $4; }}" for codes in _F16_CODES))
+"""For each part of words of four codes, then of words of two: words, and what is made of their halves → two numbers."""
+BF16_HALVES = tl.constexpr(
+    "{ .reg .b16 s, o; .reg .b32 h; .reg .f32 f, g; mov.b32 {o, s}, $3; cvt.f32.f16 f, s; "
+    "cvt.rn.bf16x2.f32 h, f, f; mov.b32 $0, h; and.b32 h, h, 0xFFFF0000; mov.b32 g, h; sub.f32 f, f, g; "
+    "cvt.rn.bf16x2.f32 $1, f, f; cvt.f32.f16 f, o; cvt.rn.bf16x2.f32 $2, f, f; }"
+)
+F16_HALVES = tl.constexpr("{ .reg .b16 s, o; mov.b32 {o, s}, $2; mov.b32 $0, {s, s}; mov.b32 $1, {o, o}; }")
 _SIGN_AND_NUMBER = (
     "{{ .reg .b32 s, t; shl.b32 s, $1, {}; and.b32 s, s, 0x80008000; {}.b32 t, $1, {}; "
     "lop3.b32 $0, t, 0x01C001C0, s, 0xEA; }}"
@@ -74,6 +102,47 @@ def integers(words, zeros, PART: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.c
     else:
         numbers = ((words >> (4 * PART)) & 15).to(DTYPE)
     return numbers - zeros
+
+
+@triton.jit
+def affine_numbers(words, pairs, PART: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """Return the numbers of one part of affine codes of 4 or 8 bits. words: [N, PART's size] int16; pairs: [N] int32,
+    the scales and offsets of its group (`kernels/w4.py`) → as many of DTYPE.
+
+    Scales are multiplied in two halves where DTYPE is bfloat16, so that they lose nothing, and numbers are rounded as
+    they are where a weight is kept in it, but for offsets, which are rounded before.
+    """
+    FIRST: tl.constexpr = PART + (4 if BITS == 8 else 0)
+    if PACKED and tl.bfloat16 == DTYPE:
+        scales, low_scales, offsets = tl.inline_asm_elementwise(
+            BF16_HALVES, "=&r,=&r,=&r,r", [pairs], dtype=(tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        numbers = tl.inline_asm_elementwise(
+            BF16_AFFINE[FIRST],
+            "=r,r,r,r,r,r,r,r",
+            [words, scales[:, None], low_scales[:, None], offsets[:, None]],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    elif PACKED and tl.float16 == DTYPE:
+        scales, offsets = tl.inline_asm_elementwise(
+            F16_HALVES, "=&r,=&r,r", [pairs], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        numbers = tl.inline_asm_elementwise(
+            F16_AFFINE[FIRST],
+            "=r,r,r,r,r,r",
+            [words, scales[:, None], offsets[:, None]],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        codes = ((words.to(tl.int32) >> (BITS * PART)) & ((1 << BITS) - 1)) - (1 << (BITS - 1))
+        scales = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        offsets = pairs.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        numbers = (codes.to(tl.float32) * scales[:, None] + offsets[:, None]).to(DTYPE)
+    return numbers
 
 
 @triton.jit
@@ -175,7 +244,7 @@ def add_tile(
     `scales_stride` is how far the scales of two groups (of FP4: of two tiles) are apart. The sums of a group of
     integers are multiplied by their scales, which is exact, and takes registers for these sums.
     """
-    PARTS: tl.constexpr = 4
+    PARTS: tl.constexpr = KIND.parts
     TILE: tl.constexpr = KIND.in_tile
     PART: tl.constexpr = TILE // PARTS
     codes = tl.load(words_ptrs + tile * (KIND.row_block * PART), mask=is_feature[:, None], other=0)
@@ -186,6 +255,16 @@ def add_tile(
             inputs = _load_part(x_ptrs, tile * TILE, is_row, part, in_features, PART, KIND.is_whole)
             sums = tl.dot(fp8_numbers(codes, powers, part, KIND.is_packed), inputs, sums)
         total += sums
+    elif KIND.is_affine:
+        for part in tl.static_range(PARTS):
+            group = tile * PARTS + part
+            has_group = is_feature
+            if not KIND.is_whole:
+                has_group = is_feature & (group * PART < in_features)
+            pairs = tl.load(scales_ptrs + group * scales_stride, mask=has_group, other=0)
+            inputs = _load_part(x_ptrs, tile * TILE, is_row, part, in_features, PART, KIND.is_whole)
+            numbers = affine_numbers(codes, pairs, part, 16 // PARTS, inputs.dtype, KIND.is_packed)
+            total = tl.dot(numbers, inputs, total, input_precision="ieee")
     elif KIND.weight != "integer":
         group = tile + 1 if KIND.weight == "nvfp4" else tile  # the first are the factors of rows
         scales = tl.load(scales_ptrs + group * scales_stride, mask=is_feature, other=0)

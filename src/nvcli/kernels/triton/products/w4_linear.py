@@ -25,6 +25,7 @@ from nvcli.kernels.triton.products.product_launch import HopperW4Launch, Kind, P
 from nvcli.kernels.triton.products.products import multiply
 from nvcli.kernels.triton.products.w4_codes import (
     NVFP4_UNIT,
+    affine_numbers,
     first_words,
     fp4_numbers,
     integers,
@@ -89,7 +90,7 @@ def linear(
         result = hopper_w4.linear(x, words, scales, format, launch, None if in_parts else out, gate)
     else:
         launch = for_format(launch, format)
-        launch = fit(launch, launch.row_tile, x.device, x.element_size(), 0.5, 1 if gate is None else 2)
+        launch = fit(launch, launch.row_tile, x.device, x.element_size(), format.bits / 8, 1 if gate is None else 2)
         if kind != "gated":
             num_parts = choose_parts(len(x), len(words), x.shape[1], launch, num_multiprocessors(x.device))
             launch = launch._replace(num_parts=num_parts)
@@ -150,12 +151,14 @@ def _dequantise_kernel(
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     KIND: tl.constexpr,
+    HAS_GROUP_SCALES: tl.constexpr,
     GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
     PART: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
 ):
     """Program (tile of columns, tile of rows)."""
-    TILE: tl.constexpr = 4 * PART
+    TILE: tl.constexpr = PARTS * PART
     WORDS: tl.constexpr = (IN_FEATURES + TILE - 1) // TILE * PART
     tile = tl.program_id(0)
     rows = tl.program_id(1) * _DEQUANTISED_ROWS + tl.arange(0, _DEQUANTISED_ROWS)
@@ -167,14 +170,16 @@ def _dequantise_kernel(
     if KIND == "nvfp4":
         factors = tl.load(scales_ptr + rows, mask=is_row, other=0).to(tl.float32, bitcast=True) * NVFP4_UNIT
         scales_ptr += OUT_FEATURES
-    for part in tl.static_range(4):
+    for part in tl.static_range(PARTS):
         first = tile * TILE + part * PART
-        group = first // GROUP if KIND == "integer" else tile
+        group = first // GROUP if HAS_GROUP_SCALES else tile
         scales = tl.load(scales_ptr + group * OUT_FEATURES + rows, mask=is_row & (first < IN_FEATURES), other=0)
         if KIND == "nvfp4":
             values = nvfp4_numbers(words, scales, part, tl.float32, PACKED=False) * factors[:, None]
         elif KIND == "mxfp4":
             values = fp4_numbers(words, scales, part, tl.float32, PACKED=False)
+        elif KIND != "integer":
+            values = affine_numbers(words, scales, part, 16 // PARTS, tl.float32, PACKED=False)
         else:
             of_group, zeros = scales_and_zeros(scales, tl.float32, PACKED=False)
             values = integers(words, zeros, part, tl.float32, PACKED=False) * of_group[:, None]
@@ -188,6 +193,7 @@ def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format, dt
     assert scales.is_contiguous()
     out = torch.empty(len(words), columns, dtype=dtype, device=words.device)
     sizes = {"OUT_FEATURES": len(words), "IN_FEATURES": columns, "GROUP": format.group, "PART": format.part}
+    sizes |= {"PARTS": format.parts, "HAS_GROUP_SCALES": format.has_group_scales}
     _dequantise_kernel[ceil_div(columns, format.tile), ceil_div(len(words), _DEQUANTISED_ROWS.value)](
         words, scales, out, KIND=format.kind, ROW_BLOCK=format.row_block, **sizes
     )
