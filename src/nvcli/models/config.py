@@ -6,7 +6,7 @@ cannot be served is refused here, by name, before any process is started or weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +15,8 @@ from nvcli.core.config_types import FOUR_BITS, MAX_INT32, KeptWeights
 from nvcli.core.task_config import Classifier
 from nvcli.core.validation import is_integer, show
 from nvcli.errors import ConfigError
-from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
+from nvcli.kernels.weight_formats import AFFINE_GROUPS, FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
+from nvcli.models.checkpoint_layout import PLAIN_LAYOUT
 from nvcli.models.classifier import read_classifier
 from nvcli.models.config_overrides import NO_OVERRIDES, check_overrides, with_overrides
 from nvcli.models.draft_head_config import DraftHeadConfig
@@ -166,11 +167,29 @@ class ModelConfig:
         return replace(self, quantization=quantization)
 
     def leaves_alone(self, module: str) -> bool:
-        """Whether the checkpoint lists a module of the decoder as not quantised."""
-        if self.quantisation is None:
+        """Whether the checkpoint lists a module of the decoder as not quantised. Of GGUF's affine types it lists what
+        cannot be kept in them, but in FP8."""
+        if self.quantisation is None or (self.quantisation.numbers == "affine" and self.quantization == "fp8"):
             return False
-        patterns = name_patterns(self.quantisation.left_alone)
-        return any(map(patterns.match, self.decoder.layout.stored_modules(module)))
+        return self._is_listed(module, self.quantisation.left_alone)
+
+    def groups_of(self, modules: Iterable[str]) -> StoredGroups:
+        """Return how the checkpoint groups the 4-bit weights of modules that are kept in the same way. Raises
+        ConfigError if ranks cannot keep them."""
+        groups, modules = self.stored_groups, tuple(modules)
+        if self.quantisation is None or groups.kind != "affine":
+            return groups
+        wide, narrow = (
+            any(self._is_listed(module, names) for module in modules)
+            for names in (self.quantisation.wide, self.quantisation.narrow_groups)
+        )
+        return StoredGroups(kind="affine in 8 bits" if wide else "affine", size=AFFINE_GROUPS[narrow])
+
+    def _is_listed(self, module: str, names: tuple[str, ...]) -> bool:
+        """Whether a list of a quantised checkpoint has a module of the decoder."""
+        assert self.quantisation is not None
+        layout = PLAIN_LAYOUT if self.quantisation.names_decoder else self.decoder.layout
+        return any(map(name_patterns(names).match, layout.stored_modules(module)))
 
     def with_mtp(self) -> ModelConfig:
         """Return the model with the head for multi-token prediction that its checkpoint brings. Raises ConfigError if

@@ -39,6 +39,8 @@ POSITIONS = "model.embed_positions"
 """Name of the embeddings of positions."""
 LAYER_EMBEDDING = "model.embed_tokens_per_layer"
 """Name of the embedding of the layers' own inputs, with a part for each layer."""
+_LAST = ".down_proj"
+"""The projection of experts that is kept in a parameter of its own."""
 _STREAMS_OF_LAYER: tuple[tuple[str, Part], ...] = (STREAMS_OF_MIXER, "attention"), (STREAMS_OF_MLP, "MLP")
 """A layer's weights of shares of residual streams, and the items under which they are counted."""
 
@@ -83,7 +85,9 @@ def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator
         module, _, kind = tensor.name.rpartition(".")
         parent = module.rpartition(".")[0]
         parts = [f"{parent}.{one}" for one in tensor.kept_with if f"{parent}.{one}.{kind}" in names]
+        multiplied = parts  # together
         if tensor.is_of_experts:  # files name each expert
+            multiplied = [part for part in parts if part.endswith(_LAST) == module.endswith(_LAST)]
             parts = [part.replace(f".{EXPERTS}.", f".{EXPERTS}.0.") for part in parts]
         is_beside = is_mxfp4 and not tensor.is_of_experts
         is_plain = is_beside and not config.has_fp8_beside
@@ -95,7 +99,7 @@ def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator
             scaling: FP8Scaling = "channel" if is_mxfp4 and tensor.is_of_experts else config.fp8_scaling
             yield replace(tensor, dtype="float8_e4m3fn", scaling=scaling)
         else:
-            yield replace(tensor, w4=config.stored_groups)
+            yield replace(tensor, w4=config.groups_of(multiplied))
 
 
 def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[TensorSpec]:

@@ -15,13 +15,22 @@ from nvcli.kernels.fp4_rows import count_exact_blocks, fp4_to_fp8, powers_of_row
 from nvcli.kernels.fp8 import quantise_weight
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
 from nvcli.kernels.mxfp4 import powers_of_scales
-from nvcli.kernels.w4 import LARGEST_FP4_SCALE, join_block_scales, join_scales, pack, pack_mxfp4
-from nvcli.kernels.weight_formats import FP8_BLOCK, MXFP4_KINDS, FP8Scaling, W4Format
+from nvcli.kernels.w4 import (
+    LARGEST_FP4_SCALE,
+    LARGEST_HALF,
+    join_block_scales,
+    join_halves,
+    join_scales,
+    pack,
+    pack_mxfp4,
+)
+from nvcli.kernels.weight_formats import AFFINE_KINDS, FP8_BLOCK, MXFP4_KINDS, FP8Scaling, W4Format
 from nvcli.models.adapters.merge import read_values
+from nvcli.models.gguf.types import AFFINE_TYPES
 from nvcli.models.rounded_rows import RowTally
 from nvcli.models.stacked_values import StoredStack, decode_stack, has_one_scale, read_stack, scales_of, stack_key
 from nvcli.models.stored_values import OpenFiles
-from nvcli.models.tensor_info import MXFP4, Q4_0, TensorInfo
+from nvcli.models.tensor_info import MXFP4, TensorInfo
 from nvcli.models.weights import WeightSource
 
 _FP8_CODES = "F8_E4M3"
@@ -54,7 +63,8 @@ def read_kept(files: OpenFiles, info: TensorInfo, source: WeightSource, device: 
         return KeptPart(values if (offset, factor) == (0.0, 1.0) else (values.float() + offset) * factor)
     scaling = source.scales.scaling
     if isinstance(scaling, W4Format):
-        return _read_w4(files, info, source, scaling, device)
+        read = _read_affine if scaling.kind in AFFINE_KINDS else _read_w4
+        return read(files, info, source, scaling, device)
     return _read_fp8(files, info, source, scaling, device)
 
 
@@ -168,12 +178,9 @@ def _read_w4(
     files: OpenFiles, info: TensorInfo, source: WeightSource, kept: W4Format, device: torch.device
 ) -> KeptPart:
     is_mxfp4, factor = kept.kind in MXFP4_KINDS, None
-    has_blocks = info.form is not None and info.form.blocks == (MXFP4 if is_mxfp4 else Q4_0)
+    has_blocks = info.form is not None and info.form.blocks == MXFP4 and is_mxfp4
     if not has_blocks and (info.codes is None or info.packing is None or info.packing.bits != 4):
-        raise LoadError(
-            f"{info.file}: tensor {info.name} is stored as {info.dtype}, but config.json does not list it among those "
-            "that are not quantised: use quantization: none"
-        )
+        raise _not_listed(info)
     if kept.kind == "nvfp4":  # the scales of blocks stay as they are
         factor = files.read_factor(info, device)
     bare = replace(info.codes, factor=None) if kept.kind == "nvfp4" and info.codes is not None else info.codes
@@ -199,6 +206,34 @@ def _read_w4(
         return KeptPart(pack(codes, kept), join_block_scales(scales.to(FP8), factor.expand(len(codes)), kept))
     assert zeros is not None
     return KeptPart(pack(codes, kept), join_scales(scales, in_order(_of_groups(zeros, groups, shape), rows)), order)
+
+
+def _read_affine(
+    files: OpenFiles, info: TensorInfo, source: WeightSource, kept: W4Format, device: torch.device
+) -> KeptPart:
+    """Read a weight in blocks of a GGUF file. Codes of fewer bits than ranks keep are moved, so that their zeros are
+    where ranks have them."""
+    found = None if info.form is None else AFFINE_TYPES.get(info.form.blocks or "")
+    if found is None or found.bits > kept.bits or found.group % kept.group:
+        raise _not_listed(info)
+    codes, scales, offsets = files.read_blocks(info, source.read, device, kept.group)
+    assert offsets is not None
+    if float(torch.maximum(scales.abs(), offsets.abs()).max()) > LARGEST_HALF:
+        files.scales.check()
+        raise LoadError(
+            f"{info.file}: tensor {info.name} has scales above {LARGEST_HALF:,.0f}, which are too large to keep its "
+            f"{kept.bits} bits: use quantization: none"
+        )
+    order = source.tensor.row_order
+    codes, scales, offsets = (in_order(one, order) for one in (codes + (kept.zero - found.zero), scales, offsets))
+    return KeptPart(pack(codes, kept), join_halves(scales, offsets))
+
+
+def _not_listed(info: TensorInfo) -> LoadError:
+    return LoadError(
+        f"{info.file}: tensor {info.name} is stored as {info.dtype}, but config.json does not list it among those that "
+        "are not quantised: use quantization: none"
+    )
 
 
 def _check_exponents(files: OpenFiles, infos: Sequence[TensorInfo], scales: Tensor) -> None:

@@ -24,12 +24,12 @@ from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.flat_codes import read_flat
-from nvcli.models.gguf.blocks import Q4_0_ZERO
+from nvcli.models.gguf.blocks import KeptCodes
 from nvcli.models.gguf.values import read_codes, read_form
 from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.safetensors_header import SUFFIX
 from nvcli.models.seen_scales import SeenScales
-from nvcli.models.tensor_info import ALL_ROWS, GGUF_GROUP, FileRange, Packing, RowPlaces, StoredTensor, TensorInfo
+from nvcli.models.tensor_info import ALL_ROWS, MXFP4_GROUP, FileRange, Packing, RowPlaces, StoredTensor, TensorInfo
 
 TORCH_TYPES = {
     "F64": torch.float64,
@@ -151,7 +151,8 @@ class OpenFiles:
     ) -> StoredPart:
         """Read a part of a quantised weight. `decodes_fp4`: codes of FP4 become numbers in bfloat16."""
         if info.form is not None:
-            return self._read_blocks(info, part, device)
+            codes, scales, _ = self.read_blocks(info, part, device, MXFP4_GROUP)
+            return StoredPart(codes, scales, None, _blocks_of(part[1], MXFP4_GROUP, device))
         assert info.codes is not None
         columns, (_, wide) = part[1], info.codes.block
         codes = self._read_stored(info, part, device, decodes_fp4=decodes_fp4).to(device)
@@ -172,18 +173,17 @@ class OpenFiles:
             scales = scales * factor
         return StoredPart(codes, scales, zeros, group_of)
 
-    def _read_blocks(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> StoredPart:
-        """Do what `read_codes` does for blocks of a GGUF file."""
+    def read_blocks(self, info: TensorInfo, part: Sequence[slice], device: torch.device, group: int) -> KeptCodes:
+        """Read a part of a weight in blocks of a GGUF file that ranks can keep, with scales for each `group` columns of
+        it, all of which share one."""
         held = info.rows.span(part[0]), part[1]
-        codes, scales = read_codes(self, replace(info, rows=ALL_ROWS), held, device)
-        has_exponents = scales.dtype == torch.uint8
-        self.scales.add([replace(info, dtype="U8") if has_exponents else info], scales, is_signed=not has_exponents)
-        return StoredPart(
-            take_rows(codes, info.rows, part[0]),
-            take_rows(scales, info.rows, part[0]),
-            None if has_exponents else torch.full((1, 1), float(Q4_0_ZERO), device=device),
-            _blocks_of(part[1], GGUF_GROUP, device),
-        )
+        codes, scales, offsets = read_codes(self, replace(info, rows=ALL_ROWS), held, device, group)
+        if offsets is None:
+            self.scales.add([replace(info, dtype="U8")], scales)
+        else:
+            self.scales.add([info], torch.stack((scales, offsets)), is_signed=True)
+            offsets = take_rows(offsets, info.rows, part[0])
+        return KeptCodes(take_rows(codes, info.rows, part[0]), take_rows(scales, info.rows, part[0]), offsets)
 
     def read_factor(self, info: TensorInfo, device: torch.device) -> Tensor | None:
         """Read the number by which all scales of a quantised weight are multiplied, in float32; None: there is none."""

@@ -88,9 +88,9 @@ class FlatCodes:
     nested_scales: TensorInfo | None = None
 
 
-Q4_0, MXFP4 = "Q4_0", "MXFP4"
-"""ggml's names of blocks that ranks can keep: integers of 4 bits with a scale in float16, and FP4 with an exponent."""
-GGUF_GROUP = 32
+MXFP4 = "MXFP4"
+"""ggml's name of blocks of FP4 with an exponent."""
+MXFP4_GROUP = 32
 """How many codes such a block has."""
 
 

@@ -16,7 +16,9 @@ from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.errors import ConfigError
 from nvcli.job.run.engine_settings import load_checkpoint, resolve_engine_config, resolve_engines
 from nvcli.job.run.kept_weights import explain_choice, keep_weights
+from nvcli.kernels.weight_formats import W4Format
 from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.geometry import model_tensors
 from nvcli.sizing.memory import estimate
 from nvcli.sizing.weights import weight_bytes
 from nvcli.tools.bench.shapes import write_shape
@@ -155,6 +157,45 @@ def test_how_nvfp4_is_kept(gib: int, keys: dict[str, Any], kept: str, line: str,
     edit_json(tmp_path / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"})
     with pytest.raises(ConfigError, match=r"is w4a16.* this one is NVFP4: use quantization: none, or fp8"):
         load_model_config(tmp_path).with_quantization("w4a16")
+
+
+@pytest.mark.parametrize(
+    ("gib", "bits", "kept", "line"),
+    [
+        (
+            24,
+            4,
+            "w4a16",
+            "^GGUF's Q4_K weights stay in 4 bits, as bfloat16 would take more than 50% of a GPU's ",
+        ),
+        (141, 4, "none", "^GGUF's Q4_K weights in 4 bits become bfloat16, as large .* --quantization w4a16 keeps them"),
+        (
+            24,
+            8,
+            "w4a16",
+            "^GGUF's Q8_0 weights stay in 8 bits, as bfloat16 would take more than 50% of a GPU's ",
+        ),
+    ],
+)
+def test_how_gguf_is_kept(gib: int, bits: int, kept: str, line: str, tmp_path: Path) -> None:
+    """Its layers may have codes and groups of other sizes, of which those that are multiplied together have one."""
+    write_shape("qwen3-8b", tmp_path)
+    found = {"quant_method": "gguf_affine", "bits": bits, "type": "Q4_K" if bits == 4 else "Q8_0"}
+    found |= {"modules_in_8_bits": ["model.layers.0.self_attn.v_proj"], "modules_in_groups_of_16": ["mlp.down_proj"]}
+    edit_json(tmp_path / "config.json", quantization_config=found)
+    run, shape = RunConfig(model="m", device="cuda"), load_model_config(tmp_path)
+    model = keep_weights(run, shape, "cuda", gpus=gpus_of(gib * GIB))
+    assert model.quantization == kept
+    assert re.search(line, explain_choice(run, model, resolve_engine_config(run, tmp_path, model)))
+    kept_model = shape.with_quantization("w4a16")
+    formats = {tensor.name: tensor.w4_format(1) for tensor in model_tensors(kept_model, "bfloat16")}
+    for name, kind, group in (
+        ("0.self_attn.q_proj", "affine in 8 bits", 32),
+        ("1.self_attn.q_proj", "affine", 32),
+        ("1.mlp.down_proj", "affine", 16),
+    ):
+        assert formats[f"model.layers.{name}.weight"] == W4Format(kind, group)
+    assert formats["lm_head.weight"] is None
 
 
 @pytest.mark.parametrize(("gib", "capability", "kept"), [(24, (8, 9), "fp8"), (24, (8, 0), "w4a16")])

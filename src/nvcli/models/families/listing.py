@@ -19,8 +19,8 @@ _QUANTISED = (
     "FP8, NVFP4 and MXFP8, and compressed-tensors' W4A16, W8A16, W8A8, FP8, NVFP4, MXFP4 and MXFP8. On GPUs with FP8 "
     "units auto keeps FP8, MXFP8 and the experts of gpt-oss in 8 bits; it keeps 4 bits if memory requires it (NVFP4 "
     "and compressed-tensors' MXFP4 in 8 bits, if those fit), and the rest is loaded as plain weights. --quantization "
-    "w4a16 keeps the 4 bits of AWQ, GPTQ, W4A16, NVFP4 and the MXFP4 of gpt-oss and DeepSeek-V4, w4a8 that MXFP4 with "
-    "activations in FP8. --quantization fp8 keeps weights of any checkpoint in 8 bits."
+    "w4a16 keeps the 4 bits of AWQ, GPTQ, W4A16, NVFP4, GGUF and the MXFP4 of gpt-oss and DeepSeek-V4, w4a8 that MXFP4 "
+    "with activations in FP8. --quantization fp8 keeps weights of any checkpoint in 8 bits."
 )
 
 

@@ -8,7 +8,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from glob import glob
 from hashlib import sha256
@@ -18,13 +19,15 @@ from typing import Any
 from nvcli.core.system.regular_file import check_regular
 from nvcli.core.system.user_cache import user_cache
 from nvcli.errors import LoadError
+from nvcli.kernels.weight_formats import AFFINE_GROUPS
 from nvcli.models.gguf.architectures import Architecture, find_architecture, layer_of
 from nvcli.models.gguf.files import SUFFIX
-from nvcli.models.gguf.header import GGUFHeader
+from nvcli.models.gguf.header import GGUFHeader, GGUFTensor
 from nvcli.models.gguf.settings import read_settings
-from nvcli.models.gguf.tensors import read_model_header
+from nvcli.models.gguf.tensors import read_model_header, separate_names
 from nvcli.models.gguf.tokenizer import GGUFVocabulary
-from nvcli.models.quantisation.gguf import METHODS
+from nvcli.models.gguf.types import AFFINE_TYPES
+from nvcli.models.quantisation.gguf import AFFINE_METHOD, MXFP4_METHOD, NARROW, WIDE
 from nvcli.models.safetensors_header import unreadable
 from nvcli.models.tensor_info import MXFP4
 from nvcli.models.tensor_spec import EXPERTS
@@ -129,17 +132,35 @@ def make_config(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _quantisation(header: GGUFHeader, architecture: Architecture) -> dict[str, Any]:
-    """Return the section that says which layers' weights are not in blocks that ranks can keep, if most are: of Q4_0,
-    or of MXFP4 those of experts."""
+    """Return the section that says which layers' weights are not in blocks that ranks can keep, if most are, and how:
+    those of experts in MXFP4, or those of all layers in types of `AFFINE_TYPES`."""
     of_layers = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1 and layer_of(tensor.name) >= 0]
-    for method, kind in METHODS.items():
-        weights = [one for one in of_layers if kind != MXFP4 or one.name.endswith("_exps.weight")]
-        others = [tensor for tensor in weights if tensor.type.name != kind]
-        if 2 * len(others) < len(weights):
-            modules = (architecture.decoder_name(tensor.name).removesuffix(".weight") for tensor in others)
-            left = sorted({module.partition(f".{EXPERTS}.")[0] for module in modules})
-            return {"quantization_config": {"quant_method": method, "modules_to_not_convert": left}}
+    for method, kinds in ((MXFP4_METHOD, (MXFP4,)), (AFFINE_METHOD, AFFINE_TYPES)):
+        weights = [one for one in of_layers if method != MXFP4_METHOD or one.name.endswith("_exps.weight")]
+        kept = [one for one in weights if one.type.name in kinds]
+        if 2 * len(kept) <= len(weights):
+            continue
+        sizes = Counter[str]()
+        for one in kept:
+            sizes[one.type.name] += one.num_bytes
+        found: dict[str, Any] = {"quant_method": method, "type": sizes.most_common(1)[0][0]}
+        left = _modules((one for one in weights if one.type.name not in kinds), architecture)
+        found["modules_to_not_convert"] = sorted(
+            {f"{parent}{own}" for parent, own, _ in (module.partition(f".{EXPERTS}") for module in left)}
+        )
+        if method == AFFINE_METHOD:
+            wide = [one for one in kept if AFFINE_TYPES[one.type.name].bits > 4]
+            narrow = [one for one in kept if AFFINE_TYPES[one.type.name].group < AFFINE_GROUPS[0]]
+            found["bits"] = 8 if 2 * sum(one.num_bytes for one in wide) > sizes.total() else 4
+            found |= {WIDE: _modules(wide, architecture), NARROW: _modules(narrow, architecture)}
+        return {"quantization_config": found}
     return {}
+
+
+def _modules(tensors: Iterable[GGUFTensor], architecture: Architecture) -> list[str]:
+    """Return the decoder's names of modules, in order."""
+    names = (architecture.decoder_name(tensor.name).removesuffix(".weight") for tensor in tensors)
+    return sorted(name for fused in names for name in separate_names(fused))
 
 
 def _dtype(header: GGUFHeader) -> str:

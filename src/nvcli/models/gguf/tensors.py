@@ -18,7 +18,7 @@ from nvcli.models.tensor_info import GGUFForm, StoredTensor, TensorInfo, fused_p
 
 _KEYS, _VALUES, _BOTH = ("k_b_proj", "v_b_proj", "kv_b_proj")
 """The projections from latents in files, and the one that a model has."""
-_FUSED = ".in_proj_ba.weight"
+_FUSED = ".in_proj_ba"
 _OF_GROUPS = (".mamba.norm.weight", ".mixer.norm.weight")
 """Norms that files have as matrices with a row for each group."""
 _VECTORS, _CONVOLUTIONS, _POWER = ".shared_expert_gate.weight", ("conv1d.weight", ".conv.conv.weight"), ".A_log"
@@ -67,14 +67,21 @@ def _identity(file: Path) -> tuple[int, int]:
 
 def _parts(info: TensorInfo, settings: Settings) -> Iterator[TensorInfo]:
     """Yield a tensor, or the two that Qwen3-Next's files fuse, for each key head."""
-    if not info.name.endswith(_FUSED):
+    first, *others = separate_names(info.name.removesuffix(".weight"))
+    if not others:
         yield info
         return
     rows = info.shape[0] // 2
     places = fused_places([rows, rows], settings.keys.positive("ssm.group_count"))
-    for letter, part in zip("ba", places, strict=True):
-        name = info.name.replace(_FUSED, f".in_proj_{letter}.weight")
+    for module, part in zip((first, *others), places, strict=True):
+        name = f"{module}.weight"
         yield replace(info, name=name, shape=(rows, *info.shape[1:]), num_bytes=info.num_bytes // 2, rows=part)
+
+
+def separate_names(module: str) -> tuple[str, ...]:
+    """Return the names of the modules that a file's module fuses, or its own."""
+    parent = module.removesuffix(_FUSED)
+    return (module,) if parent == module else (f"{parent}.in_proj_b", f"{parent}.in_proj_a")
 
 
 def join_latents(found: dict[str, TensorInfo]) -> None:

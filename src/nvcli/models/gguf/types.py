@@ -48,5 +48,36 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
         (39, "MXFP4", 32, 17),
     )
 }
+
+
+class AffineType(NamedTuple):
+    """Blocks whose numbers are code × scale + minimum."""
+
+    bits: int
+    """The size of a code."""
+    group: int
+    """How many neighbours of a row share a scale and a minimum."""
+
+    @property
+    def zero(self) -> int:
+        """The code in the middle."""
+        return 1 << (self.bits - 1)
+
+
+AFFINE_TYPES: Mapping[str, AffineType] = {
+    "Q4_0": AffineType(4, 32),
+    "Q4_1": AffineType(4, 32),
+    "Q5_0": AffineType(5, 32),
+    "Q5_1": AffineType(5, 32),
+    "Q8_0": AffineType(8, 32),
+    "Q2_K": AffineType(2, 16),
+    "Q3_K": AffineType(3, 16),
+    "Q4_K": AffineType(4, 32),
+    "Q5_K": AffineType(5, 32),
+    "Q6_K": AffineType(6, 16),
+    "IQ4_NL": AffineType(8, 32),
+    "IQ4_XS": AffineType(8, 32),
+}
+"""Types that ranks can keep. The codes of IQ4 are places in a table of numbers of 8 bits, which take their place."""
 BLOCK_TYPES: Mapping[str, TensorType] = {one.name: one for one in TENSOR_TYPES.values() if one.block > 1}
 """Types whose numbers are codes, by their names."""

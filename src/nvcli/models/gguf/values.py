@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.whole_numbers import ceil_div
-from nvcli.models.gguf.blocks import codes_of_blocks, numbers_of_blocks
+from nvcli.models.gguf.blocks import KeptCodes, codes_of_blocks, numbers_of_blocks
 from nvcli.models.gguf.types import BLOCK_TYPES, TensorType
 from nvcli.models.tensor_info import GGUFOrder, TensorInfo
 
@@ -46,15 +46,32 @@ def read_form(files: ReadsTensors, info: TensorInfo, part: Sequence[slice], devi
 
 
 def read_codes(
-    files: ReadsTensors, info: TensorInfo, part: Sequence[slice], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Read a part of a weight in Q4_0 or MXFP4 that consists of whole blocks, as it is stored: what `codes_of_blocks`
-    returns, [rows, columns] and [rows, blocks]."""
+    files: ReadsTensors, info: TensorInfo, part: Sequence[slice], device: torch.device, group: int
+) -> KeptCodes:
+    """Read a part of a weight in blocks that ranks can keep, with scales for each `group` columns of it, all of which
+    share one. Raises LoadError if the order of columns does not keep groups together."""
     assert info.form is not None
     assert info.form.blocks is not None
-    blocks, _ = _read_blocks(files, info, part, BLOCK_TYPES[info.form.blocks], device)
-    codes, scales = codes_of_blocks(blocks.flatten(0, 1), info.form.blocks)
-    return codes.view(len(blocks), -1), scales.view(len(blocks), -1)
+    (rows, columns), places, order = part, None, info.form.columns
+    if order is not None:
+        if order.size % group:
+            raise info.error(
+                f"is stored with {order.size} columns at a time in another order, which cuts groups of {group}, so its "
+                "bits cannot be kept: use quantization: none"
+            )
+        places = _places(order, columns)
+        columns = slice(int(places.min()), int(places.max()) + 1)
+    blocks, first = _read_blocks(files, info, (rows, columns), BLOCK_TYPES[info.form.blocks], device)
+    taken = (torch.arange(columns.start, columns.stop) if places is None else places) - first
+    found = codes_of_blocks(blocks.flatten(0, 1), info.form.blocks)
+    codes = found.codes.view(len(blocks), -1)
+    grids = [None if grid is None else grid.view(len(blocks), -1) for grid in found[1:]]
+    scales, offsets = (
+        grid if grid is None else grid.index_select(1, (taken[::group] * grid.shape[1] // codes.shape[1]).to(device))
+        for grid in grids
+    )
+    assert scales is not None
+    return KeptCodes(codes.index_select(1, taken.to(device)), scales, offsets)
 
 
 def _from_latents(

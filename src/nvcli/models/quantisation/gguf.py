@@ -1,25 +1,32 @@
-"""GGUF's blocks of 32 neighbours of a row that ranks can keep: Q4_0, integers of 4 bits with a scale in float16, and
-MXFP4, in which experts are. config.json is made of the file (`models/gguf/folder.py`), and the loader knows the
-blocks."""
+"""GGUF's blocks that ranks can keep: integers whose neighbours share a scale, and maybe a minimum, of which files have
+several types beside each other, and MXFP4, in which experts are. config.json is made of the file
+(`models/gguf/folder.py`), and the loader knows the blocks."""
 
 from __future__ import annotations
 
-from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFile
-from nvcli.models.tensor_info import GGUF_GROUP, MXFP4, Q4_0
+from typing import Any
 
-METHODS = {"gguf_q4_0": Q4_0, "gguf_mxfp4": MXFP4}
-"""ggml's names of the blocks, by names of methods."""
+from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFile
+from nvcli.models.tensor_info import MXFP4_GROUP
+
+AFFINE_METHOD, MXFP4_METHOD = METHODS = "gguf_affine", "gguf_mxfp4"
+WIDE, NARROW = "modules_in_8_bits", "modules_in_groups_of_16"
+"""Keys of config.json that list modules."""
 
 
 def read_gguf(config: QuantisationFile) -> Quantisation:
     """Read which layers are in other types."""
-    method = config.get("quant_method", str)
+    method, label = config.get("quant_method", str), config.get("type", str)
+    of_both: dict[str, Any] = {
+        "method": method,
+        "label": f"GGUF's {label}",
+        "parts": (),
+        "left_alone": config.names("modules_to_not_convert"),
+        "names_decoder": True,
+    }
+    if method == MXFP4_METHOD:
+        return Quantisation(**of_both, numbers="mxfp4", bits=4, group_size=MXFP4_GROUP)
+    bits = config.bits("bits", (4, 8))
     return Quantisation(
-        method=method,
-        numbers="mxfp4" if METHODS[method] == MXFP4 else "integer",
-        bits=4,
-        label=f"GGUF's {METHODS[method]}",
-        parts=(),
-        group_size=GGUF_GROUP,
-        left_alone=config.names("modules_to_not_convert"),
+        **of_both, numbers="affine", bits=bits, wide=config.names(WIDE), narrow_groups=config.names(NARROW)
     )

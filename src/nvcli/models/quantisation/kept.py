@@ -28,10 +28,12 @@ def stored_groups(quantisation: Quantisation | None, kept_as: KeptWeights, *, ha
         return StoredGroups(kind="mxfp4 for fp8", size=None)
     if quantisation is not None and quantisation.has_nvfp4_alone:
         return StoredGroups(kind="nvfp4", size=NVFP4_BLOCK)
+    if quantisation is not None and quantisation.numbers == "affine":
+        return StoredGroups(kind="affine", size=None)
     if quantisation is None or quantisation.bits != 4 or quantisation.numbers in ("fp4", "table"):
         found = "not quantised" if quantisation is None else quantisation.name
         raise ConfigError(
-            f"`quantization` is w4a16, which keeps the 4 bits of a checkpoint (AWQ, GPTQ, W4A16, NVFP4, GGUF's Q4_0, "
+            f"`quantization` is w4a16, which keeps the 4 bits of a checkpoint (AWQ, GPTQ, W4A16, NVFP4, GGUF, "
             f"experts in MXFP4 such as gpt-oss's), but this one is {found}: {_WAY_OUT}"
         )
     if quantisation.numbers == "mxfp4":
@@ -58,7 +60,7 @@ def problems_of_cut_groups(groups: StoredGroups, hidden_size: int, pieces: Itera
             lengths[piece.cut_by_inputs] = piece.length
     for name, length in lengths.items():
         if groups.kept(length) is None:
-            least = groups.size if groups.kind == "nvfp4" else _LEAST_GROUP
-            yield f"each rank's {length:,} input features of {name} are not whole groups of {least} in 4 bits"
+            what = f"whole groups of {groups.sizes[-1]} in 4 bits"
+            yield f"each rank's {length:,} input features of {name} are not {what}"
     if groups.has_order and size > 1:
         yield "weights with reordered columns (desc_act) cannot be split in 4 bits"

@@ -122,9 +122,9 @@ class Quantisation:
 
     method: str
     """`quant_method` of config.json."""
-    numbers: Literal["fp8", "fp4", "integer", "mxfp4", "table"]
-    """The kind of its codes; `mxfp4` is FP4 of which ranks keep the stacks of experts, and `table` are numbers of a
-    table."""
+    numbers: Literal["fp8", "fp4", "integer", "affine", "mxfp4", "table"]
+    """The kind of its codes; `affine` are integers whose groups have offsets, `mxfp4` is FP4 of which ranks keep the
+    stacks of experts, and `table` are numbers of a table."""
     bits: int
     label: str | None = None
     """The name of the format, for people; None: it follows from the other fields."""
@@ -144,12 +144,20 @@ class Quantisation:
     """Whether the layers besides experts in MXFP4 are in FP8; otherwise they are not quantised."""
     left_alone: tuple[str, ...] = ()
     """Patterns of the layers that are not quantised (`module_names.py`)."""
+    wide: tuple[str, ...] = ()
+    """Patterns of the layers whose affine codes have more than 4 bits."""
+    narrow_groups: tuple[str, ...] = ()
+    """Patterns of the layers whose affine codes are in groups of 16 rather than 32."""
+    names_decoder: bool = False
+    """Whether patterns are of the decoder's own names, whatever other files of the family call its modules."""
 
     @property
     def kept_as(self) -> KeptWeights:
         """How ranks keep its weights by default, if memory and the GPU allow it; `none`: as plain weights."""
         if self.numbers == "fp8" or (self.numbers == "fp4" and not self.has_nvfp4_alone):
             return "fp8"
+        if self.numbers == "affine":
+            return "w4a16"
         return "w4a16" if self.bits == 4 and self.numbers != "table" else "none"
 
     @property
