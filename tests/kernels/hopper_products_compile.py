@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -73,10 +74,10 @@ def launch_fp8_decode() -> Iterator[Any]:
 def launch_w4() -> Iterator[Any]:
     x = torch.zeros(ROWS, IN_FEATURES, dtype=torch.bfloat16)
     words = torch.zeros(OUT_FEATURES, IN_FEATURES // 4, dtype=torch.int16)
-    scales = torch.zeros(IN_FEATURES // 128, OUT_FEATURES, dtype=torch.int32)
-    gates: tuple[Activation | None, ...] = (None, "silu")
-    for gate, blocks in zip(gates, (2, 3), strict=True):
-        hopper_w4.linear(x, words, scales, W4Format("integer", 128), HopperW4Launch(128, blocks), gate=gate)
+    gates: list[tuple[Activation | None, int]] = [(None, 2), ("silu", 3)]
+    for format, (gate, blocks) in product((W4Format("integer", 128), W4Format("affine", 32)), gates):
+        scales = torch.zeros(IN_FEATURES // format.group, OUT_FEATURES, dtype=torch.int32)
+        hopper_w4.linear(x, words, scales, format, HopperW4Launch(128, blocks), gate=gate)
         yield hopper_w4.hopper_w4_kernel
 
 

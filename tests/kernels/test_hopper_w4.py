@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from expert_cases import CLAMPED_SILU, GPT_OSS, error, of_held, share_of
+from expert_cases import CLAMPED_SILU, FORMATS, GPT_OSS, error, of_held, share_of
 from expert_cases import make as make_experts
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from gluon_simulator import SimulatedKernel, Simulator
 pytest.importorskip("triton")
 
 from hopper_products_compile import reports
+from test_products import make_affine
 from test_w4 import make
 
 from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS, TOLERANCE, on_hopper
@@ -26,8 +27,9 @@ from nvcli.kernels.activation import ACTIVATE_AND_MUL
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
-from nvcli.kernels.triton.products import experts, hopper_w4, hopper_w4_kernel
+from nvcli.kernels.triton.products import experts, hopper_w4, hopper_w4_kernel, w4_codes
 from nvcli.kernels.triton.products.product_launch import HopperW4Launch
+from nvcli.kernels.w4 import part_halves
 from nvcli.kernels.weight_formats import W4Format
 
 pytestmark = INTERPRETED_MARKS
@@ -35,6 +37,9 @@ pytestmark = INTERPRETED_MARKS
 
 def factors(pairs: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """What `_factors` gives to `numbers`."""
+    if kind == "affine":
+        scales, offsets = part_halves(pairs.view(1, -1))
+        return scales.flatten(), pairs, offsets.flatten()
     return (pairs & ~0xFF).view(torch.float32), pairs, (pairs & 0xFF).float()
 
 
@@ -44,6 +49,8 @@ def numbers(words: Tensor, scales: Tensor, pairs: Tensor, zeros: Tensor, part: i
     if kind == "mxfp4":
         exponents = (pairs >> (8 * part)) & 255
         return numbers_of_codes(codes.to(torch.uint8)).float() * powers_of_scales(exponents)[:, None].float()
+    if kind == "affine":
+        return (codes - 8) * scales[:, None] + zeros[:, None]
     return (codes - zeros[:, None]) * scales[:, None]
 
 
@@ -68,9 +75,12 @@ def simulated() -> Any:
     ],
 )
 def test_products(rows: int, columns: int, num_rows: int, launch: HopperW4Launch) -> None:
-    """Also of an odd number of blocks of rows."""
-    format = W4Format("integer", 128)
-    words, scales, values = make(rows, columns, format)
+    """Also of an odd number of blocks of rows; of affine codes every second time."""
+    if launch.blocks > 1:
+        words, values, scales, format = make_affine("affine", rows, columns)
+    else:
+        format = W4Format("integer", 128)
+        words, scales, values = make(rows, columns, format)
     x = torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(1))
     expected = F.linear(x, values)
     found = hopper_w4.linear(x, words, scales, format, launch)
@@ -117,7 +127,8 @@ def assembled(code: str, *registers: int, dtype: torch.dtype) -> list[float]:
         "shr.b32": lambda a, b: a >> b,
         "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
         "and.b32": lambda a, b: a & b,
-        "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c}[table],
+        "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c, 0x6A: a & b ^ c}[table],
+        "mov.b32": lambda a: a,
         "sub": lambda a, b: bits(halves(a) - halves(b)),
         "mul": lambda a, b: bits(halves(a) * halves(b)),
         "fma.rn": lambda a, b, c: bits(halves(a) * halves(b) + halves(c)),
@@ -152,6 +163,31 @@ def test_integers_are_rounded_once(dtype: torch.dtype, bias: int) -> None:
                 assert found == expected.tolist()
             else:  # half of a scale may be too small for float16
                 torch.testing.assert_close(torch.tensor(found), expected.float(), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_affine_numbers_are_as_exact_as_the_offset(dtype: torch.dtype, bits: int) -> None:
+    """A scale has 11 bits, which bfloat16 takes in two halves."""
+    codes = (w4_codes.BF16_AFFINE if dtype == torch.bfloat16 else w4_codes.F16_AFFINE).value
+    generator, zero = torch.Generator().manual_seed(0), 1 << (bits - 1)
+    for part in range(16 // bits):
+        for code in range(1 << bits):
+            other = (1 << bits) - 1 - code
+            scale, offset = (torch.randn(2, generator=generator) / 50).half().float()
+            high = scale.to(dtype)
+            kept = (high, scale - high.float(), offset) if dtype == torch.bfloat16 else (scale, offset)
+            twice = [(int(value.to(dtype).view(torch.int16)) & 0xFFFF) * 65537 for value in kept]
+            mask = ((1 << bits) - 1) * 65537 << bits * part
+            word = (code | other << 16) << bits * part | 0x5A5A5A5A & ~mask
+            found = assembled(
+                codes[part + 4 * (bits == 8)], word, *(one for one in twice for _ in range(2)), dtype=dtype
+            )
+            kept_offset = offset.to(dtype).double()
+            exact = torch.tensor([code - zero, other - zero]).double() * scale.double() + kept_offset
+            eps = torch.finfo(dtype).eps  # of a result, and of the lower half's product with the offset
+            error = (torch.tensor(found).double() - exact).abs()
+            assert (error <= eps * (exact.abs() + kept_offset.abs() + abs(float(scale)) / 2)).all()
 
 
 def test_numbers_of_mxfp4_are_exact() -> None:
@@ -210,7 +246,7 @@ def test_products_on_a_gpu(rows: int, columns: int, num_rows: int, launch: Hoppe
 @pytest.mark.parametrize(
     "launch", [HopperW4Launch(64, 1), HopperW4Launch(64, 3), HopperW4Launch(128, 2), HopperW4Launch(128, 3)]
 )
-@pytest.mark.parametrize("format", [W4Format("mxfp4", 32), W4Format("integer", 128)], ids=["mxfp4", "integers"])
+@pytest.mark.parametrize("format", [FORMATS[name] for name in ("mxfp4", "groups of 128", "affine")], ids=str)
 def test_experts_on_a_gpu(launch: HopperW4Launch, format: W4Format) -> None:
     shape = (8, 2, 1024, 416) if format.kind == "mxfp4" else (8, 2, 1024, 384)
     x, routes, words, scales, plain = make_experts(format, shape, 1000, torch.bfloat16, biases=True)

@@ -44,10 +44,13 @@ def test_ranges(kind: Kind) -> None:
     for rows in (least + 1, most):
         assert isinstance(choose(kind, rows), HopperW4Launch)
         assert isinstance(choose(kind, rows, dtype=torch.float16), HopperW4Launch)
+        assert isinstance(choose(kind, rows, format=W4Format("affine", 32)), HopperW4Launch)
     for rows in (1, least):
         assert choose(kind, rows) == of_table(kind, rows)
     assert choose(kind, 4096) is None, "the library multiplies many rows"
-    for other in ({"dtype": torch.float32}, {"format": W4Format("integer", 64)}, {"format": GROUP_128.for_rows(6160)}):
+    wide, narrow = W4Format("affine in 8 bits", 32), W4Format("affine", 16)
+    formats = [{"format": one} for one in (W4Format("integer", 64), GROUP_128.for_rows(6160), wide, narrow)]
+    for other in ({"dtype": torch.float32}, *formats):
         assert choose(kind, most, **other) == of_table(kind, most)
 
 
@@ -57,7 +60,7 @@ def test_launches_fit(kind: Kind) -> None:
         for out_features, in_features in ((6144, 4096), (4096, 12288), (512, 128), (1024, 3072), (24576, 384)):
             launch = hopper_w4.choose_hopper_w4_launch(kind, rows, out_features, in_features, torch.device("cuda"))
             out_bytes = 4 if launch.num_parts > 1 else 2
-            assert hopper_w4.num_stages(launch, out_bytes, is_gated=kind == "gated") >= 2
+            assert hopper_w4.num_stages(launch, out_bytes, is_gated=kind == "gated", scale_words=4) >= 2
             assert 1 <= launch.num_parts <= max(1, in_features // 256)
             assert launch.num_parts == 1 or kind != "gated"
 
@@ -73,7 +76,8 @@ def test_experts(dtype: torch.dtype) -> None:
     """Experts with many rows take Hopper's kernel: MXFP4 with bfloat16 alone."""
     format = W4Format("mxfp4", 32)
     gate_up, down = (
-        ExpertMatrix(torch.empty(4, rows, 32, dtype=torch.int16), None, None, format) for rows in (128, 64)
+        ExpertMatrix(torch.empty(4, rows, 32, dtype=torch.int16), None, torch.empty(4, 1, rows), format)
+        for rows in (128, 64)
     )
     x = torch.empty(1, 64, dtype=dtype)
     for rows in (HOPPER_EXPERT_ROWS, HOPPER_EXPERT_ROWS + 1, 8192):

@@ -1,8 +1,8 @@
 """The launches of the products of many rows with weights of 4 bits on Hopper GPUs (`hopper_w4_kernel.py`).
 
-They serve weights of integers in groups of 128, and MXFP4 with activations in bfloat16. Everything else, and every
-other GPU, is for `products.py` and `experts.py`. Shapes: T rows, `in` and `out` features, P parts,
-H hidden, k experts per token.
+They serve weights of integers in groups of 128, affine codes of 4 bits in groups of 32, and MXFP4 with activations in
+bfloat16. Everything else, and every other GPU, is for `products.py` and `experts.py`. Shapes: T rows, `in` and `out`
+features, P parts, H hidden, k experts per token.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ _COPIED = tl.constexpr(1024)
 """The columns of a row that a program copies."""
 
 
-def num_stages(launch: HopperW4Launch, out_bytes: int, *, is_gated: bool) -> int:
-    """Count the stages that fit in shared memory. `out_bytes`: bytes of a number of the result."""
+def num_stages(launch: HopperW4Launch, out_bytes: int, *, is_gated: bool, scale_words: int = 1) -> int:
+    """Count the stages that fit in shared memory. `out_bytes`: bytes of a number of the result; `scale_words`: words of
+    scales of a row of a tile."""
     features = _BLOCK // 2 if is_gated else _BLOCK
     of_result = _GROUPS * launch.row_tile * features * out_bytes
-    of_stage = 2 * _TILE * launch.row_tile + _GROUPS * launch.blocks * _BLOCK * (2 * _PART + 4)
+    of_stage = 2 * _TILE * launch.row_tile + _GROUPS * launch.blocks * _BLOCK * (2 * _PART + 4 * scale_words)
     return min(_MOST_STAGES, (TILE_BYTES - of_result) // of_stage)
 
 
@@ -193,11 +194,13 @@ def _launch(
         (scales.numel() // rows, rows // 16, 2, 8),
         (rows, 8 if is_gated else 16, out_features if is_gated else 8, 1),
     )
+    scale_words = _TILE // format.group if format.has_group_scales else 1
     kind = HopperW4Kind(
         format=format.kind,
+        scale_words=scale_words,
         row_tile=launch.row_tile,
         blocks=launch.blocks,
-        num_stages=num_stages(launch, out.element_size(), is_gated=is_gated),
+        num_stages=num_stages(launch, out.element_size(), is_gated=is_gated, scale_words=scale_words),
         out_bytes=out.element_size(),
         is_gated=is_gated,
         activation=activation or ExpertActivation(),
@@ -206,7 +209,7 @@ def _launch(
     hopper_w4_kernel[(min(row_tiles * strips, num_multiprocessors(x.device)),)](
         describe(x, (launch.row_tile, _PART), swizzle_bytes=64),
         describe_kept(words, kind.words_tile, view=words_view, swizzle_bytes=64),
-        describe_kept(scales, (1, _BLOCK // 16, 2, 8), view=scales_view, swizzle_bytes=32),
+        describe_kept(scales, (scale_words, _BLOCK // 16, 2, 8), view=scales_view, swizzle_bytes=32),
         bias,
         None if work is None else work.items,
         None if work is None else work.order,

@@ -6,8 +6,8 @@ codes. The other ones multiply: each turns the words of its features into number
 time, which are the first factor of Hopper's matrix units, and the activations are the second one. While a quarter is
 multiplied, the next one is turned into numbers. A weight is read and turned into numbers once for 128 rows.
 
-The scales of integers have 16 bits. They are multiplied in two halves, so that a number is rounded once, as it is where
-a weight is turned into 16 bits in memory.
+The scales of integers have 16 bits, and those of affine codes 11. They are multiplied in two halves, so that a number
+is rounded once, as it is where a weight is turned into 16 bits in memory, but for the offset of affine codes.
 
 Gate and up projection are multiplied together: in a block of 64 rows of a weight lie 8 of the gate, the 8 of the up
 projection with the same features, the next 8 of the gate, and so on. This is how the matrix units give both results of
@@ -31,6 +31,7 @@ from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.triton.launch.hopper_stages import LOADING_REGISTERS, LOADING_WARPS, make_barriers
 from nvcli.kernels.triton.launch.triton_version import reinterpret, tma_load
 from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS
+from nvcli.kernels.triton.products.w4_codes import BF16_AFFINE, BF16_HALVES, F16_AFFINE, F16_HALVES
 
 BLOCK = gl.constexpr(64)
 """The rows of a weight that are multiplied at once."""
@@ -46,7 +47,9 @@ class HopperW4Kind:
     """The constants of a compiled kernel."""
 
     format: str
-    """The weight's: "integer" or "mxfp4"."""
+    """The weight's: "integer", "affine" or "mxfp4"."""
+    scale_words: int
+    """Words of scales of a row of a tile: 1, or 4 of affine codes."""
     row_tile: int
     blocks: int
     """Blocks of a weight's rows that each group multiplies."""
@@ -129,10 +132,11 @@ def _load(descriptors, work, stages, KIND: gl.constexpr):
     num_tiles, in_tiles, row_blocks = work[1], work[4], work[5]
     ALL_BLOCKS: gl.constexpr = KIND.all_blocks
     NUM_STAGES: gl.constexpr = KIND.num_stages
-    NUM_BYTES: gl.constexpr = _PARTS * PART * KIND.row_tile * 2 + ALL_BLOCKS * BLOCK * (PART * 2 + 4)
+    SCALE_WORDS: gl.constexpr = KIND.scale_words
+    NUM_BYTES: gl.constexpr = _PARTS * PART * KIND.row_tile * 2 + ALL_BLOCKS * BLOCK * (PART * 2 + 4 * SCALE_WORDS)
     words_parts = reinterpret(words_smem, words_smem.dtype, KIND.words_shape, words_desc.layout)
     scales_parts = reinterpret(
-        scales_smem, scales_smem.dtype, [NUM_STAGES * ALL_BLOCKS, 1, BLOCK // 16, 2, 8], scales_desc.layout
+        scales_smem, scales_smem.dtype, [NUM_STAGES * ALL_BLOCKS, SCALE_WORDS, BLOCK // 16, 2, 8], scales_desc.layout
     )
     i = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -159,7 +163,8 @@ def _load(descriptors, work, stages, KIND: gl.constexpr):
                 else:
                     tma_load(words_desc, [expert * row_blocks + 2 * number, inner, 0, 0, 0], bar, words)
                 scales = scales_parts.index(at)
-                tma_load(scales_desc, [expert * in_tiles + inner, number * (BLOCK // 16), 0, 0], bar, scales)
+                group = (expert * in_tiles + inner) * SCALE_WORDS
+                tma_load(scales_desc, [group, number * (BLOCK // 16), 0, 0], bar, scales)
 
 
 @gluon.jit
@@ -172,7 +177,7 @@ def _twice(values, DTYPE: gl.constexpr):
 @gluon.jit
 def _factors(pairs, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
     """Split joined scales (`kernels/w4.py`) into the factors of `_numbers`, int32 each: for integers both halves of the
-    scales, and the zeros."""
+    scales, and the zeros or offsets."""
     scales = pairs
     low_scales = pairs
     zeros = pairs
@@ -181,6 +186,15 @@ def _factors(pairs, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
         scales = _twice(exact, DTYPE)
         low_scales = _twice(exact - exact.to(DTYPE).to(gl.float32), DTYPE)
         zeros = (pairs & 255) * 65537 + (0x43004300 if gl.bfloat16 == DTYPE else 0x64006400)
+    elif FORMAT == "affine":
+        if gl.bfloat16 == DTYPE:
+            scales, low_scales, zeros = gl.inline_asm_elementwise(
+                BF16_HALVES, "=&r,=&r,=&r,r", [pairs], dtype=(gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
+            )
+        else:
+            scales, zeros = gl.inline_asm_elementwise(
+                F16_HALVES, "=&r,=&r,r", [pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+            )
     return scales, low_scales, zeros
 
 
@@ -193,9 +207,18 @@ def _numbers(words, scales, low_scales, zeros, part: gl.constexpr, FORMAT: gl.co
         numbers = gl.inline_asm_elementwise(
             _FP4_NUMBERS[part], "=r,r,r,r", [words, factors[:, None]], dtype=gl.bfloat16, is_pure=True, pack=2
         )
+    elif FORMAT == "affine" and gl.float16 == DTYPE:
+        numbers = gl.inline_asm_elementwise(
+            F16_AFFINE[part],
+            "=r,r,r,r,r,r",
+            [words, scales[:, None], zeros[:, None]],
+            dtype=gl.float16,
+            is_pure=True,
+            pack=2,
+        )
     elif gl.bfloat16 == DTYPE:
         numbers = gl.inline_asm_elementwise(
-            _BF16_INTEGERS[part],
+            BF16_AFFINE[part] if FORMAT == "affine" else _BF16_INTEGERS[part],
             "=r,r,r,r,r,r,r,r",
             [words, scales[:, None], low_scales[:, None], zeros[:, None]],
             dtype=gl.bfloat16,
@@ -218,9 +241,11 @@ def _numbers(words, scales, low_scales, zeros, part: gl.constexpr, FORMAT: gl.co
 def _add_block(
     total,
     words,  # [BLOCK, PART] int16 in shared memory
-    scales,  # [BLOCK / 8, 8] int32 in shared memory
+    scales_smem,  # [BLOCK / 8, 8] int32 for each group of columns
+    first_group,
     x_smem,
     stage,
+    SCALE_WORDS: gl.constexpr,
     FORMAT: gl.constexpr,
     DTYPE: gl.constexpr,
     OPERAND: gl.constexpr,
@@ -231,10 +256,13 @@ def _add_block(
     in_rows: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0]], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[2, 0], [4, 0]], [], [BLOCK // 8, 8]
     )
-    pairs = gl.convert_layout(scales.load(in_rows).reshape([BLOCK]), gl.SliceLayout(1, OPERAND))
-    scales, low_scales, zeros = _factors(pairs, FORMAT, DTYPE)
+    GROUP_PARTS: gl.constexpr = _PARTS // SCALE_WORDS
     last = codes
     for part in gl.static_range(_PARTS):
+        if part % GROUP_PARTS == 0:
+            scales = scales_smem.index(first_group + part // GROUP_PARTS)
+            pairs = gl.convert_layout(scales.load(in_rows).reshape([BLOCK]), gl.SliceLayout(1, OPERAND))
+            scales, low_scales, zeros = _factors(pairs, FORMAT, DTYPE)
         numbers = _numbers(codes, scales, low_scales, zeros, part, FORMAT, DTYPE)
         panel = x_smem.index(stage * _PARTS + part).permute((1, 0))
         total = warpgroup_mma(numbers, panel, total, is_async=True)
@@ -314,6 +342,7 @@ def _multiply(result, work, stages, all_out_smem, SELF: gl.constexpr, KIND: gl.c
     ALL_BLOCKS: gl.constexpr = KIND.all_blocks
     NUM_STAGES: gl.constexpr = KIND.num_stages
     FORMAT: gl.constexpr = KIND.format
+    SCALE_WORDS: gl.constexpr = KIND.scale_words
     ROW_TILE: gl.constexpr = KIND.row_tile
     x_smem, words_smem, scales_smem, full, free = stages
     num_tiles = work[1]
@@ -335,9 +364,12 @@ def _multiply(result, work, stages, all_out_smem, SELF: gl.constexpr, KIND: gl.c
                 under_way = totals[:0]
                 for n in gl.static_range(BLOCKS):
                     at = stage * ALL_BLOCKS + SELF * BLOCKS + n
-                    words = words_smem.index(at)
-                    scales = scales_smem.index(at)
-                    under_way += (_add_block(totals[n], words, scales, x_smem, stage, FORMAT, DTYPE, operand),)
+                    words, group = words_smem.index(at), at * SCALE_WORDS
+                    under_way += (
+                        _add_block(
+                            totals[n], words, scales_smem, group, x_smem, stage, SCALE_WORDS, FORMAT, DTYPE, operand
+                        ),
+                    )
                 # ptxas would wait for each product, were one under way when the next tile begins.
                 ended = warpgroup_mma_wait(0, deps=under_way)
                 totals = (ended,) if BLOCKS == 1 else ended
@@ -350,7 +382,7 @@ def _multiply(result, work, stages, all_out_smem, SELF: gl.constexpr, KIND: gl.c
 def hopper_w4_kernel(
     x_desc,  # of [T, in]; tiles [ROW_TILE, PART]
     words_desc,  # of int16; tiles `HopperW4Kind.words_tile`
-    scales_desc,  # of [E × tiles, rows / 16, 2, 8] int32; tiles [1, BLOCK / 16, 2, 8]
+    scales_desc,  # of [E × groups or tiles, rows / 16, 2, 8] int32; tiles [SCALE_WORDS, BLOCK / 16, 2, 8]
     bias_ptr,  # None, or [E, out or 2 out]
     items_ptr,  # of experts: [N, ITEM_FIELDS] int32
     order_ptr,  # of experts: [pairs] int32
@@ -374,7 +406,8 @@ def hopper_w4_kernel(
     of_result: gl.constexpr = gl.NVMMASharedLayout(64 if KIND.is_gated else 128, KIND.out_bytes * 8, 2)
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [NUM_STAGES * _PARTS, KIND.row_tile, PART], in_panels)
     words_smem = gl.allocate_shared_memory(gl.int16, [NUM_STAGES * KIND.all_blocks, BLOCK, PART], in_panels)
-    scales_smem = gl.allocate_shared_memory(gl.int32, [NUM_STAGES * KIND.all_blocks, BLOCK // 8, 8], of_scales)
+    num_groups: gl.constexpr = NUM_STAGES * KIND.all_blocks * KIND.scale_words
+    scales_smem = gl.allocate_shared_memory(gl.int32, [num_groups, BLOCK // 8, 8], of_scales)
     out_smem = gl.allocate_shared_memory(out_dtype, [NUM_GROUPS, KIND.row_tile, FEATURES], of_result)
     full, free = make_barriers(NUM_STAGES, NUM_GROUPS)
     stages = (x_smem, words_smem, scales_smem, full, free)

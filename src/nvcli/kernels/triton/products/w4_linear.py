@@ -61,7 +61,7 @@ HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 256), "sum": (64, 1
 HOPPER_EXPERT_ROWS = 256
 """Mean rows of an expert above which the kernel for Hopper GPUs multiplies it. A layer of gpt-oss-20b takes
 an H200 2,955 µs with it and 3,490 without at 8,192 tokens, 1,024 for each expert; 1,127 and 1,110 at 320 for each."""
-_HOPPER_GROUP = 128
+_HOPPER_GROUP, _HOPPER_AFFINE_GROUP = 128, 32
 
 _DEQUANTISED_ROWS = tl.constexpr(32)
 """Rows of a weight that a program converts."""
@@ -107,7 +107,7 @@ def linear(
 def choose_w4_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> ProductLaunch | HopperW4Launch | None:
     """Choose the launch of a product; see `Ranges` for None."""
     least, most = HOPPER_ROWS[kind]
-    if least < len(x) <= most and _serves_on_hopper(x, format):
+    if least < len(x) <= most and _serves_on_hopper(x, format, x.shape[1]):
         from nvcli.kernels.triton.products import hopper_w4
 
         out_features = len(words) // 2 if kind == "gated" else len(words)
@@ -118,14 +118,19 @@ def choose_w4_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> 
 def takes_experts(num_rows: float, x: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix) -> bool:
     """Whether the kernel for Hopper GPUs multiplies experts with this many rows on average."""
     return num_rows > HOPPER_EXPERT_ROWS and all(
-        matrix.format is not None and _serves_on_hopper(x, matrix.format) for matrix in (gate_up, down)
+        matrix.format is not None
+        and matrix.scales is not None
+        and _serves_on_hopper(x, matrix.format, matrix.scales.shape[1] * matrix.format.group)
+        for matrix in (gate_up, down)
     )
 
 
-def _serves_on_hopper(x: Tensor, format: W4Format) -> bool:
-    """Whether the kernel for Hopper takes activations like `x` and a weight of that format."""
+def _serves_on_hopper(x: Tensor, format: W4Format, columns: int) -> bool:
+    """Whether the kernel for Hopper takes activations like `x` and a weight of that format. `columns`: those that have
+    scales of their own."""
     is_taken = x.dtype == torch.bfloat16 if format.kind == "mxfp4" else x.dtype.itemsize == 2
-    has_groups = format.kind == "mxfp4" or format.group == _HOPPER_GROUP
+    has_groups = format.kind == "mxfp4" or (format.kind == "integer" and format.group == _HOPPER_GROUP)
+    has_groups |= format.kind == "affine" and format.group == _HOPPER_AFFINE_GROUP and columns % format.tile == 0
     return is_taken and has_groups and format.row_block == ROW_BLOCK and has_hopper_kernel(x.device)
 
 
