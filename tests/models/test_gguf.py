@@ -30,8 +30,10 @@ from expert_shapes import EXPERT_SHAPES, GPT_OSS
 from family_shapes import FULL, HYBRID, HYBRID_EXPERTS, LINEAR, NEMOTRON, SHAPES
 from gguf_files import write_copy, write_gguf
 from model_driver import CPU
+from nvcli.core.config import RunConfig
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError, LoadError
+from nvcli.job.run.image_settings import why_no_images
 from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.kernels.w4 import dequantise
 from nvcli.models.checkpoint import is_hub_id, read_tensors, resolve_model, weight_files
@@ -232,6 +234,7 @@ def test_text_parts_of_models_that_read_images(family: str, architecture: str, t
     folder = resolve_model(str(write_gguf(path, tmp_path / "model.gguf", architecture=architecture, **TOKENIZER)))
     assert load_model_config(folder).decoder == load_model_config(path).decoder
     assert load_parameters(folder).keys() == load_parameters(path).keys()
+    assert "(mmproj)" in (why_no_images(RunConfig(model="m"), folder, load_model_config(folder)) or "")
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
@@ -568,7 +571,7 @@ def in_other_order(data: bytes) -> bytes:
         ({}, lambda data: data[:4] + b"\1" + data[5:], ["GGUF version 1; supported: 2 and 3"]),
         ({}, lambda data: b"version https://git-lfs.github.com", ["git lfs pull"]),
         ({"general.architecture": "rwkv7"}, None, ['"rwkv7" is not supported in GGUF', "safetensors", "qwen3"]),
-        ({"general.type": "mmproj"}, None, ["no language model", "mmproj"]),
+        ({"general.type": "mmproj"}, None, ["no language model", "mmproj", "read from *.safetensors"]),
         ({"general.architecture": "clip"}, None, ["no language model", '"clip"']),
         ({"tokenizer.ggml.pre": ["qwen2"], "tokenizer.chat_templates": 1}, None, ['`tokenizer.ggml.pre`: ["qwen2"]']),
         ({"tokenizer.ggml.model": None}, None, ["no tokenizer", "tokenizer.json"]),

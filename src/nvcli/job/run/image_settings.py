@@ -13,6 +13,7 @@ from nvcli.job.file_formats import is_pdf
 from nvcli.job.images.row_images import with_limits
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
+from nvcli.models.gguf.files import SUFFIX
 from nvcli.models.vision.image_processor import PROCESSOR_FILES, ImageProcessor, has_processor, read_processor
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
 from nvcli.worker.distributed.stage import Stage
@@ -30,6 +31,8 @@ def with_tower(run: RunConfig, model_path: Path, model: ModelConfig) -> ModelCon
 
 def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str | None:
     """Return why a run reads no images, as the second half of a sentence; None: it reads them."""
+    if model.vision is None and any(model_path.glob(f"*{SUFFIX}")):
+        return "a model in GGUF is read without its tower for images (mmproj); give its *.safetensors in place of it"
     if model.vision is None:
         return f"this model ({model.architecture}) is read as one of text alone; take one that reads images"
     if run.images == "never":

@@ -301,9 +301,11 @@ def find_architecture(header: GGUFHeader) -> tuple[str, Architecture]:
     name = header.metadata.get("general.architecture")
     kind = header.metadata.get("general.type", "model")
     if kind != "model" or name == "clip":
+        reads_images = name == "clip" or kind == "mmproj"
+        images = ", which reads text alone: a tower for images is read from *.safetensors" if reads_images else ""
         raise LoadError(
             f"{header.file}: no language model (`general.type`: {show(kind)}, `general.architecture`: {show(name)}); "
-            "name the file that holds the model"
+            f"name the file that holds the model{images}"
         )
     return str(name), check_supported(str(header.file), name)
 
