@@ -52,6 +52,7 @@ _ARCHITECTURES = {
     "Lfm2Moe": "lfm2moe",
     "MiniMaxM2": "minimax-m2",
     "Olmoe": "olmoe",
+    "Afmoe": "afmoe",
     "Ernie4_5": "ernie4_5",
     "Ernie4_5_Moe": "ernie4_5-moe",
     "HunYuanDenseV1": "hunyuan-dense",
@@ -196,7 +197,7 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "expert_group_used_count": config.get("topk_group"),
         "expert_shared_count": next((config[key] for key in _SHARED_COUNTS if key in config), None),
         "expert_weights_norm": config.get("norm_topk_prob"),
-        "expert_weights_scale": config.get("routed_scaling_factor"),
+        "expert_weights_scale": config.get("routed_scaling_factor", config.get("route_scale")),
         "leading_dense_block_count": next(
             (config[key] for key in _DENSE_COUNTS if key in config), config.get("mlp_layer_types", []).count("dense")
         ),

@@ -127,6 +127,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral 4": ("Mistral4", {**EXPERT_SHAPES["mistral 4"][1], "rope_parameters": MSCALE4}),
     "llama 4": ("Llama4Text", LLAMA4),
+    "afmoe": ("Afmoe", {**EXPERT_SHAPES["afmoe"][1], "global_attn_every_n_layers": 4}),
     "hunyuan v1": ("HunYuanDenseV1", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
     "nemotron-h": ("NemotronH", {**NEMOTRON, "layers_block_type": [LINEAR, "mlp", FULL, "mlp"]}),
     "nemotron 3 super": (
@@ -444,6 +445,7 @@ def test_expressions_that_split_text_are_those_of_transformers() -> None:
     [
         ("deepseek-llm", ["Hello", " World", "\n", "１", "ა", "，", " ", "世界", "  "]),
         ("kimi-k2", ["Hello", " World's", "123", "4", "我想在", "apple", "工作", "!\n", "  "]),
+        ("afmoe", ["Hello", " World", "1", "234", "567", "我想在", "สวัสดี", "apple", "!\n", "  "]),
         ("gpt-4o", ["Hello", "World's", " ", "123", "4", "我想在apple", "!/\n"]),
     ],
 )

@@ -221,6 +221,12 @@ def _value_heads(keys: JsonFile, size: int | None) -> GGUFOrder:
     return GGUFOrder(num_keys, num_values // num_keys, all_values // num_values, size - all_values)
 
 
+_AFMOE = {
+    **_SECOND_NORM,
+    "attn_gate": "self_attn.g_proj",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(name="LlamaForCausalLM", config=configs.llama, pairs_rows=True),
     "mistral3": Architecture(name="Ministral3ForCausalLM", config=configs.mistral3, pairs_rows=True),
@@ -278,6 +284,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture(name="GptOssForCausalLM", config=expert_configs.gpt_oss, names=_SECOND_NORM),
     "deepseek2": Architecture(name="DeepseekV3ForCausalLM", config=expert_configs.deepseek2, names=_LATENTS),
     "kimi-linear": Architecture(name="KimiLinearForCausalLM", config=hybrid_configs.kimi_linear, names=_KIMI_DELTA),
+    "afmoe": Architecture(name="AfmoeForCausalLM", config=expert_configs.afmoe, names=_AFMOE),
     "dots1": Architecture(name="Dots1ForCausalLM", config=expert_configs.dots1),
     "exaone-moe": Architecture(name="ExaoneMoeForCausalLM", config=expert_configs.exaone_moe),
     "lfm2": Architecture(name="Lfm2ForCausalLM", config=hybrid_configs.lfm2, names=_SHORT_CONVOLUTIONS),

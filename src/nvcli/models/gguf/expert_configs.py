@@ -168,6 +168,20 @@ def dots1(found: Settings) -> dict[str, Any]:
     return {**common(found), **shared_experts(found)}
 
 
+def afmoe(found: Settings) -> dict[str, Any]:
+    """Return AFMoE's config.json, of which files leave out what all models of the family share."""
+    keys, config = found.keys, {**common(found), **shared_experts(found)}
+    return {
+        **config,
+        "num_dense_layers": config["first_k_dense_replace"],
+        "num_experts": config["n_routed_experts"],
+        "num_shared_experts": config["n_shared_experts"],
+        "route_scale": keys.positive_number("expert_weights_scale", 1.0),
+        "global_attn_every_n_layers": 4,
+        "mup_enabled": True,
+    }
+
+
 def exaone_moe(found: Settings) -> dict[str, Any]:
     config = {**common(found), **shared_experts(found), **found.window_types()}
     config["num_shared_experts"] = config.pop("n_shared_experts")

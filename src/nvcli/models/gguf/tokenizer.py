@@ -49,6 +49,13 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_AFMOE = (
+    r"\p{Nd}{1,3}(?=(?:\p{Nd}{3})*(?!\p{Nd}))",  # from the right
+    r"[一-\x{9fff}぀-\x{309f}゠-ヿ\x{3400}-\x{4dbf}\x{f900}-\x{faff}\x{ff65}-\x{ff9f}\x{2f00}-\x{2fdf}]+|[\x{e00}-\x{e7f}]+"
+    r"|[\x{e80}-\x{eff}]+|[\x{1780}-\x{17ff}]+|[\x{1000}-\x{109f}\x{aa60}-\x{aa7f}\x{a9e0}-\x{a9ff}]+"
+    r"|[\x{ac00}-\x{d7af}\x{1100}-\x{11ff}]+",
+    _DEEPSEEK3[2],
+)
 _KIMI = r"[\p{Han}]+|" + _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", of=r"&&[^\p{Han}]", marks=r"[\r\n]*")
 _UNKNOWN_CASES = (  # blocks of Unicode whose letters of two cases DeepSeek's expression leaves out
     r"\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c88}\x{2d00}-\x{2d2d}\x{a790}-\x{a7fa}\x{ab30}-\x{ab68}"
@@ -88,6 +95,7 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-llm": _DEEPSEEK_LLM,
     "kimi-k2": (_KIMI,),
+    "afmoe": _AFMOE,
     "youtu": _YOUTU,
     "exaone-moe": (_EXAONE_MOE,),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "trillion", "mellum", "jais", "a.x-4.0"), _GPT2),
