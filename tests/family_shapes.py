@@ -494,6 +494,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Falcon",
         {**OLDER, "new_decoder_architecture": True, "ffn_hidden_size": 48, "num_kv_heads": 2, "bias": True},
     ),
+    "falcon rw": (
+        "Falcon",
+        {**OLDER, "alibi": True, "multi_query": False, "parallel_attn": False, "ffn_hidden_size": 48, "bias": True},
+    ),
     "phi 2": ("Phi", {"hidden_size": 64, "hidden_act": "gelu_new", "rope_parameters": HALF}),
     "minicpm 3": ("MiniCPM3", {**LATENTS, "v_head_dim": None, "scale_emb": 3.0, "dim_model_base": 24}),
     "youtu-llm": ("Youtu", {**LATENTS, "tie_word_embeddings": True}),

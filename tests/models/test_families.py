@@ -406,7 +406,7 @@ _STEP = {
         ("GPTJForCausalLM", {**GPT2, "rotary_dim": 65}, ["`rotary_dim`: 65 is too large; allowed: up to 16"]),
         ("CodeGenForCausalLM", {**GPT2, "n_head": 6}, ["`n_head`: must be a multiple of 4"]),
         ("PhiForCausalLM", {"qk_layernorm": True, "hidden_act": "gelu_new"}, ["`qk_layernorm`", "true", "false"]),
-        ("FalconForCausalLM", {**FALCON, "alibi": True}, ["`alibi`", "true is not supported"]),
+        ("FalconForCausalLM", {**FALCON, "alibi": 1}, ["`alibi`", "1 is not true or false"]),
         ("FalconForCausalLM", {**FALCON, "parallel_attn": False}, ["`parallel_attn`", "together with"]),
         ("FalconForCausalLM", {**FALCON, "n_head_kv": 7}, ["`n_head_kv`: 7 does not divide 128"]),
         ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, ["true is not supported"]),

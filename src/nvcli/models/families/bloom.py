@@ -3,7 +3,6 @@ and normed embeddings, and MPT (https://huggingface.co/mosaicml/mpt-7b), without
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from nvcli.models.checkpoint_layout import CheckpointLayout, starts_after
@@ -11,7 +10,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.gpt_neox import RENAMED
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
-from nvcli.models.mixers.alibi import ALIBI_POSITIONS, AlibiConfig, alibi_slopes
+from nvcli.models.mixers.alibi import ALIBI_POSITIONS, with_alibi
 from nvcli.models.mixers.mixer import NormConfig
 
 _BLOOM_STARTS = {
@@ -31,7 +30,7 @@ _MPT_NAMES = (
 def read_bloom(config: ModelFile) -> DecoderConfig:
     """Read LayerNorm and biases everywhere. Each head's query, key and value lie together."""
     config.only(apply_residual_connection_post_layernorm=False)
-    attention = _attention(config, bias=True)
+    attention = with_alibi(config.attention(rope=None, bias=True))
     mlp = _sized(config, 4).plain_mlp("gelu_pytorch_tanh", bias=True)
     norm = config.layer_norm("layer_norm_epsilon")
     layout = CheckpointLayout(
@@ -47,12 +46,12 @@ def read_mpt(config: ModelFile) -> DecoderConfig:
     config.only(no_bias=True)
     own = config.object("attn_config")
     own.only(alibi=True, attn_type="multihead_attention", prefix_lm=False, qk_ln=False)
-    attention = _attention(
-        config,
-        most=float(own.positive("alibi_bias_max", 8)),
+    plain = config.attention(
+        rope=None,
         clip=own.optional_number("clip_qkv", None),
         scale=own.optional_number("softmax_scale", None) or config.head_dim() ** -0.5,
     )
+    attention = with_alibi(plain, most=float(own.positive("alibi_bias_max", 8)))
     layer = LayerConfig(
         mixer=attention,
         mlp=_sized(config, config.positive("expansion_ratio", 4)).plain_mlp("gelu"),
@@ -66,12 +65,6 @@ def read_mpt(config: ModelFile) -> DecoderConfig:
 def _sized(config: ModelFile, ratio: int) -> ModelFile:
     """Return the file with the size of its MLPs, whose activation it does not name."""
     return config.replacing(intermediate_size=ratio * config.positive("hidden_size"), hidden_act=None)
-
-
-def _attention(config: ModelFile, *, most: float = 8.0, **traits: Any) -> AlibiConfig:
-    plain = config.attention(rope=None, **traits)
-    values = {field.name: getattr(plain, field.name) for field in fields(plain)}
-    return AlibiConfig(**values, slopes=alibi_slopes(plain.num_heads, most))
 
 
 def _decoder(config: ModelFile, layer: LayerConfig, **settings: Any) -> DecoderConfig:

@@ -2,7 +2,7 @@
 side, each behind a norm of its own, and a quarter of each head rotated. Persimmon
 (https://www.adept.ai/blog/persimmon-8b) has them one after the other, with squared relu and with LayerNorm of queries
 and keys; StableLM 2 (https://arxiv.org/abs/2402.17834) has gated MLPs; Falcon (https://arxiv.org/abs/2311.16867) has
-few KV heads or one."""
+few KV heads or one, and in its smallest models scores that fall with distance (ALiBi)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from nvcli.models.checkpoint_layout import CheckpointLayout, starts_after
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
-from nvcli.models.mixers.attention import QKNorm
+from nvcli.models.mixers.alibi import ALIBI_POSITIONS, with_alibi
+from nvcli.models.mixers.attention import AttentionConfig, QKNorm
 
 _STARTS = {"embed_in.": "model.embed_tokens.", "layers.": "model.layers.", "final_layer_norm.": "model.norm."}
 RENAMED = (
@@ -72,14 +73,21 @@ _FALCON_STARTS = {"word_embeddings.": "model.embed_tokens.", "h.": "model.layers
 
 def read_falcon(config: ModelFile) -> DecoderConfig:
     """Read attention and MLP side by side, or in old models one after the other. The queries of a KV head, its key and
-    its value lie together."""
-    config.only(alibi=False)
+    its value lie together.
+
+    With ALiBi, the slopes are scaled as the scores are. transformers rounds what it adds to bfloat16, so that distant
+    keys blur; nvcli does not.
+    """
     is_new = config.get("new_decoder_architecture", bool, False)
     bias = config.get("bias", bool, False)
     if not is_new:  # `num_kv_heads` counts in the new architecture alone
         num_kv_heads = 1 if config.get("multi_query", bool, True) else None
         config = config.replacing(num_key_value_heads=num_kv_heads)
-    attention = config.attention(bias=bias, rope=config.rope())
+    if has_alibi := config.get("alibi", bool, False):
+        plain = config.attention(bias=bias, rope=None)
+        attention: AttentionConfig = with_alibi(plain, factor=plain.scale)
+    else:
+        attention = config.attention(bias=bias, rope=config.rope())
     mlp = config.plain_mlp("gelu", bias=bias, default_size=4 * config.positive("hidden_size"))
     layout = CheckpointLayout(
         starts=starts_after("transformer.", _FALCON_STARTS),
@@ -87,7 +95,8 @@ def read_falcon(config: ModelFile) -> DecoderConfig:
         qkv_groups=attention.num_kv_heads,
     )
     layer = LayerConfig(mixer=attention, mlp=mlp, norms=_norms(config, is_new=is_new))
-    return config.decoder(layer, norm=config.layer_norm(), layout=layout)
+    most = ALIBI_POSITIONS if has_alibi else None
+    return config.decoder(layer, norm=config.layer_norm(), layout=layout, max_positions=most)
 
 
 def _norms(config: ModelFile, *, is_new: bool) -> LayerNorms:
@@ -108,8 +117,8 @@ def _norms(config: ModelFile, *, is_new: bool) -> LayerNorms:
 FALCON = Family(
     name="Falcon",
     architectures=("FalconForCausalLM",),
-    features="attention and MLP side by side, LayerNorm with biases, few KV heads",
-    examples=("tiiuae/falcon-7b-instruct", "tiiuae/falcon-40b", "tiiuae/falcon-11B"),
+    features="attention and MLP side by side, LayerNorm with biases, few KV heads; ALiBi in old models",
+    examples=("tiiuae/falcon-7b-instruct", "tiiuae/falcon-40b", "tiiuae/falcon-11B", "tiiuae/falcon-rw-1b"),
     read=read_falcon,
     ties_embeddings=True,
     keys={

@@ -9,7 +9,7 @@ computes the rise in its product.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, islice
 from typing import ClassVar
 
@@ -44,6 +44,13 @@ class AlibiConfig(AttentionConfig):
         heads = self.num_heads // ranks.size + 2 * self.kv_heads_per_rank(ranks.size)
         longer = heads * (self.head_dim + ALIBI_DIM)
         return AttentionConfig.activation_elements(self, hidden_size, ranks, quantization) + longer
+
+
+def with_alibi(plain: AttentionConfig, most: float = 8.0, factor: float = 1.0) -> AlibiConfig:
+    """Return attention whose scores fall with distance. `most`: as in `alibi_slopes`; `factor`: that of all slopes."""
+    values = {field.name: getattr(plain, field.name) for field in fields(plain)}
+    slopes = tuple(factor * slope for slope in alibi_slopes(plain.num_heads, most))
+    return AlibiConfig(**values, slopes=slopes)
 
 
 def alibi_slopes(num_heads: int, most: float = 8.0) -> tuple[float, ...]:
