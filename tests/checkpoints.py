@@ -576,7 +576,7 @@ def architecture_of(family: str) -> str:
     if family in WITH_VISION:
         name = family.partition(" ")[0]
         return name if _is_whole_name(name) else f"{_OTHER_CLASSES.get(name, name)}{_WITH_IMAGES}"
-    if family == "Apertus1p5Text":
+    if family in ("Apertus1p5Text", "AriaText"):
         return f"{family}ForCausalLM"
     return f"{family}LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
 

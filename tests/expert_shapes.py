@@ -359,6 +359,16 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hunyuan v3": ("HYV3", {**_EXPERTS, "num_experts": 6, "num_hidden_layers": 3}),
+    "aria": (
+        "AriaText",
+        {
+            "moe_num_experts": 6,
+            "moe_topk": 3,
+            "intermediate_size": 32,  # as many as the hidden size: shapes do not tell what is transposed
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     "dots 1": (
         "Dots1",
         {

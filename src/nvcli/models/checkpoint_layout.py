@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -89,8 +90,9 @@ class CheckpointLayout:
     """Name prefixes, in the files, of the tensors of a head that drafts tokens. They are read in any case."""
     transposes_linear: bool = False
     """Whether files hold plain weights of linear layers as matrices [in, out] (transformers' Conv1D)."""
-    transposes_experts: bool = False
-    """Whether some files hold unquantised stacks of experts as matrices [in, out], as their shapes tell."""
+    transposes_experts: Literal["none", "some", "all"] = "none"
+    """Whether files hold unquantised stacks of experts as matrices [in, out]: some of them, as their shapes tell, or
+    all."""
     interleaves_experts: bool = False
     """Whether gate and up rows alternate in stacks of experts, and unquantised stacks hold matrices [in, out]."""
     flattens_experts: bool = False
@@ -301,7 +303,8 @@ def _unstack(
 ) -> None:
     """Put each expert's tensors of a stack into `found`."""
     rows = sum(shapes[part][0] for part in experts[0])
-    is_other = layout.interleaves_experts or (layout.transposes_experts and info.shape[1:2] != (rows,))
+    tells_by_shape = layout.transposes_experts == "some" and info.shape[1:2] != (rows,)
+    is_other = layout.interleaves_experts or layout.transposes_experts == "all" or tells_by_shape
     is_plain = info.codes is None and not is_gguf(info.file.name)  # which are [out, in] whatever the family
     is_transposed = is_other and is_plain and len(info.shape) == 3
     num_experts, *shape = info.shape or (0,)

@@ -21,7 +21,7 @@ from nvcli.models.vision.llama4 import read_llama4_vision
 
 _CHUNKED = "chunked_attention"
 _LAYOUT = CheckpointLayout(
-    renamed=((".feed_forward.router.", ".mlp.gate."), (".feed_forward.", ".mlp.")), transposes_experts=True
+    renamed=((".feed_forward.router.", ".mlp.gate."), (".feed_forward.", ".mlp.")), transposes_experts="some"
 )
 
 

@@ -160,7 +160,7 @@ def read_qwen3_vl_moe(config: ModelFile) -> DecoderConfig:
     """Read Qwen3 with a mixture of experts, whose files hold stacks of transposed matrices. The weights of a token's
     experts add up to 1."""
     decoder = read_qwen3_moe(config.replacing(norm_topk_prob=True))
-    return replace(decoder, layout=replace(decoder.layout, transposes_experts=True))
+    return replace(decoder, layout=replace(decoder.layout, transposes_experts="some"))
 
 
 QWEN2_MOE = Family(
