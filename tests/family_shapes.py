@@ -412,6 +412,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             **FOUR_LAYERS,
         },
     ),
+    "cohere compass": (
+        "CohereCompassText",
+        {
+            "sliding_window": 20,
+            "hidden_size": 64,
+            "rope_parameters": {SLIDING: DEFAULT, FULL: None},
+            "attention_bias": True,
+            "logit_scale": 0.3,
+            **FOUR_LAYERS,
+        },
+    ),
     "command r+": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": True, "logit_scale": 0.3}),
     "aya vision": (
         "AyaVision",

@@ -1,6 +1,7 @@
 """Cohere's models, with attention and MLP side by side and LayerNorm without a bias: Command R and Aya; Command R7B and
 Command A (Cohere 2, https://arxiv.org/abs/2504.00698), with full attention without rotary positions in every fourth
-layer; Command A+ has experts. Aya Vision and Command A Vision read images."""
+layer; Command A+ has experts. Compass rotates each kind of layers in a way of its own. Aya Vision and Command A Vision
+read images."""
 
 from __future__ import annotations
 
@@ -54,6 +55,19 @@ def read_moe(config: ModelFile) -> DecoderConfig:
     )
     norm = config.rms_norm() if config.has("rms_norm_eps") else _layer_norm(config)
     return _decoder(config, layers, norm, layout=CheckpointLayout(renamed=(SHARED_EXPERT,)))
+
+
+def read_compass(config: ModelFile) -> DecoderConfig:
+    """Read Compass. `layer_types` says which layers have a window, and `rope_parameters` how each kind rotates; null:
+    not at all."""
+    ropes, bias, layers = config.object("rope_parameters").values, config.bias(), {}
+    for kind in (FULL, SLIDING):
+        rope = config.rope(layer_type=kind) if ropes.get(kind, {}) is not None else None
+        attention = config.attention(rope=rope, bias=bias, window=config.window_of(kind, 4096))
+        layers[kind] = _layer(attention, config.mlp())
+    kinds = config.layer_types() or [FULL] * config.num_layers()
+    config = config.replacing(logit_scale=config.positive_number("logit_scale", 1.0))
+    return _decoder(config, (layers[kind] for kind in kinds), _layer_norm(config))
 
 
 def _experts(config: ModelFile) -> ExpertsConfig:
@@ -152,5 +166,13 @@ COHERE2_MOE = Family(
     features="as Command A, with a mixture of experts",
     examples=("CohereLabs/command-a-plus-05-2026",),
     read=read_moe,
+    ties_embeddings=True,
+)
+COHERE_COMPASS = Family(
+    name="Cohere Compass",
+    architectures=("CohereCompassForCausalLM", "CohereCompassForConditionalGeneration"),
+    features="as Command R7B; a rotation for each kind of layers; its tower is left on disk",
+    examples=("CohereLabs/North-Micro-Vision-Instruct",),
+    read=read_compass,
     ties_embeddings=True,
 )
