@@ -11,7 +11,7 @@ from expert_cases import CLAMPED_SILU
 from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import rotary as rotary_reference
-from nvcli.kernels.activation import clamped_and_mul, gelu_tanh_and_mul, gelu_tanh_times, silu_and_mul
+from nvcli.kernels.activation import activate_and_mul, gelu_tanh_and_mul, gelu_tanh_times, silu_and_mul
 from nvcli.kernels.bounds import clamp_parts, clamp_to_each, soft_cap
 from nvcli.kernels.chosen_keys import split_rows
 from nvcli.kernels.elementwise_settings import PlainActivation
@@ -163,8 +163,9 @@ def test_results_through_gates(num_parts: int | None, scaled: bool, dtype: torch
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = rand(3, 2 * size, dtype=dtype)
     assert_close(activation.silu_and_mul(gate_up.to(DEVICE)), silu_and_mul(gate_up))
-    for clamped in (CLAMPED_SILU, ExpertActivation(kind="clamped_swiglu", limit=0.5)):
-        assert_close(activation.clamped_and_mul(gate_up.to(DEVICE), clamped), clamped_and_mul(gate_up, clamped))
+    kinds = CLAMPED_SILU, ExpertActivation(kind="clamped_swiglu", limit=0.5), ExpertActivation(kind="gelu")
+    for kind in kinds:
+        assert_close(activation.activate_and_mul(gate_up.to(DEVICE), kind), activate_and_mul(gate_up, kind))
 
 
 @pytest.mark.parametrize("size", [1, 1500])

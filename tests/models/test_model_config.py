@@ -209,7 +209,7 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
         ({"layer_types": "full_attention"}, ["`layer_types`", "not a list"]),
         ({"use_sliding_window": True, "sliding_window": 0}, ["`sliding_window`", "0"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["`layer_types`", "sliding_attention"]),
-        ({"hidden_act": "gelu"}, ["`hidden_act`", "gelu", "silu"]),
+        ({"hidden_act": "mish"}, ["`hidden_act`", "mish", "silu"]),
         ({"dtype": "float8_e4m3fn"}, ["`dtype`", "float8_e4m3fn", "bfloat16"]),
         ({"eos_token_id": "</s>"}, ["`eos_token_id`", "</s>"]),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, ["rope_parameters.rope_type", "spiral"]),

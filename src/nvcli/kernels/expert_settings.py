@@ -49,13 +49,13 @@ class ExpertActivation:
     """The function of an expert or a gated MLP on its gate and up projections, or of an expert without a gate on its up
     projection.
 
-    `silu`: silu(gate) × up. `clamped_silu`: the same with silu(gate) at most `limit` and up within ±`limit`.
-    `gelu_tanh`: gelu(gate) × up, with the approximation of gelu by tanh. `clamped_swiglu` (gpt-oss): with the gate at
-    most `limit` and up within ±`limit`, gate × sigmoid(`alpha` × gate) × (up + `offset`). `relu2`, without a gate:
-    relu(up)².
+    `silu`: silu(gate) × up. `clamped_silu`: the same with silu(gate) at most `limit` and up within ±`limit`. `gelu`, of
+    dense MLPs alone, and `gelu_tanh`: gelu(gate) × up, the latter with its approximation by tanh. `clamped_swiglu`
+    (gpt-oss): with the gate at most `limit` and up within ±`limit`, gate × sigmoid(`alpha` × gate) × (up + `offset`).
+    `relu2`, without a gate: relu(up)².
     """
 
-    kind: Literal["silu", "clamped_silu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
+    kind: Literal["silu", "clamped_silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
     alpha: float = 1.0
     limit: float = 0.0
     offset: float = 0.0

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels import w4
-from nvcli.kernels.activation import clamped_and_mul
+from nvcli.kernels.activation import activate_and_mul
 from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix, ExpertScales, ExpertWeights, Routes, W4Scales, matrices
@@ -137,4 +137,4 @@ def activate(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
         return F.silu(gate) * up
     if activation.kind == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
-    return clamped_and_mul(gate_up, activation)
+    return activate_and_mul(gate_up, activation)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
 from nvcli.attention.spec import AttentionCache, AttentionSpec, CacheLayer, CacheSpec
 from nvcli.attention.whole_images import attend_both_ways
-from nvcli.kernels.activation import clamped_and_mul
+from nvcli.kernels.activation import activate_and_mul
 from nvcli.kernels.fp8 import norm_and_quantise
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
@@ -244,9 +244,9 @@ class GatedMLP(FeedForward):
         """Compute activation(gate(x)) × up(x), [T, H] → [T, I], which may be quantised as `scaling` says."""
         if (kind := self.activation.kind) in ("silu", "gelu_tanh"):
             return self.gate_up_proj.gated(x, kind, scaling, adapters)
-        clamped = partial(clamped_and_mul, activation=self.activation)
+        activated = partial(activate_and_mul, activation=self.activation)
         gate_up = self.gate_up_proj(x, adapters)
-        return row_by_row(clamped, gate_up) if self.batch_invariant else clamped(gate_up)
+        return row_by_row(activated, gate_up) if self.batch_invariant else activated(gate_up)
 
 
 class Angles:

@@ -42,6 +42,7 @@ _ACTIVATIONS: dict[str, ExpertActivation] = {
     "gelu_pytorch_tanh": ExpertActivation(kind="gelu_tanh"),
     "gelu_new": ExpertActivation(kind="gelu_tanh"),
 }
+_DENSE_ACTIVATIONS = {**_ACTIVATIONS, "gelu": ExpertActivation(kind="gelu")}
 _PLAIN_ACTIVATIONS: dict[str, PlainActivation] = {
     "relu": "relu",
     "relu2": "relu2",
@@ -164,7 +165,8 @@ class ModelFile(JsonFile):
         size_key: str = "intermediate_size",
     ) -> MLPConfig:
         """Read the gated MLP, whose activation is under `key`."""
-        return MLPConfig(intermediate_size=self.positive(size_key), activation=self.activation(key, default), bias=bias)
+        activation = self.choice(key, _DENSE_ACTIVATIONS, default)
+        return MLPConfig(intermediate_size=self.positive(size_key), activation=activation, bias=bias)
 
     def plain_mlp(self, default: str, *, bias: bool = False, default_size: int | None = None) -> PlainMLPConfig:
         """Read the MLP without a gate, whose activation is `default` if the file has none."""
@@ -173,7 +175,7 @@ class ModelFile(JsonFile):
         return PlainMLPConfig(intermediate_size=size, activation=activation, bias=bias)
 
     def activation(self, key: str = "hidden_act", default: str = "silu") -> ExpertActivation:
-        """Read the activation of gated MLPs."""
+        """Read the activation of experts with gates."""
         return self.choice(key, _ACTIVATIONS, default)
 
     def clamped_swiglu(self) -> ExpertActivation:

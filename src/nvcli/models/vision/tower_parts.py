@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.kernels import plain_activation
-from nvcli.kernels.activation import ACTIVATE_AND_MUL, clamped_and_mul
+from nvcli.kernels.activation import ACTIVATE_AND_MUL, activate_and_mul
 from nvcli.kernels.bounds import clamp_parts, clamp_to_each
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.norm import add_rms_norm, rms_norm
@@ -132,7 +132,7 @@ def activate_and_multiply(gate_up: Tensor, kind: TowerActivation, limit: float =
     """Apply an activation to the first half of each row, and multiply with the second half. `limit`:
     `VisionConfig.limit`"""
     if limit:
-        return clamped_and_mul(gate_up, ExpertActivation(kind="clamped_swiglu", limit=limit))
+        return activate_and_mul(gate_up, ExpertActivation(kind="clamped_swiglu", limit=limit))
     if kind == "silu" or kind == "gelu_tanh":
         return ACTIVATE_AND_MUL[kind](gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -26,6 +26,12 @@ def activate(gate, GELU: tl.constexpr):
 
 
 @triton.jit
+def gelu(x):
+    """GELU by the error function. float32."""
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
 def clamp(x, LIMIT: tl.constexpr):
     """Clamp numbers to ±LIMIT; what is no number stays so."""
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
@@ -38,6 +44,8 @@ def activate_gated(gate, up, ACTIVATION: tl.constexpr):
         LIMIT: tl.constexpr = ACTIVATION.limit
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         return gate * tl.sigmoid(ACTIVATION.alpha * gate) * (clamp(up, LIMIT) + ACTIVATION.offset)
+    if ACTIVATION.kind == "gelu":
+        return gelu(gate) * up
     factor = activate(gate, ACTIVATION.kind == "gelu_tanh")
     if ACTIVATION.kind == "clamped_silu":
         factor = tl.where(factor > ACTIVATION.limit, ACTIVATION.limit, factor)
@@ -82,8 +90,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return _launch(gate_up, None, _SILU)
 
 
-def clamped_and_mul(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
-    """See `nvcli.kernels.activation.clamped_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
+def activate_and_mul(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+    """See `nvcli.kernels.activation.activate_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
     return _launch(gate_up, None, activation)
 
 

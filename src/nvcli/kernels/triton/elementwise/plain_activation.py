@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.triton.elementwise.activation import activate as activate_gate
-from nvcli.kernels.triton.elementwise.activation import softplus
+from nvcli.kernels.triton.elementwise.activation import gelu, softplus
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.kernels.xielu import XIELU
@@ -36,7 +36,7 @@ def _activate_kernel(
     elif KIND == "relu2":
         result = tl.where(x <= 0.0, 0.0, x * x)
     elif KIND == "gelu":
-        result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        result = gelu(x)
     elif KIND == "gelu_tanh":
         result = activate_gate(x, True)
     else:
