@@ -422,7 +422,7 @@ SINCE = {
         ("DeepseekV32", "Glm5Next", "GlmMoeDsa", "GraniteDocling", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"
     ),
     **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "NemotronH_Omni_Reasoning_V3"), "5.23"),
-    **dict.fromkeys(("CohereCompass", "MiniMaxM3VL", "MistralLarge4", "MuseSpark"), "5.23"),
+    **dict.fromkeys(("CohereCompass", "MiniMaxM3VL", "MistralLarge4", "MuseSpark", "Zamba2"), "5.23"),
     **dict.fromkeys(("Apertus1p5", "LaraMini"), "5.24"),
 }
 """The first version of transformers, of 5.10, 5.17, 5.23 and 5.24, that computes a family as it was published: 5.17
@@ -676,8 +676,8 @@ def _changed_at(path: Path) -> int:
 def reference_model(path: Path) -> Any:
     """transformers' own model of a checkpoint, in float32; the last one that was written is not read again.
 
-    Its plain attention is asked for: torch's, which is the default, leaves out Gemma 2's soft cap in some versions. Only
-    Falcon's is torch's: the plain one adds ALiBi twice.
+    Its plain attention is asked for: torch's, which is the default, leaves out Gemma 2's soft cap in some versions.
+    Only Falcon's is torch's: its plain one adds ALiBi twice.
     """
     import torch
 

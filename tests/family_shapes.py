@@ -51,6 +51,24 @@ MAMBA = {
     "num_hidden_layers": 4,
 }
 
+ZAMBA2 = {
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "num_hidden_layers": 4,
+    "layers_block_type": ["hybrid", LINEAR, "hybrid", "hybrid"],
+    "num_mem_blocks": 2,
+    "use_shared_attention_adapter": True,
+    "adapter_rank": 4,
+    "use_mem_rope": True,
+    "mamba_expand": 2,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 16,
+    "add_bias_linear": True,
+    "tie_word_embeddings": True,
+    "time_step_min": 1e-9,  # as Nemotron's
+}
+
 JAMBA = {
     "num_hidden_layers": 4,
     "attn_layer_period": 3,
@@ -401,6 +419,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon mamba": ("FalconMamba", {"state_size": 16, "num_hidden_layers": 3, "use_bias": True}),
     "jamba": ("Jamba", JAMBA),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3], "mamba_proj_bias": True}),
+    "zamba 2, shared blocks": ("Zamba2", ZAMBA2),
+    "zamba 2, shared blocks without rope": (
+        "Zamba2",
+        {**ZAMBA2, "use_mem_rope": False, "use_shared_attention_adapter": False, "num_key_value_heads": 2},
+    ),
     "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "cohere 2": (
         "Cohere2",

@@ -198,8 +198,9 @@ def logits_in_steps(driver: ModelDriver, ids: list[int], *lengths: int) -> Tenso
 
 
 def assert_close(found: Tensor, expected: Tensor, *, name: str = "") -> None:
-    # Delta nets of random weights enlarge rounding: with Qwen3-Next the two forms of transformers differ by 4e-4.
-    atol = 3e-3 if name.startswith(("qwen 3-next", "qwen 3.5", "minicpm-")) else 2e-4
+    # Delta nets of random weights enlarge rounding: with Qwen3-Next the two forms of transformers differ by 4e-4. So do
+    # blocks that read embeddings beside the stream: float32 and float64 of transformers' Zamba 2 differ by 2e-4.
+    atol = 3e-3 if name.startswith(("qwen 3-next", "qwen 3.5", "minicpm-", "zamba")) else 2e-4
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
     assert expected.std() > 0.3, "the reference must not be so flat that everything agrees"
 
@@ -257,7 +258,7 @@ def test_logits(name: str, checkpoint_of: Checkpoints) -> None:
         assert "left on disk" in driver.notes[0]
     if name.endswith("-omni"):
         assert "other parts (talker, audio_tower, visual)" in driver.notes[0]
-    if "shared keys" not in name:  # its layers cannot be parted
+    if "shared keys" not in name and "shared blocks" not in name:  # its layers cannot be parted
         assert_close(logits_in_stages(path, PROMPT), expected, name=name)
 
 

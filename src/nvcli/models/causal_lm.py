@@ -34,6 +34,7 @@ from nvcli.models.parallel import (
     TensorShard,
     VocabParallelEmbedding,
 )
+from nvcli.models.shared_block_layer import SharedBlockLayer
 from nvcli.models.stream_layer import StreamEnd, StreamLayer
 from nvcli.models.vision.tower import VisionTower
 from nvcli.models.weights import WeightModule
@@ -67,6 +68,7 @@ class Decoder(nn.Module):
         self.embedding_norm: InputNorm | None = None
         if decoder.embedding_norm is not None and stage.is_first:
             self.embedding_norm = InputNorm(own, EMBEDDING_NORM, decoder.embedding_norm)
+        self.keeps_embeddings = decoder.keeps_embeddings
         inputs = decoder.layer_inputs
         self.inputs = None if inputs is None else LayerInputs(build, inputs, decoder.norm, config.hidden_size)
         numbers, owners = decoder.stage_layers(stage), decoder.kv_owners
@@ -88,7 +90,7 @@ class Decoder(nn.Module):
             make_layer = partial(GatedResidualLayer, decoder.residual_gates)
         self.layers = nn.ModuleDict(
             {
-                str(number): make_layer(
+                str(number): (SharedBlockLayer if layers[number].reads_embeddings else make_layer)(
                     LayerPlan(
                         build=build,
                         path=f"model.layers.{number}",
@@ -153,6 +155,8 @@ class Decoder(nn.Module):
         if self.inputs is not None:
             places = None if images is None else images.rows
             inputs = list(self.inputs(batch.input_ids, embeddings, places).unbind(1))
+        elif self.keeps_embeddings:
+            inputs = [embeddings.clone()] * len(self.layers)
         *layers, (last, last_layer) = self.layers.items()
         deep = () if images is None else images.deep
         for (number, layer), own, added in zip_longest(layers, inputs[:-1], deep[: len(layers)]):

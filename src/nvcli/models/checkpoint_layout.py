@@ -20,7 +20,7 @@ from nvcli.models.gguf.files import is_gguf
 from nvcli.models.gguf.tensors import join_latents
 from nvcli.models.quantisation.join import join_parts, twice
 from nvcli.models.quantisation.quantisation import Quantisation
-from nvcli.models.tensor_info import RowPlaces, TensorInfo, fused_places
+from nvcli.models.tensor_info import LowRankChange, RowPlaces, TensorInfo, fused_places
 from nvcli.models.tensor_spec import EXPERTS, FUSED, TensorSpec
 
 _PART = re.compile(r"^model\.layers\.(\d+)\.(\w+)(?:\.(\d+)(?=\.))?")
@@ -99,6 +99,11 @@ class CheckpointLayout:
     """Whether files hold a projection of all experts as one matrix [experts × intermediate size, hidden]."""
     longer: tuple[str, ...] = ()
     """The decoder's names of tensors that may have more rows in files; those after the decoder's are left out."""
+    shared: tuple[tuple[str, str], ...] = ()
+    """Beginnings of names of tensors that files hold once for several layers: (the decoder's, those in the files)."""
+    products: tuple[tuple[str, str], ...] = ()
+    """Weights to which a product of two matrices is added: (the weight in the decoder, which may fuse several, the
+    beginning of the names of the matrices, the one that reads the input first)."""
     is_headless: bool = False
     """Whether the LM head is left on disk, and the decoder's names may lack `model.` in the files."""
 
@@ -253,6 +258,15 @@ def locate_tensors(
             _unflatten(found, found.pop(name), [name for (name,) in experts], shapes)
         elif experts:
             _unstack(found, found.pop(name), experts, shapes, layout)
+    products = [
+        (name, {factor: found.pop(factor, None) for factor in (f"{beginning}.0.weight", f"{beginning}.1.weight")})
+        for name, beginning in layout.products
+    ]
+    for beginning, stored_beginning in layout.shared:
+        for name in [name for name in found if name.startswith(stored_beginning)]:
+            found.setdefault(beginning + name.removeprefix(stored_beginning), found[name])
+    for name, factors in products:
+        _add_product(found, name, factors, shapes)
     others = {name: info for name, info in left.items() if not layout.reads_part_of(name)}
     return LocatedTensors(
         tensors=found,
@@ -359,6 +373,34 @@ def _split(
             rows=places,
             num_bytes=info.num_bytes * rows // expected,
         )
+
+
+def _add_product(
+    found: dict[str, TensorInfo],
+    name: str,
+    factors: Mapping[str, TensorInfo | None],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Add the product of two matrices (by their names, the one that reads the input first) to weights that `name`
+    fuses, or to the one that it names."""
+    parts = fused_parts(f"{name}.weight") or (f"{name}.weight",)
+    if any(part not in found for part in parts):
+        return  # they are named when the decoder's own tensors are checked
+    down, up = factors.values()
+    if down is None or up is None:
+        missing = next(factor for factor, info in factors.items() if info is None)
+        raise found[parts[0]].error(f"has a product added to it, whose matrix {missing} is missing from the checkpoint")
+    lengths = [shapes[part][0] for part in parts]
+    rank, wanted = down.shape[0], ([down.shape[0], shapes[parts[0]][1]], [sum(lengths), down.shape[0]])
+    for info, shape in zip((down, up), wanted, strict=True):
+        if list(info.shape) != shape:
+            raise info.error(f"has shape {list(info.shape)}, its product of rank {rank} asks for {shape}")
+    up = replace(up, shape=up.shape[::-1], is_transposed=not up.is_transposed)
+    for part, features in zip(parts, fused_places(lengths), strict=True):
+        info = found[part]
+        if info.codes is not None or info.flat is not None or info.form is not None:
+            raise info.error(f"is quantised, and {down.name} changes it, which is not supported; use plain weights")
+        found[part] = replace(info, changes=(LowRankChange(up=up, down=down, scaling=1.0, features=features),))
 
 
 def _part(name: str) -> str:

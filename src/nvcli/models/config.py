@@ -232,11 +232,13 @@ class ModelConfig:
 
     def check_pipeline_parallel(self, size: int) -> None:
         """Raise ConfigError if the model has fewer layers than stages, or its layers cannot be split into stages."""
-        if size > 1 and self.decoder.layer_inputs is not None:
-            raise ConfigError(
-                f"pipeline_parallel_size (--pp) is {size}, and each layer of this model has an input of its own, which "
-                "only the first stage could compute: leave it out, or use --tp"
-            )
+        first_only = None
+        if self.decoder.layer_inputs is not None:
+            first_only = "each layer of this model has an input of its own, which only the first stage could compute"
+        elif self.decoder.keeps_embeddings:
+            first_only = "layers of this model read the embeddings of tokens, which only the first stage has"
+        if size > 1 and first_only is not None:
+            raise ConfigError(f"pipeline_parallel_size (--pp) is {size}, and {first_only}: leave it out, or use --tp")
         if size > 1 and any(layer.mixer.reads_kv_of is not None for layer in self.decoder.layer_kinds):
             raise ConfigError(
                 f"pipeline_parallel_size (--pp) is {size}, and later layers of this model read the keys and values of "

@@ -25,6 +25,8 @@ MOST_STREAMS = 16
 """The most residual streams; more than any model has."""
 TO_GATES, FROM_GATES = "W_down", "W_up"
 """The matrices of a norm's gates."""
+TO_BESIDE, NORM_OF_BESIDE = "to_beside", "beside_layernorm"
+"""The projection and the norm of what `LayerConfig.beside` reads, in layers that read embeddings."""
 GATE_OF_MIXER, GATE_OF_MLP = "post_attention_residual_gate.gate", "post_feedforward_residual_gate.gate"
 """The names of the gates of the residual stream."""
 SCALE_OF_MLP = "post_feedforward_layernorm"
@@ -83,6 +85,9 @@ class LayerConfig:
     """The block that mixes tokens."""
     beside: Mixer | None = None
     """Another mixer, which reads the same normed input; their outputs are added."""
+    reads_embeddings: bool = False
+    """Whether the mixer reads the stream beside the embeddings, and the MLP its result. `beside` then reads the sum of
+    the stream and of a projection of this, and its result alone is added to the stream (`shared_block_layer.py`)."""
     mlp: FeedForward | None
     """The block that computes each token by itself; None: the layer has none."""
     shortcut: FeedForward | None = None
@@ -129,13 +134,19 @@ class LayerConfig:
             tensors = block.tensors(f"{path}.{name}", context)
             is_whole = context.attention_dp and isinstance(block, Mixer)
             yield from (tensor.whole() for tensor in tensors) if is_whole else tensors
+        pairs = replace(context, hidden_size=2 * context.hidden_size)
         for name, factor in self.norms.factors():
-            yield from context.norm_tensors(f"{path}.{name}", factor=factor)
+            is_wide = self.reads_embeddings and name == self.norms.before_attention
+            yield from (pairs if is_wide else context).norm_tensors(f"{path}.{name}", factor=factor)
             if name in self.norms.gated:
                 shape = self.norms.gate_rank, context.hidden_size
                 for kind, sizes in ((TO_GATES, shape), (FROM_GATES, shape[::-1])):
                     weight = matrix(f"{path}.{name}.{kind}", sizes, Sharding.REPLICATED, context.dtype, "norms")
                     yield replace(weight, in_linear_layer=False)
+        if self.reads_embeddings:
+            shape = context.hidden_size, context.hidden_size
+            yield matrix(f"{path}.{TO_BESIDE}", shape, Sharding.REPLICATED, context.dtype, "MLP")
+            yield from context.norm_tensors(f"{path}.{NORM_OF_BESIDE}")
         if self.has_scalar:
             yield vector(f"{path}.layer_scalar", 1, Sharding.REPLICATED, "norms", context.dtype)
 
@@ -237,6 +248,11 @@ class DecoderConfig:
     def stream_kernels(self) -> int:
         """The number of kernels by which several residual streams are read and changed, for each block of a layer."""
         return int(self.streams is not None) if self.altup is None else self.altup.num_kernels
+
+    @property
+    def keeps_embeddings(self) -> bool:
+        """Whether layers read the embeddings of the tokens."""
+        return any(layer.reads_embeddings for layer in self.layer_kinds)
 
     @property
     def has_shortcuts(self) -> bool:

@@ -60,6 +60,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "recurrentgemma": shape_of(
         "recurrentgemma", num_hidden_layers=2, block_types=["recurrent", "attention"], sliding_window=150
     ),
+    "zamba-2": shape_of(
+        "zamba 2, shared blocks",
+        num_hidden_layers=3,
+        layers_block_type=["linear_attention", "hybrid", "hybrid"],
+        num_mem_blocks=1,
+        seed=16,
+    ),
     "mamba-2": shape_of("mamba 2", num_hidden_layers=2, seed=10),
     "minimax-text-01": shape_of(
         "minimax text 01", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], seed=11

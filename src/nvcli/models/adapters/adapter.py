@@ -84,7 +84,7 @@ class Adapter:
             found.pop(TIED_HEAD, None)  # if tied, a copy of what is replaced
         found |= self.replaced  # also a classifier's head, which a generative model has not
         found |= {
-            name: msgspec.structs.replace(found[name], changes=changes)
+            name: msgspec.structs.replace(found[name], changes=(*found[name].changes, *changes))
             for name, changes in self.changes.items()
             if name in found
         }

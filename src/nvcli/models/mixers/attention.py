@@ -108,6 +108,8 @@ class AttentionConfig(ChoosingMixer):
     reads_kv_of: int | None = None
     """The number of an earlier layer of the same heads and window, whose keys and values it reads; None: it has its
     own."""
+    input_size: int | None = None
+    """The size of what queries, keys and values are projected from; None: that of the residual stream."""
     qkv_bias: bool = False
     o_bias: bool = False
     query_scaling: QueryScaling | None = None
@@ -245,7 +247,9 @@ class AttentionConfig(ChoosingMixer):
         gate = self.gate
         rows = {"q_proj": query_size, "k_proj": kv_size, "v_proj": value_size}
         names = ("q_proj",) if self.shares_kv else ("q_proj", "k_proj") if self.keys_are_values else tuple(rows)
-        fused = FUSED["qkv_proj"]
+        fused, reading = FUSED["qkv_proj"], context
+        if self.input_size is not None:
+            reading = replace(context, hidden_size=self.input_size)
         if gate is not None and gate.is_in_queries:
             rows["q_proj"] *= 2
         elif gate is not None and not gate.is_of_heads:
@@ -253,11 +257,11 @@ class AttentionConfig(ChoosingMixer):
         for name in names:
             max_shards = None if name == "q_proj" else self.num_kv_heads
             row_order = None if name == "v_proj" else order
-            weights = context.input_projection(f"{path}.{name}", rows[name], "attention", fused, bias=self.qkv_bias)
+            weights = reading.input_projection(f"{path}.{name}", rows[name], "attention", fused, bias=self.qkv_bias)
             yield from (replace(one, max_shards=max_shards, row_order=row_order) for one in weights)
         if gate is not None and not gate.is_in_queries:
             size, kept_with = (self.num_heads, ()) if gate.is_of_heads else (result_size, fused)
-            yield from context.input_projection(f"{path}.{GATE}", size, "attention", kept_with)
+            yield from reading.input_projection(f"{path}.{GATE}", size, "attention", kept_with)
             if gate.has_bias:
                 yield vector(f"{path}.{GATE_BIAS}", self.num_heads, Sharding.ROWS, "attention")
         if self.index is not None and self.top_k is not None:
