@@ -478,6 +478,7 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_group": 1,
             "topk_group": 1,
             "indexer_types": ["full", "shared", "full"],
+            "attention_bias": True,  # which the indexers' projections have not
         },
     ),
     "minimax m3 with vision": (

@@ -22,7 +22,7 @@ from nvcli.kernels.invariant_linear import invariant_gated_linear, invariant_lin
 from nvcli.kernels.w4 import w4_gated_linear, w4_linear, w4_linear_for_sum
 from nvcli.kernels.weight_formats import FP8Scaling, W4Format
 from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod, ShardedLinear
-from nvcli.models.weights import WeightSource, empty_fp8_scales, empty_parameter, empty_w4, length
+from nvcli.models.weights import WeightSource, empty_fp8_scales, empty_w4, length
 
 
 class Fp8LinearMethod(PlainLinearMethod):
@@ -98,8 +98,7 @@ class W4LinearMethod(PlainLinearMethod):
         if self.has_order:
             order = torch.empty(len(layer.pieces), columns, dtype=torch.int32)
             layer.column_order = nn.Parameter(order, requires_grad=False)
-        bias = layer.pieces[0].bias
-        layer.bias = None if bias is None else empty_parameter(bias, rows)
+        layer.bias = layer.empty_bias()
 
     def sources(self, layer: ShardedLinear) -> Iterator[WeightSource]:
         weights = 0

@@ -75,6 +75,11 @@ class ShardedLinear(WeightModule):
         self.method.create(self)
         self.takes_adapters = build.has_adapters
 
+    def empty_bias(self) -> nn.Parameter | None:
+        """Return memory for the biases of all pieces, in which those without one have zeros; None: none has one."""
+        bias = next((piece.bias for piece in self.pieces if piece.bias is not None), None)
+        return None if bias is None else empty_parameter(bias, sum(length(piece.rows) for piece in self.pieces))
+
     def input_scaling(self, adapters: AdapterRows | None = None) -> FP8Scaling | None:
         """Return how the preceding operation should quantise the input for rows with these adapters, if it does not
         keep the values, too; None: not at all."""
@@ -146,12 +151,11 @@ class PlainLinearMethod(LinearMethod):
         rows = sum(length(piece.rows) for piece in layer.pieces)
         first = layer.pieces[0]
         layer.weight = empty_parameter(first.weight, rows, length(first.columns))
-        layer.bias = None if first.bias is None else empty_parameter(first.bias, rows)
+        layer.bias = layer.empty_bias()
 
     def sources(self, layer: ShardedLinear) -> Iterator[WeightSource]:
         yield from stacked_rows("weight", ((piece.weight, (piece.rows, piece.columns)) for piece in layer.pieces))
-        biases = ((piece.bias, (piece.rows,)) for piece in layer.pieces if piece.bias is not None)
-        yield from stacked_rows("bias", biases)
+        yield from stacked_rows("bias", ((piece.bias, (piece.rows,)) for piece in layer.pieces))
 
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "only FP8 layers take quantised rows"

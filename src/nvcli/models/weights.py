@@ -113,14 +113,17 @@ def empty_w4(shape: Sequence[int], kept: W4Format) -> tuple[nn.Parameter, nn.Par
     return nn.Parameter(words, requires_grad=False), nn.Parameter(scales, requires_grad=False)
 
 
-def stacked_rows(parameter: str, parts: Iterable[tuple[TensorSpec, tuple[slice, ...]]]) -> Iterator[WeightSource]:
+def stacked_rows(
+    parameter: str, parts: Iterable[tuple[TensorSpec | None, tuple[slice, ...]]]
+) -> Iterator[WeightSource]:
     """Yield the sources of a parameter that holds parts of tensors one after the other, by rows. `parts`: (tensor,
-    what is read of it)."""
+    what is read of it); without a tensor, as many rows are padding."""
     start = 0
     for tensor, read in parts:
         rows = slice(start, start + length(read[0]))
-        write = rows, *(slice(0, length(part)) for part in read[1:])
-        yield WeightSource(tensor=tensor, read=read, parameter=parameter, write=write)
+        if tensor is not None:
+            write = rows, *(slice(0, length(part)) for part in read[1:])
+            yield WeightSource(tensor=tensor, read=read, parameter=parameter, write=write)
         start = rows.stop
 
 
