@@ -17,6 +17,16 @@ LATENTS: dict[str, Any] = {
     "v_head_dim": 12,
 }
 _LATENT_EXPERTS = {**_EXPERTS, **LATENTS, "n_routed_experts": 8, "num_hidden_layers": 3}
+_SLIDING_LATENTS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "head_dim": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 _CHOICE = {"index_topk": 8, "index_n_heads": 24, "index_head_dim": 24}
 _YARN = {
     "rope_type": "yarn",
@@ -381,6 +391,25 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
             "sliding_window": 20,
             "max_window_layers": 1,
+        },
+    ),
+    "dots 3 note": (
+        "Dots3NoteText",
+        {
+            **_LATENT_EXPERTS,
+            **_CHOICE,
+            "num_hidden_layers": 4,
+            "layer_types": ["indexed_attention", SLIDING, SLIDING, FULL],
+            "per_layer_config": {1: _SLIDING_LATENTS, 2: _SLIDING_LATENTS},
+            "head_dim": 32,
+            "rope_parameters": None,
+            "sliding_window": 20,
+            "n_shared_experts": 2,
+            "shared_experts_intermediate_size": 24,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
         },
     ),
     "solar open": (

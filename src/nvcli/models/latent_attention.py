@@ -25,7 +25,13 @@ from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.routing import router_logits
 from nvcli.models.layers import Angles, Norm, TokenMixer
 from nvcli.models.mixers.attention import GATE
-from nvcli.models.mixers.latent_attention import FROM_LATENTS, POOL_BIAS, IndexerConfig, LatentAttentionConfig
+from nvcli.models.mixers.latent_attention import (
+    FROM_LATENTS,
+    POOL_BIAS,
+    ROTATED_NORM,
+    IndexerConfig,
+    LatentAttentionConfig,
+)
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import (
     BuildContext,
@@ -150,6 +156,7 @@ class LatentAttention(TokenMixer):
         if config.chooser is not None:
             self.indexer = Indexer(build, f"{path}.indexer", config.chooser, cache)
         self.kv_norm = None if config.shares_kv else Norm(build, f"{path}.kv_a_layernorm", norm)
+        self.rotated_norm = Norm(build, f"{path}.{ROTATED_NORM}", norm) if config.norms_rotated else None
         self.from_latents = TensorShard(build, f"{path}.{FROM_LATENTS}.weight")
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
         self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
@@ -191,6 +198,9 @@ class LatentAttention(TokenMixer):
         absorbed = queries.new_empty(num_absorbed, heads.num_heads, config.key_dim)
         plain = queries[:num_absorbed, :, : config.plain_dim]
         self.by_head(plain, weight[:, : config.plain_dim], absorbed[..., : config.latent_dim])
+        if self.rotated_norm is not None:
+            rotated = latents[:, config.latent_dim :]
+            rotated.copy_(rms_norm(rotated.contiguous(), self.rotated_norm.weight, config.norm_eps))
         keys = self._store(queries, latents, cos_sin, absorbed, batch)
         if self.indexer is not None:
             self.indexer.store_pools(batch)  # those that began with copied keys, too

@@ -126,6 +126,8 @@ class IndexerConfig:
             yield from head_scale_tensors(f"{path}.indexer", self.num_heads, replicated)
 
 
+ROTATED_NORM = "k_rope_only_layernorm"
+"""The norm of rotated keys."""
 LATENTS, FROM_LATENTS = "kv_a_proj_with_mqa", "kv_b_proj"
 """The projections to latents and rotated keys, and from latents to keys and values."""
 
@@ -171,6 +173,10 @@ class LatentAttentionConfig(ChoosingMixer):
     vector both normed and as it is."""
     has_sinks: bool = False
     """Whether each head has a learned score that belongs to no key in every softmax."""
+    window: int | None = None
+    """The number of tokens that a token attends to, itself and those right before it; None: all earlier ones."""
+    norms_rotated: bool = False
+    """Whether a token's rotated key is normed before its rotation."""
     indexer: IndexerConfig | None = None
     """The layer's own indexer; None: with `top_k`, the layer reuses the choice of the last layer that has one."""
     reads_kv_of: int | None = None
@@ -264,7 +270,8 @@ class LatentAttentionConfig(ChoosingMixer):
             value_dim=self.latent_dim,
             has_values=False,
             has_sinks=self.has_sinks,
-            projected=sizes,
+            window=self.window,
+            projected=sizes if self.window is None else None,
             top_k=self.top_k,
             index_dim=index_dim,
             index_part=part,
@@ -275,10 +282,10 @@ class LatentAttentionConfig(ChoosingMixer):
         """Return the costs of absorbed queries. Those of prompts could be attended as they are projected, to keys and
         values of each head."""
         num_heads, fewest = self.num_heads // tensor_parallel_size, None
-        if self.top_k is None:
+        if self.top_k is None and self.window is None:
             fewest = num_layers * 2 * num_heads * (self.query_dim + self.value_dim)
         return MixerCosts(
-            window=self.top_k,
+            window=self.window if self.top_k is None else self.top_k,
             kv_bytes_per_token=num_layers * token_bytes(1, self.key_dim, kv_dtype),
             flops_per_pair=num_layers * 2 * num_heads * (self.key_dim + self.latent_dim),
             fewest_prompt_flops_per_pair=fewest,
@@ -296,7 +303,8 @@ class LatentAttentionConfig(ChoosingMixer):
     def num_kernels(self, ranks: Ranks) -> int:
         gates = 0 if self.gate is None else 1 + self.gate.is_of_heads + 2 * self.gate.is_in_queries
         of_choice = 0 if self.chooser is None else self.chooser.num_kernels
-        return (7 if self.query_rank is None else 9) + gates + of_choice + 3 * self.scales_heads
+        others = 3 * self.scales_heads + 2 * self.norms_rotated
+        return (7 if self.query_rank is None else 9) + gates + of_choice + others
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         heads = self.num_heads // ranks.size
@@ -355,6 +363,8 @@ class LatentAttentionConfig(ChoosingMixer):
             yield from with_bias(latents, bias=self.bias)
             factor = self.latent_factor
             yield context.norm_weight(f"{path}.kv_a_layernorm", self.latent_dim, "attention", factor=factor)
+            if self.norms_rotated:
+                yield context.norm_weight(f"{path}.{ROTATED_NORM}", self.rope_dim, "attention")
         shape = heads * (self.plain_dim + self.value_dim), self.latent_dim
         weight = matrix(f"{path}.{FROM_LATENTS}", shape, Sharding.ROWS, dtype, "attention")
         yield replace(weight, in_linear_layer=False)
