@@ -34,6 +34,7 @@ from nvcli.models.parallel import (
     TensorShard,
     VocabParallelEmbedding,
 )
+from nvcli.models.prediction import Prediction
 from nvcli.models.shared_block_layer import SharedBlockLayer
 from nvcli.models.stream_layer import StreamEnd, StreamLayer
 from nvcli.models.vision.tower import VisionTower
@@ -210,6 +211,10 @@ class CausalLM(nn.Module):
             self.vision = VisionTower(build, config.vision)
         self.batch_invariant = build.batch_invariant
         self.lm_head: ParallelLMHead | None = None
+        self.prediction: Prediction | None = None
+        """The prediction head before the LM head; None: there is none."""
+        if build.stage.is_last and config.decoder.prediction_head is not None:
+            self.prediction = Prediction(build, config.decoder.prediction_head, config.decoder.norm)
         if build.stage.is_last:
             name = EMBEDDING if config.tie_word_embeddings else HEAD
             tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
@@ -278,7 +283,7 @@ class CausalLM(nn.Module):
         All ranks have the same M: tokens from vocab_size on are padding.
         """
         assert self.lm_head is not None
-        logits: Tensor = self.lm_head(hidden)
+        logits: Tensor = self.lm_head(hidden if self.prediction is None else self.prediction(hidden))
         cap = self.config.decoder.logit_soft_cap
         if cap is None:
             return logits

@@ -17,6 +17,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import (
     GATE_OF_MIXER,
     GATE_OF_MLP,
+    PREDICTION,
     SCALE_OF_MLP,
     STREAMS_AT_END,
     STREAMS_OF_MIXER,
@@ -25,7 +26,7 @@ from nvcli.models.layer_config import (
 )
 from nvcli.models.mixers.mixer import LayerContext
 from nvcli.models.rope_config import LEARNED_FREQUENCIES
-from nvcli.models.tensor_spec import EXPERTS, Part, Sharding, StoredDtype, TensorSpec, matrix, vector
+from nvcli.models.tensor_spec import EXPERTS, Part, Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -160,6 +161,10 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
             yield matrix(HEAD, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "LM head")
         elif not stage.is_first:
             yield replace(embedding, part="LM head")
+        if (prediction := decoder.prediction_head) is not None:
+            dense = matrix(f"{PREDICTION}.dense", (hidden, hidden), Sharding.REPLICATED, dtype, "LM head")
+            yield from with_bias(dense, bias=prediction.has_bias)
+            yield from context.norm_tensors(f"{PREDICTION}.norm")
         if decoder.has_head_bias:
             yield vector(HEAD_BIAS, config.vocab_size, Sharding.VOCAB, "LM head", dtype)
         if config.classifier is not None:

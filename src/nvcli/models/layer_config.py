@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.expert_settings import Routing
 from nvcli.kernels.residual_gate_settings import ResidualGates
 from nvcli.kernels.stream_settings import StreamSettings
@@ -25,6 +26,8 @@ MOST_STREAMS = 16
 """The most residual streams; more than any model has."""
 TO_GATES, FROM_GATES = "W_down", "W_up"
 """The matrices of a norm's gates."""
+PREDICTION = "lm_head.prediction"
+"""The beginning of the names of a prediction head's tensors."""
 TO_BESIDE, NORM_OF_BESIDE = "to_beside", "beside_layernorm"
 """The projection and the norm of what `LayerConfig.beside` reads, in layers that read embeddings."""
 GATE_OF_MIXER, GATE_OF_MLP = "post_attention_residual_gate.gate", "post_feedforward_residual_gate.gate"
@@ -174,6 +177,15 @@ class LearnedPositions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionHead:
+    """A projection of the last hidden states to the same size, an activation and a norm like the decoder's, before the
+    LM head (`prediction.py`)."""
+
+    activation: PlainActivation
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """All layers of a decoder, and what comes before and after them."""
 
@@ -195,6 +207,8 @@ class DecoderConfig:
     embedding_norm: NormConfig | None = None
     """The norm of embeddings before the first layer; None: there is none."""
     logit_scale: float = 1.0
+    prediction_head: PredictionHead | None = None
+    """None: the LM head reads the last hidden states."""
     has_head_bias: bool = False
     """Whether the LM head has a bias."""
     logit_soft_cap: float | None = None

@@ -170,9 +170,13 @@ class ModelFile(JsonFile):
 
     def plain_mlp(self, default: str, *, bias: bool = False, default_size: int | None = None) -> PlainMLPConfig:
         """Read the MLP without a gate, whose activation is `default` if the file has none."""
-        activation = self.choice("hidden_act", _PLAIN_ACTIVATIONS, default)
+        activation = self.plain_activation(default)
         size = self.positive("intermediate_size", default_size)
         return PlainMLPConfig(intermediate_size=size, activation=activation, bias=bias)
+
+    def plain_activation(self, default: str, key: str = "hidden_act") -> PlainActivation:
+        """Read an activation without a gate."""
+        return self.choice(key, _PLAIN_ACTIVATIONS, default)
 
     def activation(self, key: str = "hidden_act", default: str = "silu") -> ExpertActivation:
         """Read the activation of experts with gates."""

@@ -1,0 +1,33 @@
+"""Prediction: the prediction head of some decoders, between their last hidden states and the LM head."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from nvcli.kernels.invariant_linear import row_by_row
+from nvcli.kernels.norm import rms_norm
+from nvcli.kernels.plain_activation import activate
+from nvcli.models.layer_config import PREDICTION, PredictionHead
+from nvcli.models.layers import Norm
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.parallel import BuildContext, TensorShards
+
+
+class Prediction(TensorShards):
+    """norm(activation(dense(x))), which every rank holds whole: [N, H] → [N, H]."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, build: BuildContext, config: PredictionHead, norm: NormConfig) -> None:
+        super().__init__(build, {kind: f"{PREDICTION}.dense.{kind}" for kind in ("weight", "bias")})
+        self.product, self.batch_invariant = build.product, build.batch_invariant
+        self.activate = partial(activate, activation=config.activation)
+        self.norm = Norm(build, f"{PREDICTION}.norm", norm)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = self.product(hidden, self.weight, self.bias)
+        x = row_by_row(self.activate, x) if self.batch_invariant else self.activate(x)
+        norm = self.norm
+        return rms_norm(x, norm.weight, norm.eps, is_centered=norm.is_centered, bias=norm.bias)
