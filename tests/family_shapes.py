@@ -424,6 +424,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Zamba2",
         {**ZAMBA2, "use_mem_rope": False, "use_shared_attention_adapter": False, "num_key_value_heads": 2},
     ),
+    "bitnet": ("BitNet", {"hidden_size": 64, "attention_bias": True}),
     "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "cohere 2": (
         "Cohere2",

@@ -163,8 +163,8 @@ def test_results_through_gates(num_parts: int | None, scaled: bool, dtype: torch
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = rand(3, 2 * size, dtype=dtype)
     assert_close(activation.silu_and_mul(gate_up.to(DEVICE)), silu_and_mul(gate_up))
-    kinds = CLAMPED_SILU, ExpertActivation(kind="clamped_swiglu", limit=0.5), ExpertActivation(kind="gelu")
-    for kind in kinds:
+    plain = ExpertActivation(kind="gelu"), ExpertActivation(kind="gated_relu2")
+    for kind in (CLAMPED_SILU, ExpertActivation(kind="clamped_swiglu", limit=0.5), *plain):
         assert_close(activation.activate_and_mul(gate_up.to(DEVICE), kind), activate_and_mul(gate_up, kind))
 
 

@@ -3,6 +3,7 @@ too; what cannot be read is refused by name."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any, Literal
 import pytest
 import torch
 from rank_weights import load_model, load_parameters
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batches import RequestState
-from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_model
+from checkpoints import edit_json, edit_weights, reference_logits, reference_model, write_tiny_model
 from family_shapes import SHAPES
 from model_driver import ModelDriver
-from nvcli.errors import LoadError
+from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import load_model_config
 from nvcli.worker.distributed.stage import WHOLE, Stage
 from quantised_checkpoints import FORMATS, compressed, unstack_experts, write_quantised
@@ -359,3 +361,40 @@ def test_what_cannot_be_read_is_refused(case: str, original: Path, tmp_path: Pat
     with pytest.raises(LoadError) as caught:
         load_parameters(path)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_bitnet_rounds_what_its_layers_read(mode: str, tmp_path: Path) -> None:
+    """Weights are packed, or plain ones that become ternary; transformers' model has them as they then are."""
+    path, ids = write_tiny_model(tmp_path / "model", "BitNet", hidden_size=64), list(range(2, 60))
+    model = copy.deepcopy(reference_model(path))
+    stored = load_file(path / "model.safetensors")
+    for name, module in model.model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            weight, scale = module.weight.data, module.weight.data.abs().mean()
+            ternary = (weight / scale).round().clamp(-1, 1)
+            module.weight.data = ternary * scale
+            module.register_forward_pre_hook(lambda _, inputs: _rounded(inputs[0]))
+            if mode == "offline":
+                quarters = (ternary + 1).to(torch.uint8).chunk(4)
+                packed = sum(quarter << 2 * number for number, quarter in enumerate(quarters))
+                stored |= {f"model.{name}.weight": packed, f"model.{name}.weight_scale": scale.view(1)}
+    save_file(stored, path / "model.safetensors")
+    edit_json(
+        path / "config.json",
+        quantization_config={"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": mode},
+    )
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0]
+    (found,) = ModelDriver(path, max_positions=len(ids)).step((RequestState(), ids))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    config = load_model_config(path)
+    with pytest.raises(ConfigError, match="round rows to 8 bits"):
+        config.check_tensor_parallel(2)
+    with pytest.raises(ConfigError, match="use quantization: none"):
+        config.with_quantization("fp8")
+
+
+def _rounded(x: Tensor) -> Tensor:
+    scale = 127 / x.abs().amax(-1, keepdim=True)
+    return (x * scale).round() / scale

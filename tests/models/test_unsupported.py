@@ -61,7 +61,6 @@ NONE = "its config.json fits no supported family"
         ("T5ForConditionalGeneration", {"d_model": 64, "is_encoder_decoder": True}, "it is an encoder with a decoder"),
         ("OtherForSequenceClassification", LLAMA, "it is a classifier, and nvcli serves decoders that generate text"),
         ("Qwen2ForProcessRewardModel", LLAMA, "its head is that of its own code; `nvcli classify` runs"),
-        ("BitNetForCausalLM", {**LLAMA, "hidden_act": "relu2"}, "its weights have three values"),
         ("BailingMoeV2ForCausalLM", {**LLAMA, **EXPERTS}, "no model of it"),
     ],
 )

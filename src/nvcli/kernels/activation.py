@@ -28,10 +28,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 @with_kernel("elementwise.activation")
 def activate_and_mul(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
-    """Compute an activation that clamps, or GELU itself (GEGLU). [T, 2 I] → [T, I]."""
+    """Compute an activation that clamps, GELU itself (GEGLU) or squared relu. [T, 2 I] → [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if activation.kind == "gelu":
         return F.gelu(gate).mul_(up)
+    if activation.kind == "gated_relu2":
+        return F.relu(gate).square_().mul_(up)
     up = up.clamp(-activation.limit, activation.limit)
     if activation.kind == "clamped_silu":
         return F.silu(gate).clamp_(max=activation.limit).mul_(up)

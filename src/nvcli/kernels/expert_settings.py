@@ -52,10 +52,10 @@ class ExpertActivation:
     `silu`: silu(gate) × up. `clamped_silu`: the same with silu(gate) at most `limit` and up within ±`limit`. `gelu`, of
     dense MLPs alone, and `gelu_tanh`: gelu(gate) × up, the latter with its approximation by tanh. `clamped_swiglu`
     (gpt-oss): with the gate at most `limit` and up within ±`limit`, gate × sigmoid(`alpha` × gate) × (up + `offset`).
-    `relu2`, without a gate: relu(up)².
+    `gated_relu2`, of dense MLPs alone: relu(gate)² × up. `relu2`, without a gate: relu(up)².
     """
 
-    kind: Literal["silu", "clamped_silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
+    kind: Literal["silu", "clamped_silu", "gelu", "gelu_tanh", "clamped_swiglu", "gated_relu2", "relu2"] = "silu"
     alpha: float = 1.0
     limit: float = 0.0
     offset: float = 0.0

@@ -20,7 +20,7 @@ from nvcli.models.gguf.files import is_gguf
 from nvcli.models.gguf.tensors import join_latents
 from nvcli.models.quantisation.join import join_parts, twice
 from nvcli.models.quantisation.quantisation import Quantisation
-from nvcli.models.tensor_info import LowRankChange, RowPlaces, TensorInfo, fused_places
+from nvcli.models.tensor_info import LowRankChange, RowPlaces, TensorInfo, TernaryChange, fused_places
 from nvcli.models.tensor_spec import EXPERTS, FUSED, TensorSpec
 
 _PART = re.compile(r"^model\.layers\.(\d+)\.(\w+)(?:\.(\d+)(?=\.))?")
@@ -226,6 +226,7 @@ def locate_tensors(
     """
     found: dict[str, TensorInfo] = {}
     left: dict[str, TensorInfo] = {}
+    wanted = tuple(wanted)
     for name, info in stored.items():
         decoder_name = layout.decoder_name(name)
         if decoder_name is None:
@@ -267,6 +268,9 @@ def locate_tensors(
             found.setdefault(beginning + name.removeprefix(stored_beginning), found[name])
     for name, factors in products:
         _add_product(found, name, factors, shapes)
+    if quantisation is not None and quantisation.makes_ternary:
+        for name in {tensor.name for tensor in wanted if tensor.kept_with and len(tensor.shape) == 2} & found.keys():
+            found[name] = replace(found[name], changes=(TernaryChange(),))
     others = {name: info for name, info in left.items() if not layout.reads_part_of(name)}
     return LocatedTensors(
         tensors=found,

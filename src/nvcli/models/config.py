@@ -157,11 +157,21 @@ class ModelConfig:
         size = self.attention_ranks(size) if isinstance(block, Mixer) else size
         return Ranks(size=size, expert_parallel=self.expert_parallel)
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether linear layers round each row of their input to 8 bits."""
+        return self.quantisation is not None and self.quantisation.rounds_inputs
+
     def with_quantization(self, quantization: KeptWeights) -> ModelConfig:
         """Return the model with its weights kept in `quantization`. Raises ConfigError if the checkpoint lists its
         unquantised layers by patterns that cannot be used, or lacks the 4-bit weights that ranks are to keep."""
         if quantization != "none" and self.quantisation is not None:
             name_patterns(self.quantisation.left_alone)
+        if quantization != "none" and self.rounds_inputs:
+            raise ConfigError(
+                f"`quantization` is {quantization}, and the layers of this checkpoint round their input to 8 bits, for "
+                "which their weights are kept as they are: use quantization: none"
+            )
         if quantization in FOUR_BITS:
             stored_groups(self.quantisation, quantization, has_experts=self.has_experts)
         return replace(self, quantization=quantization)
@@ -268,6 +278,8 @@ class ModelConfig:
         problems = [block.batch_dependence for block in blocks if block.batch_dependence is not None]
         if self.decoder.num_streams > 1:
             problems.append("residual streams whose shares may round otherwise where there are other numbers of rows")
+        if self.rounds_inputs:
+            problems.append("layers that round their input to 8 bits")
         if self.quantization != "none":
             problems.append(
                 f"weights kept in {self.quantization}, whose products depend on the batch (`quantization`: none keeps "
@@ -286,6 +298,8 @@ class ModelConfig:
     def _problems_of_cut(self, size: int) -> list[str]:
         """Return the reasons why the model cannot be sharded over `size` ranks; empty if it can."""
         problems: list[str] = []
+        if size > 1 and self.rounds_inputs:
+            problems.append("its layers round rows to 8 bits by their largest number, of which ranks have parts")
         for layer in self.decoder.layer_kinds:
             shared = [(block, self.ranks(size, block)) for block in layer.blocks]
             for block, ranks in shared:

@@ -37,9 +37,9 @@ from nvcli.kernels.rotary import norm_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.grouped_output import GroupedOutput
 from nvcli.models.layer_config import FROM_GATES, TO_GATES
-from nvcli.models.mixers.attention import GATE, GATE_BIAS, AttentionConfig
+from nvcli.models.mixers.attention import GATE, GATE_BIAS, ROW_NORM, AttentionConfig
 from nvcli.models.mixers.mixer import NormConfig, Rotation
-from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.mixers.mlp import HIDDEN_NORM, MLPConfig
 from nvcli.models.parallel import (
     BuildContext,
     ColumnParallelLinear,
@@ -75,6 +75,22 @@ class Norm(TensorShards, DerivedModule):
         if "weight" in self._buffers:
             ones = torch.ones(self.weight.shape, dtype=self.weight.dtype, device=device)
             self.register_buffer("weight", ones, persistent=False)
+
+
+class RowNorm(TensorShards):
+    """RMSNorm over features that ranks share: [T, this rank's features] → the same shape."""
+
+    def __init__(self, build: BuildContext, path: str, config: NormConfig, size: int) -> None:
+        """`size`: the features of all ranks."""
+        super().__init__(build, {"weight": f"{path}.weight"})
+        self.eps, self.size = config.eps, size
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return rms_norm(x, self.weight, self.eps)
+        values = x.float()
+        squares = self.group.sum_of_squares(values.square().sum(-1, keepdim=True))
+        return (values * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype)
 
 
 class InputNorm(Norm):
@@ -232,6 +248,8 @@ class GatedMLP(FeedForward):
         self.batch_invariant = build.batch_invariant
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
+        size = config.intermediate_size
+        self.norm = RowNorm(build, f"{path}.{HIDDEN_NORM}", norm, size) if config.norms_hidden else None
 
     def forward(
         self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None, ids: Tensor | None = None
@@ -241,7 +259,17 @@ class GatedMLP(FeedForward):
         return delta
 
     def hidden(self, x: Activations, adapters: AdapterRows | None, scaling: FP8Scaling | None = None) -> Activations:
-        """Compute activation(gate(x)) × up(x), [T, H] → [T, I], which may be quantised as `scaling` says."""
+        """Compute activation(gate(x)) × up(x), [T, H] → [T, I], which may be normed, or quantised as `scaling` says."""
+        if self.norm is not None:
+            hidden = self._activated(x, adapters)
+            assert isinstance(hidden, Tensor), "nothing asked for less"
+            normed: Tensor = self.norm(hidden)
+            return normed
+        return self._activated(x, adapters, scaling)
+
+    def _activated(
+        self, x: Activations, adapters: AdapterRows | None, scaling: FP8Scaling | None = None
+    ) -> Activations:
         if (kind := self.activation.kind) in ("silu", "gelu_tanh"):
             return self.gate_up_proj.gated(x, kind, scaling, adapters)
         activated = partial(activate_and_mul, activation=self.activation)
@@ -325,6 +353,8 @@ class Attention(TokenMixer):
         self.o_norm = (
             Norm(build, f"{path}.o_norm", unweighted, size=config.result_dim) if config.norms_results else None
         )
+        size = config.num_heads * config.result_dim
+        self.row_norm = RowNorm(build, f"{path}.{ROW_NORM}", norm, size) if config.norms_row else None
         self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
         self.prepare = QKVPreparation(build, path, config, norm) if QKVPreparation.is_needed(config) else None
         self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
@@ -371,6 +401,8 @@ class Attention(TokenMixer):
         if self.query_scales is not None:
             q = (q * self.query_scales(batch.positions)).to(q.dtype)
         attended = self._attend(q, k, v, batch)
+        if self.row_norm is not None:
+            attended = self.row_norm(attended)
         if gates is None:
             return attended
         assert self.config.gate is not None

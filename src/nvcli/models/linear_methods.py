@@ -19,10 +19,35 @@ from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import fp8_gated_linear, fp8_linear, fp8_linear_for_sum, fp8_weight_linear, quantise
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.invariant_linear import invariant_gated_linear, invariant_linear, row_by_row
+from nvcli.kernels.rounded_inputs import round_rows
 from nvcli.kernels.w4 import w4_gated_linear, w4_linear, w4_linear_for_sum
 from nvcli.kernels.weight_formats import FP8Scaling, W4Format
 from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod, ShardedLinear
 from nvcli.models.weights import WeightSource, empty_fp8_scales, empty_w4, length
+
+
+class RoundingLinearMethod(PlainLinearMethod):
+    """Plain weights, which multiply rows that are rounded to 8 bits first."""
+
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
+        return super().apply(layer, _rounded(x), with_bias=with_bias, out=out)
+
+    def apply_gated(
+        self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None
+    ) -> Activations:
+        if layer.bias is not None:
+            return super().apply_gated(layer, x, activation, scaling)  # which comes to `apply`
+        return super().apply_gated(layer, _rounded(x), activation, scaling)
+
+    def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
+        if layer.bias is not None:
+            return super().apply_for_sum(layer, x, residual)
+        return super().apply_for_sum(layer, _rounded(x), residual)
+
+
+def _rounded(x: Activations) -> Tensor:
+    assert isinstance(x, Tensor), "only FP8 layers take quantised rows"
+    return round_rows(x)
 
 
 class Fp8LinearMethod(PlainLinearMethod):
@@ -160,10 +185,15 @@ class InvariantLinearMethod(PlainLinearMethod):
 
 
 def linear_method(
-    pieces: Sequence[LinearPiece], *, batch_invariant: bool, has_fp8_units: bool, fp8_accumulation: FP8Accumulation
+    pieces: Sequence[LinearPiece],
+    *,
+    rounds_inputs: bool,
+    batch_invariant: bool,
+    has_fp8_units: bool,
+    fp8_accumulation: FP8Accumulation,
 ) -> LinearMethod:
-    """Return the method of a layer. All its pieces are kept in the same way (`geometry.py`); the others are those of
-    `build_model`."""
+    """Return the method of a layer. All its pieces are kept in the same way (`geometry.py`). `rounds_inputs`: rows are
+    rounded to 8 bits first; the others are those of `build_model`."""
     weight = pieces[0].weight
     scaling, groups = weight.scaling, weight.w4
     assert all((piece.weight.scaling, piece.weight.w4) == (scaling, groups) for piece in pieces)
@@ -175,5 +205,5 @@ def linear_method(
         assert kept is not None, "ModelConfig.check_tensor_parallel comes first"
         return W4LinearMethod(kept, has_order=groups.has_order)
     if scaling is None:
-        return PlainLinearMethod()
+        return RoundingLinearMethod() if rounds_inputs else PlainLinearMethod()
     return Fp8LinearMethod(scaling, fp8_accumulation) if has_fp8_units else Fp8WeightLinearMethod(scaling)

@@ -53,6 +53,7 @@ def build_model(
         tensors={tensor.name: tensor for tensor in model_tensors(config, plain_dtype, stage)},
         linear_method=partial(
             linear_method,
+            rounds_inputs=config.rounds_inputs,
             batch_invariant=batch_invariant,
             has_fp8_units=has_fp8_units,
             fp8_accumulation=fp8_accumulation,

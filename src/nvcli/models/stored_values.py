@@ -225,6 +225,10 @@ class OpenFiles:
     ) -> Tensor:
         """Read the numbers of a part as they are stored, unpacked and each at its place: [rows, columns] or [rows]."""
         held, packing = [info.rows.span(part[0]), *part[1:]], info.packing
+        if packing is not None and packing.has_quarters:
+            stored = self._slice(info, (slice(0, info.shape[0] // packing.per_index), held[1])).to(device)
+            rows = torch.cat([stored >> shift & 3 for shift in range(0, 8, packing.bits)])
+            return take_rows(rows[held[0]], info.rows, part[0])
         first = length = 0
         if info.first_column:
             held[1] = slice(held[1].start + info.first_column, held[1].stop + info.first_column)

@@ -33,10 +33,17 @@ class Packing:
     order: tuple[int, ...] | None = None
     """The position of each code of a word among its neighbours, from the lowest bits up; None: in order."""
 
+    has_quarters: bool = False
+    """Whether the four codes of a byte are of rows that are a quarter of all rows apart, and not of neighbours."""
+
     @classmethod
     def in_words(cls, bits: int, dim: Literal[0, 1], order: tuple[int, ...] | None = None) -> Packing:
         """Return the packing into words of 32 bits."""
         return cls(bits=bits, dim=dim, per_index=WORD_BITS // bits, order=order)
+
+
+TERNARY = Packing(bits=2, dim=0, per_index=4, has_quarters=True)
+"""Numbers -1, 0 and 1, stored as 0, 1 and 2 (BitNet)."""
 
 
 class Codes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -200,7 +207,12 @@ class RowsChange:
     """The new rows, [len(rows), hidden]."""
 
 
-WeightChange = LowRankChange | BiasChange | RowsChange
+@dataclass(frozen=True, slots=True)
+class TernaryChange:
+    """A change of a weight to -1, 0 and 1 times the mean of its magnitudes (BitNet)."""
+
+
+WeightChange = TernaryChange | LowRankChange | BiasChange | RowsChange
 
 
 class FileRange(NamedTuple):

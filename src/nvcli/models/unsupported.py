@@ -63,7 +63,6 @@ _LACKING = {
     "BailingMoeLinearV2ForCausalLM": _NO_REFERENCE,
     "BailingMoeV2ForCausalLM": _NO_REFERENCE,
     "BailingMoeV2_5ForCausalLM": _NO_REFERENCE,
-    "BitNetForCausalLM": "its weights have three values, and its activations 8 bits, which nvcli does not compute",
     "DiffLlamaForCausalLM": "its attention subtracts one softmax from another, which nvcli does not compute",
     "DiffusionGemmaForBlockDiffusion": "it writes blocks of text by diffusion, and nvcli one token after another",
     "DogeForCausalLM": "its scores depend on a number that each value gives, which nvcli does not compute",

@@ -10,8 +10,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nvcli.models.stored_values import OpenFiles, reading, take_rows
-from nvcli.models.tensor_info import BiasChange, LowRankChange, RowPlaces, RowsChange, TensorInfo
+from nvcli.models.tensor_info import BiasChange, LowRankChange, RowPlaces, RowsChange, TensorInfo, TernaryChange
 
+_LEAST_MEAN = 1e-5
+"""The least mean magnitude of a weight that becomes ternary."""
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -27,7 +29,9 @@ def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
     read = (rows, slice(0, info.shape[1])) if needs_rows else tuple(part)
     values = files.read(replace(info, changes=()), read, device).to(device).float()
     for change in info.changes:
-        if isinstance(change, RowsChange):
+        if isinstance(change, TernaryChange):
+            values = _make_ternary(files, values, info)
+        elif isinstance(change, RowsChange):
             values = _replace_rows(files, values, change, read)
         elif isinstance(change, BiasChange):
             added = read_features(files, change.values, change.features, rows, device).float()
@@ -35,6 +39,14 @@ def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
         else:
             values = _add_product(files, values, change, read)
     return values[:, part[1]] if needs_rows else values
+
+
+def _make_ternary(files: OpenFiles, values: Tensor, info: TensorInfo) -> Tensor:
+    """Round values to multiples of the mean magnitude of the whole weight, at most one."""
+    whole = [slice(0, length) for length in info.shape]
+    weight = files.read(replace(info, changes=()), whole, values.device).to(values.device).float()
+    scale = weight.abs().mean().clamp_(min=_LEAST_MEAN)
+    return (values / scale).round_().clamp_(-1, 1) * scale
 
 
 def _add_product(files: OpenFiles, values: Tensor, change: LowRankChange, part: Sequence[slice]) -> Tensor:

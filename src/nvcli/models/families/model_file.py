@@ -42,7 +42,11 @@ _ACTIVATIONS: dict[str, ExpertActivation] = {
     "gelu_pytorch_tanh": ExpertActivation(kind="gelu_tanh"),
     "gelu_new": ExpertActivation(kind="gelu_tanh"),
 }
-_DENSE_ACTIVATIONS = {**_ACTIVATIONS, "gelu": ExpertActivation(kind="gelu")}
+_DENSE_ACTIVATIONS = {
+    **_ACTIVATIONS,
+    "gelu": ExpertActivation(kind="gelu"),
+    "relu2": ExpertActivation(kind="gated_relu2"),
+}
 _PLAIN_ACTIVATIONS: dict[str, PlainActivation] = {
     "relu": "relu",
     "relu2": "relu2",
@@ -163,10 +167,12 @@ class ModelFile(JsonFile):
         default: str = "silu",
         bias: bool = False,
         size_key: str = "intermediate_size",
+        norms_hidden: bool = False,
     ) -> MLPConfig:
         """Read the gated MLP, whose activation is under `key`."""
         activation = self.choice(key, _DENSE_ACTIVATIONS, default)
-        return MLPConfig(intermediate_size=self.positive(size_key), activation=activation, bias=bias)
+        size = self.positive(size_key)
+        return MLPConfig(intermediate_size=size, activation=activation, bias=bias, norms_hidden=norms_hidden)
 
     def plain_mlp(self, default: str, *, bias: bool = False, default_size: int | None = None) -> PlainMLPConfig:
         """Read the MLP without a gate, whose activation is `default` if the file has none."""

@@ -29,6 +29,8 @@ GATE = "g_proj"
 """The name of the projection of gates."""
 GATE_BIAS = "gate_bias"
 """The name of the numbers of single heads that are added to gates."""
+ROW_NORM = "attn_sub_norm"
+"""The name of the norm of the results of all heads."""
 HEAD_SCALES = "softmax_scaling"
 """The name of the numbers by which queries are scaled head by head."""
 QKNorm = Literal["head", "layer", "own", "row"]
@@ -103,6 +105,8 @@ class AttentionConfig(ChoosingMixer):
     """Whether each head of the values is normed, without a weight."""
     norms_results: bool = False
     """Whether each head of the result is normed, without a weight, before gates of each number multiply it."""
+    norms_row: bool = False
+    """Whether the results of all heads of a token are normed together before the output projection."""
     keys_are_values: bool = False
     """Whether values use the projection of the keys."""
     reads_kv_of: int | None = None
@@ -154,9 +158,11 @@ class AttentionConfig(ChoosingMixer):
     def batch_dependence(self) -> str | None:
         if self.top_k is not None:
             return choice_dependence(self.top_k)
-        if self.qk_norm in (None, "head") and not self.norms_values:
+        if self.qk_norm in (None, "head") and not self.norms_values and not self.norms_row:
             return None
-        return "norms of queries, keys or values that may round otherwise where there are other numbers of rows"
+        return (
+            "norms of queries, keys, values or results that may round otherwise where there are other numbers of rows"
+        )
 
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
         plain = self._plain_spec(tensor_parallel_size, kv_group)
@@ -267,6 +273,8 @@ class AttentionConfig(ChoosingMixer):
         if self.index is not None and self.top_k is not None:
             yield from self.index.tensors(path, context, order)
         yield from context.output_projection(f"{path}.o_proj", result_size, "attention", bias=self.o_bias)
+        if self.norms_row:
+            yield replace(context.norm_weight(f"{path}.{ROW_NORM}", result_size, "attention"), sharding=Sharding.ROWS)
         if self.has_sinks:  # in float32, as kernels take them
             yield vector(f"{path}.sinks", self.num_heads, Sharding.ROWS, "attention")
         if self.qk_norm == "head" and self.weighs_norms:

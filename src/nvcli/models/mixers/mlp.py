@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nvcli.core.config_types import KeptWeights
@@ -12,6 +12,9 @@ from nvcli.kernels.elementwise_settings import XIELU_NUMBERS, PlainActivation
 from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.mixers.mixer import FeedForward, LayerContext, Piece, Ranks, code_elements
 from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, vector
+
+HIDDEN_NORM = "ffn_sub_norm"
+"""The name of the norm of what the last projection reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +58,21 @@ class MLPConfig(DenseMLP):
     """Measured on an H200 machine, torch 2.11."""
     inputs: ClassVar[tuple[str, ...]] = FUSED["gate_up_proj"]
     activation: ExpertActivation
+    norms_hidden: bool = False
+    """Whether what the last projection reads is normed."""
 
     def num_kernels(self, ranks: Ranks) -> int:
-        return DenseMLP.num_kernels(self, ranks) + self.activation.clamps
+        return DenseMLP.num_kernels(self, ranks) + self.activation.clamps + self.norms_hidden
+
+    @property
+    def batch_dependence(self) -> str | None:
+        return "norms inside of MLPs that may round otherwise in other batches" if self.norms_hidden else None
+
+    def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
+        yield from DenseMLP.tensors(self, path, context)
+        if self.norms_hidden:
+            norm = context.norm_weight(f"{path}.{HIDDEN_NORM}", self.intermediate_size, "MLP")
+            yield replace(norm, sharding=Sharding.ROWS)
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         """Count the elements, beside those of gate and up where a kernel of their own clamps them."""

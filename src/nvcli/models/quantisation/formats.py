@@ -9,6 +9,7 @@ from nvcli.models.json_file import JsonFile
 from nvcli.models.quantisation.auto_round import METHODS as AUTO_ROUND
 from nvcli.models.quantisation.auto_round import read_auto_round
 from nvcli.models.quantisation.awq import read_awq
+from nvcli.models.quantisation.bitnet import read_bitnet
 from nvcli.models.quantisation.bitsandbytes import read_bitsandbytes
 from nvcli.models.quantisation.compressed_tensors import read_compressed
 from nvcli.models.quantisation.fp8 import read_fbgemm, read_fp8
@@ -21,7 +22,7 @@ from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFil
 _KEYS, _MODELOPT = ("quantization_config", "compression_config"), "quantization"
 _OF_EXPERTS = "expert_dtype"
 """The type of experts, which files may have beside the section."""
-_SUPPORTED = "fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq, auto-round or bitsandbytes"
+_SUPPORTED = "fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq, auto-round, bitnet or bitsandbytes"
 _OTHERS = {
     "aqlm": "codebooks of AQLM",
     "exl2": "ExLlamaV2's format",
@@ -39,6 +40,7 @@ _READERS: Mapping[str, Callable[[QuantisationFile], Quantisation]] = {
     **dict.fromkeys(AUTO_ROUND, read_auto_round),
     "compressed-tensors": read_compressed,
     "bitsandbytes": read_bitsandbytes,
+    "bitnet": read_bitnet,
 }
 _OF_FAMILIES = {"mxfp4": read_mxfp4}
 """Formats of families that support no others, but for those of GGUF files."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from nvcli.errors import LoadError
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.quantisation.quantisation import FLOATS, FP4_PAIRS, FlatParts, Quantisation, WeightParts
-from nvcli.models.tensor_info import Codes, FlatCodes, Numbers, Packing, TensorInfo
+from nvcli.models.tensor_info import TERNARY, Codes, FlatCodes, Numbers, Packing, TensorInfo
 
 _WEIGHT = "weight"
 _NUMBERS: dict[str, Numbers] = {"F8_E4M3": "fp8", "U8": "fp4"}
@@ -67,6 +67,8 @@ def twice(info: TensorInfo, other: TensorInfo) -> LoadError:
 def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantisation: Quantisation) -> TensorInfo:
     codes = found.pop(f"{parent}.{parts.codes}")
     numbers: Numbers = "fp4" if parts.packing is FP4_PAIRS else _NUMBERS.get(codes.dtype, "integer")
+    if parts.packing is TERNARY:
+        numbers = "integer"
     if numbers == "integer":
         for part in quantisation.needed:
             if f"{parent}.{part}" not in found:
@@ -95,7 +97,7 @@ def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantis
         zeros = _join_zeros(codes, scales, zeros, parts)
         zero = 0 if parts.packing is None else quantisation.zero_offset
     elif parts.packing is not None and numbers == "integer":
-        zero = 1 << (parts.packing.bits - 1)
+        zero = 1 if parts.packing is TERNARY else 1 << (parts.packing.bits - 1)
     tensors = [one for one in (codes, scales, zeros, groups, factor, columns) if one is not None]
     return replace(
         codes,
@@ -193,7 +195,7 @@ def _join_scales(
     expected = (*outer, ceil_div(rows, block[0]), ceil_div(columns, block[1]))
     if has_groups and len(scales.shape) == 2 and scales.shape[0] == rows and scales.shape[1]:
         return scales, (1, 0)
-    if parts.packing is None and all(length == 1 for length in scales.shape):
+    if parts.packing in (None, TERNARY) and all(length == 1 for length in scales.shape):
         return scales, block if quantisation.weight_block is not None and scales.shape == expected else (rows, columns)
     if (parts.packing is None or expected[-1] == 1) and scales.shape in ((rows,), (rows, 1)):
         return scales, (1, columns)

@@ -142,6 +142,10 @@ class Quantisation:
     """Whether all quantised weights are in NVFP4, with no factors besides its own, so that ranks can keep them."""
     has_fp8_beside: bool = False
     """Whether the layers besides experts in MXFP4 are in FP8; otherwise they are not quantised."""
+    makes_ternary: bool = False
+    """Whether plain weights of the layers become ternary when they are loaded."""
+    rounds_inputs: bool = False
+    """Whether the layers round each row of their input to 8 bits."""
     left_alone: tuple[str, ...] = ()
     """Patterns of the layers that are not quantised (`module_names.py`)."""
     wide: tuple[str, ...] = ()

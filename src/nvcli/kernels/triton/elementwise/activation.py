@@ -46,6 +46,8 @@ def activate_gated(gate, up, ACTIVATION: tl.constexpr):
         return gate * tl.sigmoid(ACTIVATION.alpha * gate) * (clamp(up, LIMIT) + ACTIVATION.offset)
     if ACTIVATION.kind == "gelu":
         return gelu(gate) * up
+    if ACTIVATION.kind == "gated_relu2":
+        return tl.where(gate <= 0.0, 0.0, gate * gate) * up
     factor = activate(gate, ACTIVATION.kind == "gelu_tanh")
     if ACTIVATION.kind == "clamped_silu":
         factor = tl.where(factor > ACTIVATION.limit, ACTIVATION.limit, factor)
