@@ -423,7 +423,7 @@ SINCE = {
     ),
     **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "NemotronH_Omni_Reasoning_V3"), "5.23"),
     **dict.fromkeys(("CohereCompass", "Dots3Note", "MiniMaxM3VL", "MistralLarge4", "MuseSpark", "Zamba2"), "5.23"),
-    **dict.fromkeys(("Apertus1p5", "LaraMini"), "5.24"),
+    **dict.fromkeys(("Apertus1p5", "Dory", "LaraMini"), "5.24"),
 }
 """The first version of transformers, of 5.10, 5.17, 5.23 and 5.24, that computes a family as it was published: 5.17
 leaves MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
@@ -434,6 +434,7 @@ _UNKNOWN_BEFORE = {
         "BailingHybrid",
         "Beam",
         "CohereCompass",
+        "Dory",
         "Dots3Note",
         "DeepseekV32",
         "Flint",

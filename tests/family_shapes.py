@@ -425,6 +425,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**ZAMBA2, "use_mem_rope": False, "use_shared_attention_adapter": False, "num_key_value_heads": 2},
     ),
     "bitnet": ("BitNet", {"hidden_size": 64, "attention_bias": True}),
+    "dory, loops": (
+        "Dory",
+        {
+            "num_hidden_layers": 4,
+            "n_input_layers": 1,
+            "n_output_layers": 1,
+            "n_recurrent_loops": 2,
+            "initializer_range": 0.1,  # about as large as the numbers that it divides
+            "sliding_window": 20,
+            "rope_parameters": None,
+        },
+    ),
     "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "cohere 2": (
         "Cohere2",

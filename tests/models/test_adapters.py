@@ -306,3 +306,12 @@ def test_hostile_adapters_end_with_an_error_or_load(base: Path, tmp_path: Path) 
         except (LoadError, ConfigError):
             ends.append("refused")
     assert {"loads", "refused"} == set(ends)
+
+
+def test_adapters_of_layers_that_run_several_times_are_refused(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank(base, ATTENTION))
+    values = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4}
+    values |= {"n_input_layers": 1, "n_output_layers": 1, "vocab_size": 97, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["DoryForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"`lora` is .*\(DoryForCausalLM\) run several times"):
+        read_adapter(adapter, load_model_config(tmp_path))

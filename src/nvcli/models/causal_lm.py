@@ -22,6 +22,7 @@ from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState, Laye
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.gated_residual_layer import GatedResidualLayer
 from nvcli.models.geometry import EMBEDDING, EMBEDDING_NORM, HEAD, HEAD_BIAS, POSITIONS, SCORE
+from nvcli.models.interpolated_layer import InterpolatedLayer
 from nvcli.models.kv_groups import layer_specs
 from nvcli.models.layer_config import STREAMS_AT_END
 from nvcli.models.layer_inputs import LayerInputs
@@ -87,6 +88,8 @@ class Decoder(nn.Module):
         elif decoder.altup is not None:
             make_layer = partial(AltUpLayer, decoder.altup)
             self.start, self.end = AltUpStart(own, decoder.altup), AltUpEnd(own, decoder.altup)
+        elif decoder.rate_factor is not None:
+            make_layer = InterpolatedLayer
         elif decoder.residual_gates is not None:
             make_layer = partial(GatedResidualLayer, decoder.residual_gates)
         self.layers = nn.ModuleDict(

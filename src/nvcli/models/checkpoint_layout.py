@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -20,7 +20,7 @@ from nvcli.models.gguf.files import is_gguf
 from nvcli.models.gguf.tensors import join_latents
 from nvcli.models.quantisation.join import join_parts, twice
 from nvcli.models.quantisation.quantisation import Quantisation
-from nvcli.models.tensor_info import LowRankChange, RowPlaces, TensorInfo, TernaryChange, fused_places
+from nvcli.models.tensor_info import LowRankChange, RowPlaces, RowsFactor, TensorInfo, TernaryChange, fused_places
 from nvcli.models.tensor_spec import EXPERTS, FUSED, TensorSpec
 
 _PART = re.compile(r"^model\.layers\.(\d+)\.(\w+)(?:\.(\d+)(?=\.))?")
@@ -63,6 +63,16 @@ class TowerNames:
         return None
 
 
+class RowFactors(NamedTuple):
+    """Factors of a weight's rows: a vector from the checkpoint times a number, or the squares of these."""
+
+    weight: str
+    """The decoder's name of the weight."""
+    vector: str
+    scaling: float = 1.0
+    is_squared: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointLayout:
     """Differences between the names in a family's files and the decoder's own."""
@@ -100,10 +110,12 @@ class CheckpointLayout:
     longer: tuple[str, ...] = ()
     """The decoder's names of tensors that may have more rows in files; those after the decoder's are left out."""
     shared: tuple[tuple[str, str], ...] = ()
-    """Beginnings of names of tensors that files hold once for several layers: (the decoder's, those in the files)."""
+    """Beginnings of names of tensors that files hold once for several layers, or under other numbers: (the decoder's,
+    those in the files). All tensors under the latter are listed, those of the layers that have their own names too."""
     products: tuple[tuple[str, str], ...] = ()
     """Weights to which a product of two matrices is added: (the weight in the decoder, which may fuse several, the
     beginning of the names of the matrices, the one that reads the input first)."""
+    row_factors: tuple[RowFactors, ...] = ()
     is_headless: bool = False
     """Whether the LM head is left on disk, and the decoder's names may lack `model.` in the files."""
 
@@ -263,11 +275,11 @@ def locate_tensors(
         (name, {factor: found.pop(factor, None) for factor in (f"{beginning}.0.weight", f"{beginning}.1.weight")})
         for name, beginning in layout.products
     ]
-    for beginning, stored_beginning in layout.shared:
-        for name in [name for name in found if name.startswith(stored_beginning)]:
-            found.setdefault(beginning + name.removeprefix(stored_beginning), found[name])
+    _share(found, layout.shared)
     for name, factors in products:
         _add_product(found, name, factors, shapes)
+    for of_rows in layout.row_factors:
+        _add_row_factors(found, of_rows)
     if quantisation is not None and quantisation.makes_ternary:
         for name in {tensor.name for tensor in wanted if tensor.kept_with and len(tensor.shape) == 2} & found.keys():
             found[name] = replace(found[name], changes=(TernaryChange(),))
@@ -377,6 +389,32 @@ def _split(
             rows=places,
             num_bytes=info.num_bytes * rows // expected,
         )
+
+
+def _share(found: dict[str, TensorInfo], shared: Sequence[tuple[str, str]]) -> None:
+    """Put tensors under the names of all layers that have them (`CheckpointLayout.shared`)."""
+    stored = dict(found)
+    by_beginning = {beginning: [name for name in stored if name.startswith(beginning)] for _, beginning in shared}
+    for names in by_beginning.values():
+        for name in names:
+            found.pop(name, None)
+    for beginning, stored_beginning in shared:
+        for name in by_beginning[stored_beginning]:
+            found[beginning + name.removeprefix(stored_beginning)] = stored[name]
+
+
+def _add_row_factors(found: dict[str, TensorInfo], factors: RowFactors) -> None:
+    """Multiply the rows of a weight by factors. What is missing is named when the decoder's tensors are checked."""
+    info = found.get(factors.weight)
+    if info is None:
+        return
+    vector = found.pop(factors.vector, None)
+    if vector is None:
+        raise info.error(f"has factors of its rows, {factors.vector}, which are missing from the checkpoint")
+    if vector.shape != info.shape[:1]:
+        raise vector.error(f"has shape {list(vector.shape)}, {info.name} asks for {list(info.shape[:1])}")
+    change = RowsFactor(values=vector, scaling=factors.scaling, is_squared=factors.is_squared)
+    found[factors.weight] = replace(info, changes=(*info.changes, change))
 
 
 def _add_product(

@@ -249,6 +249,8 @@ class ModelConfig:
             first_only = "each layer of this model has an input of its own, which only the first stage could compute"
         elif self.decoder.keeps_embeddings:
             first_only = "layers of this model read the embeddings of tokens, which only the first stage has"
+        elif self.decoder.has_loops:
+            first_only = "layers of this model go back to what an earlier one was given, which its stage has"
         if size > 1 and first_only is not None:
             raise ConfigError(f"pipeline_parallel_size (--pp) is {size}, and {first_only}: leave it out, or use --tp")
         if size > 1 and any(layer.mixer.reads_kv_of is not None for layer in self.decoder.layer_kinds):

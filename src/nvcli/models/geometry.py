@@ -18,6 +18,8 @@ from nvcli.models.layer_config import (
     GATE_OF_MIXER,
     GATE_OF_MLP,
     PREDICTION,
+    RATE_OF_MIXER,
+    RATE_OF_MLP,
     SCALE_OF_MLP,
     STREAMS_AT_END,
     STREAMS_OF_MIXER,
@@ -147,6 +149,10 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
                 yield from _share_tensors(f"{path}.{name}", streams, hidden, *sizes, part)
         if altup is not None:
             yield from altup.layer_tensors(path, context)
+        if decoder.rate_factor is not None:
+            for name in (RATE_OF_MIXER, RATE_OF_MLP):
+                rates = vector(f"{path}.{name}", hidden, Sharding.REPLICATED, "norms")
+                yield replace(rates, factor=decoder.rate_factor)
         if decoder.residual_gates is not None:
             for name in (GATE_OF_MIXER, GATE_OF_MLP):
                 yield vector(f"{path}.{name}", hidden, Sharding.REPLICATED, "norms")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.expert_settings import Routing
@@ -28,6 +29,8 @@ TO_GATES, FROM_GATES = "W_down", "W_up"
 """The matrices of a norm's gates."""
 PREDICTION = "lm_head.prediction"
 """The beginning of the names of a prediction head's tensors."""
+RATE_OF_MIXER, RATE_OF_MLP = "lambda_1", "lambda_2"
+"""The names of the rates at which the stream goes towards a block's result."""
 TO_BESIDE, NORM_OF_BESIDE = "to_beside", "beside_layernorm"
 """The projection and the norm of what `LayerConfig.beside` reads, in layers that read embeddings."""
 GATE_OF_MIXER, GATE_OF_MLP = "post_attention_residual_gate.gate", "post_feedforward_residual_gate.gate"
@@ -91,6 +94,9 @@ class LayerConfig:
     reads_embeddings: bool = False
     """Whether the mixer reads the stream beside the embeddings, and the MLP its result. `beside` then reads the sum of
     the stream and of a projection of this, and its result alone is added to the stream (`shared_block_layer.py`)."""
+    loop: Literal["first", "again"] | None = None
+    """Whether a loop of layers begins with it, the first or another one: the normed stream before the first is added to
+    the normed stream here (`interpolated_layer.py`)."""
     mlp: FeedForward | None
     """The block that computes each token by itself; None: the layer has none."""
     shortcut: FeedForward | None = None
@@ -227,6 +233,9 @@ class DecoderConfig:
     residual_gates: ResidualGates | None = None
     """With it results are normed and added to the residual stream through gates (`gated_residual_layer.py`), and the
     layers have no other norms after blocks; None: they are not."""
+    rate_factor: float | None = None
+    """With it the stream goes from what a norm gives towards a block's normed result, at a rate for each number, which
+    is multiplied by this (`interpolated_layer.py`); None: results are added to it."""
     weight_factors: tuple[tuple[str, float], ...] = ()
     """Factors of weights, which are multiplied by them when they are loaded: the last two parts of a projection's name
     in the decoder, and its factor."""
@@ -267,6 +276,11 @@ class DecoderConfig:
     def keeps_embeddings(self) -> bool:
         """Whether layers read the embeddings of the tokens."""
         return any(layer.reads_embeddings for layer in self.layer_kinds)
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether layers go back to the stream before an earlier one."""
+        return any(layer.loop is not None for layer in self.layer_kinds)
 
     @property
     def has_shortcuts(self) -> bool:

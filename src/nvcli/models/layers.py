@@ -37,7 +37,7 @@ from nvcli.kernels.rotary import norm_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.grouped_output import GroupedOutput
 from nvcli.models.layer_config import FROM_GATES, TO_GATES
-from nvcli.models.mixers.attention import GATE, GATE_BIAS, ROW_NORM, AttentionConfig
+from nvcli.models.mixers.attention import CHANNEL_ROOTS, GATE, GATE_BIAS, ROW_NORM, AttentionConfig
 from nvcli.models.mixers.mixer import NormConfig, Rotation
 from nvcli.models.mixers.mlp import HIDDEN_NORM, MLPConfig
 from nvcli.models.parallel import (
@@ -77,20 +77,20 @@ class Norm(TensorShards, DerivedModule):
             self.register_buffer("weight", ones, persistent=False)
 
 
-class RowNorm(TensorShards):
+class RowNorm(Norm):
     """RMSNorm over features that ranks share: [T, this rank's features] → the same shape."""
 
-    def __init__(self, build: BuildContext, path: str, config: NormConfig, size: int) -> None:
-        """`size`: the features of all ranks."""
-        super().__init__(build, {"weight": f"{path}.weight"})
-        self.eps, self.size = config.eps, size
+    def __init__(self, build: BuildContext, path: str, config: NormConfig, num_features: int) -> None:
+        """`num_features`: those of all ranks."""
+        super().__init__(build, path, config, size=num_features // build.group.size)
+        self.num_features = num_features
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
             return rms_norm(x, self.weight, self.eps)
         values = x.float()
         squares = self.group.sum_of_squares(values.square().sum(-1, keepdim=True))
-        return (values * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype)
+        return (values * torch.rsqrt(squares / self.num_features + self.eps) * self.weight).to(x.dtype)
 
 
 class InputNorm(Norm):
@@ -355,6 +355,8 @@ class Attention(TokenMixer):
         )
         size = config.num_heads * config.result_dim
         self.row_norm = RowNorm(build, f"{path}.{ROW_NORM}", norm, size) if config.norms_row else None
+        has_roots = config.channel_factor is not None
+        self.channel_roots = TensorShard(build, f"{path}.{CHANNEL_ROOTS}") if has_roots else None
         self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
         self.prepare = QKVPreparation(build, path, config, norm) if QKVPreparation.is_needed(config) else None
         self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
@@ -400,9 +402,16 @@ class Attention(TokenMixer):
             copy_keys(k_cache, v_cache, scales, batch.key_copies.of_groups[self.spec.kv_group])
         if self.query_scales is not None:
             q = (q * self.query_scales(batch.positions)).to(q.dtype)
-        attended = self._attend(q, k, v, batch)
-        if self.row_norm is not None:
-            attended = self.row_norm(attended)
+        if self.channel_roots is not None:
+            q = (q * self.channel_roots.weight.view(1, *q.shape[1:]).square()).to(q.dtype)
+        attended = self._gated(self._attend(q, k, v, batch), gates)
+        if self.row_norm is None:
+            return attended
+        normed: Tensor = self.row_norm(attended)
+        return normed
+
+    def _gated(self, attended: Tensor, gates: Tensor | None) -> Tensor:
+        """Multiply the result [T, this rank's heads × D] by its gates, if it has any."""
         if gates is None:
             return attended
         assert self.config.gate is not None

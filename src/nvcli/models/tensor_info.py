@@ -212,7 +212,19 @@ class TernaryChange:
     """A change of a weight to -1, 0 and 1 times the mean of its magnitudes (BitNet)."""
 
 
-WeightChange = TernaryChange | LowRankChange | BiasChange | RowsChange
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsFactor:
+    """A change of a weight whose rows are multiplied by factors."""
+
+    values: TensorInfo
+    """[rows]."""
+    scaling: float
+    """A number by which these are multiplied."""
+    is_squared: bool
+    """Whether the rows are multiplied by the squares of the products."""
+
+
+WeightChange = RowsFactor | TernaryChange | LowRankChange | BiasChange | RowsChange
 
 
 class FileRange(NamedTuple):

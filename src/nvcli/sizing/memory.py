@@ -142,6 +142,7 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
         most += code_elements(hidden)
     most += model.decoder.has_shortcuts * hidden  # the result that waits for the next layer
     most += (model.decoder.num_streams - 1) * hidden
+    most += model.decoder.has_loops * 2 * hidden  # the stream before them, and its sum with the stream
     most += model.decoder.keeps_embeddings * 5 * hidden  # they, the stream beside them, and two copies of it
     if model.decoder.altup is not None:  # whose layers keep the streams, and what they guess of them beside these
         most += model.decoder.num_streams * hidden

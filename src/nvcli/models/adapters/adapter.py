@@ -103,8 +103,13 @@ def read_adapter(folder: Path, model: ModelConfig) -> Adapter:
     """Read an adapter for a model.
 
     Raises LoadError, naming the file and the tensor or key, if the adapter is damaged, was made for another model, or
-    needs something that is not supported.
+    needs something that is not supported, and ConfigError if the model's layers run several times.
     """
+    if model.decoder.has_loops:
+        raise ConfigError(
+            f"`lora` is {folder}, and layers of this model ({model.architecture}) run several times, and have factors "
+            "of their rows: adapters of it are not served; leave it out, or merge it with peft"
+        )
     config, stored = read_adapter_config(folder), read_adapter_tensors(folder)
     is_headless = model.decoder.layout.is_headless
     wanted = model_tensors(model if is_headless else replace(model, tie_word_embeddings=False), model.dtype)

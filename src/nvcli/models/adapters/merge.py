@@ -10,7 +10,15 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nvcli.models.stored_values import OpenFiles, reading, take_rows
-from nvcli.models.tensor_info import BiasChange, LowRankChange, RowPlaces, RowsChange, TensorInfo, TernaryChange
+from nvcli.models.tensor_info import (
+    BiasChange,
+    LowRankChange,
+    RowPlaces,
+    RowsChange,
+    RowsFactor,
+    TensorInfo,
+    TernaryChange,
+)
 
 _LEAST_MEAN = 1e-5
 """The least mean magnitude of a weight that becomes ternary."""
@@ -31,6 +39,9 @@ def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
     for change in info.changes:
         if isinstance(change, TernaryChange):
             values = _make_ternary(files, values, info)
+        elif isinstance(change, RowsFactor):
+            factors = read_stored(files, change.values, (rows,), device).float() * change.scaling
+            values = values * (factors.square() if change.is_squared else factors).unsqueeze(1)
         elif isinstance(change, RowsChange):
             values = _replace_rows(files, values, change, read)
         elif isinstance(change, BiasChange):

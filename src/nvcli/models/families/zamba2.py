@@ -80,8 +80,7 @@ def _layout(config: ModelFile, layers: Sequence[int]) -> CheckpointLayout:
 
 def _beginnings(layers: Iterable[int], owners: Iterable[int]) -> Iterable[tuple[str, str]]:
     for layer, owner in zip(layers, owners, strict=True):
-        if layer != owner:
-            yield from ((f"model.layers.{layer}.{part}", f"model.layers.{owner}.{part}") for part in _SHARED)
+        yield from ((f"model.layers.{layer}.{part}", f"model.layers.{owner}.{part}") for part in _SHARED)
 
 
 def _adapters(projection: str) -> str:

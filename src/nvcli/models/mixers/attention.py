@@ -29,6 +29,8 @@ GATE = "g_proj"
 """The name of the projection of gates."""
 GATE_BIAS = "gate_bias"
 """The name of the numbers of single heads that are added to gates."""
+CHANNEL_ROOTS = "sqk"
+"""The name of the numbers by whose squares those of queries are multiplied."""
 ROW_NORM = "attn_sub_norm"
 """The name of the norm of the results of all heads."""
 HEAD_SCALES = "softmax_scaling"
@@ -117,6 +119,8 @@ class AttentionConfig(ChoosingMixer):
     qkv_bias: bool = False
     o_bias: bool = False
     query_scaling: QueryScaling | None = None
+    channel_factor: float | None = None
+    """With it each number of a rotated query is multiplied by the square of a number from the checkpoint times this."""
     gate: OutputGate | None = None
     """None: nothing is multiplied by gates."""
     index: BlockIndexConfig | None = None
@@ -273,7 +277,10 @@ class AttentionConfig(ChoosingMixer):
         if self.index is not None and self.top_k is not None:
             yield from self.index.tensors(path, context, order)
         yield from context.output_projection(f"{path}.o_proj", result_size, "attention", bias=self.o_bias)
-        if self.norms_row:
+        if self.channel_factor is not None:
+            squared = vector(f"{path}.{CHANNEL_ROOTS}", query_size, Sharding.ROWS, "attention")
+            yield replace(squared, factor=self.channel_factor, row_order=order)
+        if self.norms_row and context.norm.has_weight:
             yield replace(context.norm_weight(f"{path}.{ROW_NORM}", result_size, "attention"), sharding=Sharding.ROWS)
         if self.has_sinks:  # in float32, as kernels take them
             yield vector(f"{path}.sinks", self.num_heads, Sharding.ROWS, "attention")

@@ -70,7 +70,7 @@ class MLPConfig(DenseMLP):
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
         yield from DenseMLP.tensors(self, path, context)
-        if self.norms_hidden:
+        if self.norms_hidden and context.norm.has_weight:
             norm = context.norm_weight(f"{path}.{HIDDEN_NORM}", self.intermediate_size, "MLP")
             yield replace(norm, sharding=Sharding.ROWS)
 
