@@ -374,6 +374,7 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "moe_num_experts": 6,
             "moe_topk": 3,
+            "hidden_act": "gelu",  # of the shared expert alone
             "intermediate_size": 32,  # as many as the hidden size: shapes do not tell what is transposed
             "attention_bias": True,
             "mlp_bias": True,

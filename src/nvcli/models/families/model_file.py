@@ -312,7 +312,8 @@ class ModelFile(JsonFile):
 
     def experts(self, routing: Routing, *, size_key: str = "moe_intermediate_size", **settings: Any) -> ExpertsConfig:
         """Read the experts' size from `size_key`, and their activation. `settings` are fields of `ExpertsConfig`."""
-        settings.setdefault("activation", self.activation())
+        if "activation" not in settings:
+            settings["activation"] = self.activation()
         return ExpertsConfig(routing=routing, intermediate_size=self.positive(size_key), **settings)
 
     def routing_with_groups(self, routing: Routing) -> Routing:
