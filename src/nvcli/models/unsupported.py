@@ -66,6 +66,7 @@ _LACKING = {
     "DiffLlamaForCausalLM": "its attention subtracts one softmax from another, which nvcli does not compute",
     "DiffusionGemmaForBlockDiffusion": "it writes blocks of text by diffusion, and nvcli one token after another",
     "DogeForCausalLM": "its scores depend on a number that each value gives, which nvcli does not compute",
+    "HrmTextForCausalLM": "tokens of its prompts attend both ways, which nvcli computes for images alone",
     "Inkling2ForCausalLM": _RELATIVE,
     "Inkling2ForConditionalGeneration": _RELATIVE,
     "InklingForCausalLM": _RELATIVE,

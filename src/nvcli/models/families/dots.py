@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nvcli.core.validation import show
+from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.families.deepseek_experts import first_layers_dense, layout_without_predictions, read_experts
 from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import read_chosen_keys, read_latent_attention, with_indexers
@@ -38,6 +39,9 @@ def read_solar_open(config: ModelFile) -> DecoderConfig:
     return config.decoder(layer, layout=layout_without_predictions(config))
 
 
+_PARTS = "vision_encoder", "vision_tower", "audio_encoder", "audio_tower", "audio_adapter"
+_TOWERS = TowerNames(prefixes=tuple((f"{part}.", f"{part}.") for part in _PARTS))
+"""Parts that read images and audio, in published files and in those of transformers; they stay on disk."""
 _INDEXED = "indexed_attention"
 _WINDOW_SIZES = {
     "num_attention_heads": 64,
@@ -64,7 +68,7 @@ def read_dots3_note(config: ModelFile) -> DecoderConfig:
     layout = layout_without_predictions(config)
     left = (*layout.left, f"model.layers.{config.num_layers()}.", "model.mtp.")
     layers = (LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
-    return with_indexers(config.decoder(layers, layout=replace(layout, left=left)))
+    return with_indexers(config.decoder(layers, layout=replace(layout, left=left, tower=_TOWERS)))
 
 
 def _sparse_layers(config: ModelFile) -> list[bool]:
@@ -153,8 +157,8 @@ SOLAR_OPEN = Family(
 )
 DOTS3_NOTE = Family(
     name="Dots 3 Note",
-    architectures=("Dots3NoteForCausalLM",),
-    features="latent attention with windows, or a choice of keys (DSA); gates of heads; a mixture of experts",
+    architectures=("Dots3NoteForCausalLM", "Dots3NoteForConditionalGeneration"),
+    features="latent attention with windows, or a choice of keys (DSA); gates of heads; experts; text alone",
     examples=("dots-studio/dots3-note-prev",),
     read=read_dots3_note,
     keys={
