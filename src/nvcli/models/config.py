@@ -227,9 +227,7 @@ class ModelConfig:
         """Return the model as runs without an LM head need it: one in the files is ignored, and the embedding takes its
         place, which needs no memory. Hidden states are not scaled for it."""
         layout = replace(self.decoder.layout, is_headless=True)
-        decoder = replace(
-            self.decoder, layout=layout, has_head_bias=False, logit_scale=1.0, prediction_head=None
-        )
+        decoder = replace(self.decoder, layout=layout, has_head_bias=False, logit_scale=1.0, prediction_head=None)
         return replace(self, tie_word_embeddings=True, decoder=decoder)
 
     def check_tensor_parallel(self, size: int) -> None:

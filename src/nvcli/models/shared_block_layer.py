@@ -6,11 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState
+from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState, LayerStep
 from nvcli.models.layer_config import NORM_OF_BESIDE, TO_BESIDE
 from nvcli.models.layer_inputs import ReplicatedLinear
-from nvcli.models.layers import Angles, InputNorm
+from nvcli.models.layers import InputNorm
 
 
 class SharedBlockLayer(DecoderLayer):
@@ -22,23 +21,14 @@ class SharedBlockLayer(DecoderLayer):
         self.to_beside = ReplicatedLinear(own, f"{path}.{TO_BESIDE}")
         self.before_beside = InputNorm(own, f"{path}.{NORM_OF_BESIDE}", plan.norm)
 
-    def forward(
-        self,
-        state: LayerState,
-        angles: Angles,
-        batch: ForwardBatch,
-        rows: Tensor | None,
-        own: Tensor | None = None,
-        before: Tensor | None = None,
-    ) -> LayerState:
-        """Compute the layer. `own` [T, H] are the embeddings; the other arguments are those of
-        `DecoderLayer.forward`."""
+    def forward(self, state: LayerState, step: LayerStep) -> LayerState:
+        """Compute the layer. `step.own` [T, H] are the embeddings."""
+        (delta, residual, _), (angles, batch, rows, own, before) = state, step
         assert self.before_attention is not None
         assert self.before_mlp is not None
         assert self.beside is not None
         assert self.mlp is not None
         assert own is not None
-        delta, residual, _ = state
         if delta is not None:
             residual = self.group.add_sum(delta, residual)
         if before is not None:
