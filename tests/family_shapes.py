@@ -292,6 +292,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "embedding_scale": 0.4,
         },
     ),
+    "granite 4 vision": (
+        "Granite4Vision",
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 8,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 0.5,
+            "tie_word_embeddings": True,
+            "embedding_scale": 0.2,
+            "seed": 1,
+        },
+    ),
     "granite swa": (
         "GraniteSWA",
         {"num_hidden_layers": 3, "sliding_window": 20, "mlp_bias": True, "residual_multiplier": 0.5, "head_dim": 8},

@@ -105,15 +105,18 @@ MARKS = {
             "max_patches": 6,
         }
     ),
-    "llava-next": Marks(
-        ("<unused>", "<image>", "<unused 2>"),
-        "<image>",
-        {
-            "image_processor_type": "LlavaNextImageProcessor",
-            "size": {"shortest_edge": 32},
-            "crop_size": {"height": 32, "width": 32},
-            "image_grid_pinpoints": PINPOINTS_OF_32,
-        },
+    **dict.fromkeys(
+        ("llava-next", "granite 4 vision"),
+        Marks(
+            ("<unused>", "<image>", "<unused 2>"),
+            "<image>",
+            {
+                "image_processor_type": "LlavaNextImageProcessor",
+                "size": {"shortest_edge": 32},
+                "crop_size": {"height": 32, "width": 32},
+                "image_grid_pinpoints": PINPOINTS_OF_32,
+            },
+        ),
     ),
     "llava-onevision": Marks(
         ("<unused>", "<image>", "<unused 2>"),
@@ -228,6 +231,7 @@ MARKS = {
 
 _WITH_IMAGE_TOKEN_INDEX = (
     "Gemma3",
+    "Granite4Vision",
     "MiniMaxM3VL",
     "PaliGemma",
     "Mistral3",

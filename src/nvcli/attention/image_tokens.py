@@ -32,7 +32,7 @@ class ImageTokens:
     """[N, H], what the decoder reads in place of their own embeddings; None in pipeline stages after the first, which
     get the residual stream."""
     deep: tuple[Tensor, ...] = ()
-    """[N, H] for each of the decoder's first layers: what is added to the residual stream after it."""
+    """[N, H] for each deep output of the tower: what is added to the residual stream."""
     whole: Mapping[tuple[int | None, int], Sequence[ImageGroup]] = field(default_factory=dict)
     """The images whose tokens attend to all of the image's, each of which ends in this batch, by the window and the KV
     group of the layers in which they do (`whole_images.plan_both_ways`)."""

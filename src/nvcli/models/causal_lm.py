@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,9 @@ class Decoder(nn.Module):
             self.embed_positions = SinusoidalPositions(build, decoder.first_sinusoid)
         self.embedding_scale = decoder.embedding_scale
         self.image_scale, self.deep_scale = decoder.image_scale, decoder.deep_scale
+        deep = () if config.vision is None else config.vision.deepstack
+        self.deep_layers = [str(target - 1) for target in sorted(output.target for output in deep)]
+        """The layers after which deep outputs of a vision tower are added to the residual stream."""
         if decoder.rounds_embedding_scale:
             dtype = getattr(torch, build.dtype)
             self.embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype, device="cpu").item()
@@ -162,17 +165,17 @@ class Decoder(nn.Module):
         elif self.keeps_embeddings:
             inputs = [embeddings.clone()] * len(self.layers)
         *layers, (last, last_layer) = self.layers.items()
-        deep = () if images is None else images.deep
-        for (number, layer), own, added in zip_longest(layers, inputs[:-1], deep[: len(layers)]):
+        deep = {} if images is None else dict(zip(self.deep_layers, images.deep, strict=False))
+        for (number, layer), own in zip(layers, inputs, strict=False):
             state = layer(state, LayerStep(angles, batch, None, own, streams.get(number)))
-            if images is not None and added is not None:
-                state.residual.index_add_(0, images.rows, added, alpha=self.deep_scale)
+            if images is not None and number in deep:
+                state.residual.index_add_(0, images.rows, deep[number], alpha=self.deep_scale)
         # After the last attention, only rows that need logits are computed further.
         rows = None if self.norm is None else batch.logits_rows
         state = last_layer(state, LayerStep(angles, batch, rows, inputs[-1], streams.get(last)))
         delta, residual, _ = state
-        if images is not None and len(deep) > len(layers):  # in a stage that has just as many layers
-            residual.index_add_(0, images.rows, deep[-1], alpha=self.deep_scale)
+        if images is not None and last in deep:  # in a stage that ends where the last of them enters
+            residual.index_add_(0, images.rows, deep[last], alpha=self.deep_scale)
         if self.end is not None:
             delta, residual = None, self.end(state, self.norm)
         if self.norm is None:

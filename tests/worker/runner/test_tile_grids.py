@@ -32,7 +32,11 @@ from vision_reference import load_reference
 
 SIZES = [(30, 30), (100, 37), (300, 700), (5, 100), (57, 55), (34, 68), (400, 90), (1, 3), (1, 4000), (4000, 1)]
 PROMPTS: list[list[tuple[int, int]]] = [*([size] for size in SIZES), [(40, 90), (20, 20)]]
-KINDS = {"llava-next": LlavaNextImageProcessorPil, "llava-onevision": LlavaOnevisionImageProcessorPil}
+KINDS = {
+    "llava-next": LlavaNextImageProcessorPil,
+    "llava-onevision": LlavaOnevisionImageProcessorPil,
+    "granite 4 vision": LlavaNextImageProcessorPil,
+}
 MAX_TOKENS, END_ID = 6, 1
 
 
@@ -56,6 +60,14 @@ def their_inputs(theirs: Any, photos: Sequence[Image.Image], name: str) -> dict[
     return {key: found[key] for key in ("pixel_values", "image_sizes", "batch_num_images") if key in found}
 
 
+def features_of(found: Any) -> list[torch.Tensor]:
+    """What the decoder reads of each image: its tokens' embeddings, and what is added before later layers."""
+    deep = dict(getattr(found, "deepstack_features", {}))
+    if not deep:
+        return list(found.pooler_output)
+    return [torch.cat(parts, dim=1) for parts in zip(*(deep[layer] for layer in sorted(deep)), strict=True)]
+
+
 @pytest.fixture
 def close_later() -> Iterator[Callable[[RowImages], RowImages]]:
     with ExitStack() as stack:
@@ -72,7 +84,8 @@ def test_images_in_rows_are_read_as_by_transformers(
     vision = load_model_config(path).vision
     assert vision is not None
     images = close_later(RowImages(read_processor(path, vision), IMAGE_ID, ImageFolders.of((), ()), vision.text))
-    runner = make_runner(path, device, max_model_len=512, block_size=16, dtype="float32", max_image_tokens=400)
+    settings = {"max_model_len": 512, "block_size": 16, "dtype": "float32", "max_image_tokens": 400}
+    runner = make_runner(path, device, **settings)
     theirs, reference = KINDS[name].from_pretrained(path), load_reference(path)
     requests, prompts, kept = [], [], []
     for number, sizes in enumerate(PROMPTS):
@@ -82,7 +95,7 @@ def test_images_in_rows_are_read_as_by_transformers(
         ids, placed = images.expand(written(len(photos)), pixels)
         inputs = their_inputs(theirs, photos, name)
         with torch.inference_mode():
-            features = reference.model.get_image_features(**inputs, return_dict=True).pooler_output
+            features = features_of(reference.model.get_image_features(**inputs, return_dict=True))
         assert placed.num_tokens == tuple(map(len, features)), sizes
         assert ids == written(len(photos), placed.num_tokens)
         request: Request = make_request(number, ids, MAX_TOKENS, stop_ids=[END_ID])
@@ -91,7 +104,7 @@ def test_images_in_rows_are_read_as_by_transformers(
                 request, prompt_ids=placed.packed(ids), images=placed.images, image_token_id=IMAGE_ID
             )
         )
-        prompts.append((ids, inputs, torch.cat(list(features))))
+        prompts.append((ids, inputs, torch.cat(features)))
         kept.append(placed)
     assert runner._images is not None
     assert runner._images.encoder is not None
@@ -108,3 +121,6 @@ def test_images_in_rows_are_read_as_by_transformers(
         answers.append(greedy_answer(logits, len(ids), MAX_TOKENS, END_ID))
     assert [found_answers[number] for number in range(len(prompts))] == answers
     assert len({tuple(answer) for answer in answers}) > 2, "the images must make a difference"
+    in_chunks = make_runner(path, device, max_num_batched_tokens=90, **settings)
+    for _ in range(2):  # and then most of the prompts are in the prefix cache
+        assert run_requests(in_chunks, requests) == found_answers

@@ -37,7 +37,7 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
         return f"this model ({model.architecture}) is read as one of text alone; take one that reads images"
     if run.images == "never":
         return "`images` is never; leave it out"
-    deep, stages = len(model.vision.deepstack_layers), run.pipeline_parallel_size
+    stages, deep = run.pipeline_parallel_size, max((each.target for each in model.vision.deepstack), default=0)
     if stages > 1 and len(Stage(0, stages).layers(model.num_layers)) < deep:
         return (
             f"`pipeline_parallel_size` (--pp) is {stages}, and this model's first {deep} layers, after "

@@ -16,12 +16,13 @@ from dataclasses import replace
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.mamba import ATTENTION, MAMBA, read_mamba
-from nvcli.models.families.model_file import FULL, NORMS_BEFORE, ModelFile
+from nvcli.models.families.model_file import FULL, NORMS_BEFORE, ModelFile, read_by_type
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import Mixer, NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.vision.granite import read_granite_vision
 from nvcli.models.vision.qwen import read_hyperclovax_vision
 
 _STARTS = (("model.language_model.model.", "model.language_model."), ("model.language_model.lm_head.", "lm_head."))
@@ -63,6 +64,12 @@ def read_hyperclovax_with_vision(config: ModelFile) -> DecoderConfig:
     """Read HyperCLOVA X, before whose names published files have others."""
     decoder = read_hyperclovax(config)
     return replace(decoder, layout=replace(decoder.layout, starts=_STARTS))
+
+
+def read_granite_with_vision(config: ModelFile) -> DecoderConfig:
+    """Read Granite 3 or 4, whose layers get images' tokens that are not scaled as those of text."""
+    decoder = read_by_type(config, _TEXT_PARTS, "granite4_vision_text")
+    return replace(decoder, image_scale=decoder.deep_scale)
 
 
 def _read_llama(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
@@ -182,6 +189,17 @@ HYPERCLOVAX_VISION = Family(
     read=read_hyperclovax_with_vision,
     read_vision=read_hyperclovax_vision,
     ties_embeddings=True,
+)
+_TEXT_PARTS = {"granite4_vision_text": read_granite, "granite": read_granite, "granitemoehybrid": read_granite4}
+
+GRANITE_VISION = Family(
+    name="Granite 4 Vision",
+    architectures=("Granite4VisionForConditionalGeneration",),
+    features="Granite 3 or 4 with a vision tower (SigLIP), from several layers of which the decoder reads",
+    examples=("ibm-granite/granite-vision-4.1-4b", "ibm-granite/granite-4.0-3b-vision"),
+    read=read_granite_with_vision,
+    read_vision=read_granite_vision,
+    ties_as_text=True,
 )
 GRANITE4 = Family(
     name="Granite 4",

@@ -277,11 +277,11 @@ def _middle_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
 
 
 def _grid_rule(file: JsonFile, vision: VisionConfig, *, squares: bool = False) -> SizeRule:
-    wanted, patch = vision.tile_pixels, vision.patch_size
+    wanted, side = vision.tile_pixels, vision.token_pixels
     size = _object(file, "size")
     key = "shortest_edge" if size.has("shortest_edge") else "height"
     tile = size.positive(key, 384 if squares else 336)
-    if size.positive("width", tile) != tile or tile // patch != vision.tile_tokens:
+    if size.positive("width", tile) != tile or tile // side != vision.tile_tokens:
         raise file.error("size", f"is {tile}, and the tower's images are {wanted} × {wanted}")
     key = "image_grid_pinpoints"
     sizes = file.values[key] if file.has(key) else _GRIDS_OF_MANY if squares else _GRIDS_OF_FEW
@@ -292,7 +292,7 @@ def _grid_rule(file: JsonFile, vision: VisionConfig, *, squares: bool = False) -
         raise file.error(key, f"is no list of sizes of up to {_MOST_TILES} tiles of {tile} × {tile}")
     red, green, blue = (int(255 * mean) for mean in _channels(file, "image_mean", _CLIP_MEAN))
     return GridRule(
-        side=vision.token_pixels,
+        side=side,
         tile=wanted,
         margin=tile - wanted,
         grids=grids,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate_and_multiply, side_by_side
-from nvcli.models.vision.vision_config import VisionConfig
+from nvcli.models.vision.vision_config import QKV, DeepOutput, VisionConfig
 from nvcli.models.weights import DerivedModule
 
 
@@ -213,6 +213,61 @@ class ConvolvedMerger(nn.Module):
         return out
 
 
+class QueryMerger(nn.Module):
+    """Queries made of the tokens' patches attend to each other and to the patches of their window, and are projected
+    (Q-Former, https://arxiv.org/abs/2301.12597, as in Granite 4 Vision): [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig, *, patch: int | None = None) -> None:
+        """`patch`: `DeepOutput.patch`"""
+        super().__init__()
+        self.patch, self.side, self.window, merger = patch, config.merge_size, config.window_tokens, config.merger
+        self.num_heads = merger.num_heads
+        self.norm = Norm(build, f"{path}.norm", merger.eps)
+        self.first_norm, self.query_norm, self.cross_norm, self.last_norm = (
+            Norm(build, f"{path}.{name}", merger.layer_eps)
+            for name in ("first_norm", "attn.norm", "crossattn.norm", "last_norm")
+        )
+        self.queries, self.places = (Weights(build, f"{path}.{name}") for name in ("queries", "places"))
+        self.qkv = Linear(build, *(f"{path}.attn.{name}" for name in QKV))
+        self.query = Linear(build, f"{path}.crossattn.q_proj")
+        self.keys_values = Linear(build, *(f"{path}.crossattn.{name}" for name in QKV[1:]))
+        self.proj, self.cross_proj = (Linear(build, f"{path}.{name}.proj") for name in ("attn", "crossattn"))
+        self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")
+        self.projection = Linear(build, f"{path}.projection")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Merge patches, which come window by window, and token by token in each."""
+        window, side, size = self.window, self.side, x.shape[-1]
+        x = self.norm(x)
+        squares = x.view(-1, side**2, size)
+        tokens = squares.mean(1) if self.patch is None else squares[:, self.patch]
+        queries = self.first_norm((tokens.view(-1, window**2, size) + self.queries.weight).flatten(0, 1))
+        places = self.places.weight.view(window, side, window, side, size).transpose(1, 2).reshape(-1, size)
+        patches = (x.view(-1, len(places), size) + places).flatten(0, 1)
+        queries = self.query_norm(queries + self.proj(self._attended(*self.qkv(queries).chunk(3, dim=-1))))
+        own = self._attended(self.query(queries), *self.keys_values(patches).chunk(2, dim=-1))
+        queries = self.cross_norm(queries + self.cross_proj(own))
+        queries = self.last_norm(queries + self.second(F.gelu(self.first(queries))))
+        out: Tensor = self.projection(queries)
+        return out
+
+    def _attended(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend from each window's queries to its keys: [N, H], [P, H], [P, H] → [N, H]."""
+        count = len(queries) // self.window**2
+        q, k, v = (
+            part.reshape(count, -1, self.num_heads, part.shape[-1] // self.num_heads).transpose(1, 2)
+            for part in (queries, keys, values)
+        )
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(queries.shape)
+
+
+def make_deep_merger(build: BuildContext, path: str, config: VisionConfig, output: DeepOutput) -> nn.Module:
+    """Make the merger of a deep output."""
+    if config.merger.kind == "queries":
+        return QueryMerger(build, path, config, patch=output.patch)
+    return SquareMerger(build, path, config, norms_squares=True)
+
+
 def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Module:
     """Make the merger after the last layer."""
     kind = config.merger.kind
@@ -227,5 +282,6 @@ def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Modu
         "bordered": BorderedMerger,
         "placed": PlacedMerger,
         "convolved": ConvolvedMerger,
+        "queries": QueryMerger,
     }
     return kinds[kind](build, path, config)

@@ -129,6 +129,9 @@ def _grid_of_image(vision: VisionConfig, rows: int, columns: int) -> PatchGrid:
     if vision.window_tokens:
         order, windows = _windows(rows // merge, columns // merge, vision.window_tokens, merge**2)
         places = places.reshape(-1, merge**2, 2)[order].reshape(-1, 2)
+        order = np.concatenate([order + number * len(order) for number in range(num_tiles)])
+        starts = [number * len(places) for number in range(num_tiles)]
+        windows = _runs((first + start, count, size) for start in starts for first, count, size in windows)
     places = np.tile(places, (num_tiles, 1))
     taps, weights = _interpolation(places, rows, columns, vision)
     return PatchGrid(

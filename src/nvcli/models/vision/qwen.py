@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
-from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
+from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig, deep_outputs
 from nvcli.models.vision.vision_file import image_token, layer_list, read_axes, read_sizes, square
 
 _PREFIXES = (("visual.", f"{TOWER}."),)
@@ -119,7 +119,7 @@ def read_qwen3_vision(
         names=TowerNames(prefixes=_PREFIXES),
         activation="gelu_tanh",
         num_positions=num_positions,
-        deepstack_layers=deep,
+        deepstack=deep_outputs(deep),
         axes=read_axes(text, sections, is_interleaved=True),
         **_sizes(config, vision, text, "layer"),
     )

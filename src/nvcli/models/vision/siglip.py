@@ -17,7 +17,7 @@ from typing import Any
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.image_text import ImageText
-from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
+from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig, deep_outputs
 from nvcli.models.vision.vision_file import (
     MLP_NAMES,
     PREFIXES,
@@ -214,7 +214,7 @@ def read_docling_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> V
         names=_DOCLING,
         processor="granite_docling",
         merger=MergerConfig(kind="placed", size=sizes["out_size"], eps=1e-5),
-        deepstack_layers=layer_list(vision, "deepstack_visual_indexes", (3, 7, 10), depth="num_hidden_layers"),
+        deepstack=deep_outputs(layer_list(vision, "deepstack_visual_indexes", (3, 7, 10), depth="num_hidden_layers")),
         image_token_id=config.get("image_token_id", int, 100_337),
         text=_PAGE_TILES,
         **read_tiles(vision, sizes["patch_size"], merge, default=512),

@@ -20,7 +20,7 @@ from nvcli.kernels.patch_types import Runs
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.early_merger import EarlyMerger
 from nvcli.models.vision.image_processor import ImageProcessor
-from nvcli.models.vision.merger import BorderedMerger, SquareMerger, make_merger
+from nvcli.models.vision.merger import BorderedMerger, make_deep_merger, make_merger
 from nvcli.models.vision.patch_convolution import PatchConvolution
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
 from nvcli.models.vision.tower_attention import TowerAttention
@@ -54,14 +54,14 @@ class VisionTower(nn.Module):
         self.newline = Weights(build, f"{TOWER}.newline") if config.has_newlines else None
         self.merger = make_merger(build, f"{TOWER}.merger", config)
         self.deepstack = nn.ModuleList(
-            SquareMerger(build, f"{TOWER}.deepstack_merger_list.{n}", config, norms_squares=True)
-            for n in range(len(config.deepstack_layers))
+            make_deep_merger(build, f"{TOWER}.deepstack_merger_list.{number}", config, output)
+            for number, output in enumerate(config.deepstack)
         )
 
     def forward(self, images: Sequence[Tensor], processor: ImageProcessor) -> list[Tensor]:
         """Return the embeddings of each image's tokens, [N, outputs × O]: first those of the merger, then those of
-        each deepstack layer; N: `VisionConfig.num_tokens`. `images`: [height, width, 3] uint8, whole tokens high and
-        wide, on the tower's device.
+        `deepstack` by their targets; N: `VisionConfig.num_tokens`. `images`: [height, width, 3] uint8, whole tokens
+        high and wide, on the tower's device.
 
         Under `batch_invariant` each image is computed by itself, so that its bits depend on no other.
         """
@@ -83,10 +83,10 @@ class VisionTower(nn.Module):
 
     def in_rows(self, embeddings: Tensor, tiles: TileGrid) -> Tensor:
         """Return the embeddings of an image's tokens with those of the ends of rows (`pack_image_features`), from those
-        of its tiles and the whole image: [N, O] → [tokens, O]."""
+        of its tiles and the whole image: [N, outputs × O] → [tokens, outputs × O]."""
         assert self.newline is not None
         side = self.config.tile_tokens
-        whole, newline = embeddings[-(side**2) :], self.newline.weight
+        whole, newline = embeddings[-(side**2) :], self.newline.weight.repeat(self.config.num_outputs)
         if not tiles.rows:
             return torch.cat([whole, newline[None]])
         cut = embeddings[: -(side**2)].view(tiles.rows, tiles.columns, side, side, -1).transpose(1, 2)
@@ -140,17 +140,17 @@ class VisionTower(nn.Module):
         heads = config.num_heads, config.hidden_size // config.num_heads
         whole = make_segments(images, heads, x.dtype, device)
         windowed = make_segments(windows, heads, x.dtype, device) if config.window_tokens else whole
-        deep: list[Tensor] = []
+        deep: dict[int, Tensor] = {}
+        deep_layers = {output.layer for output in config.deepstack}
         neighbours = _on_device(grid.neighbours, device)
         delta: Tensor | None = None  # what a layer adds to `x`, together with the norm of the sum
         for number, block in enumerate(self.blocks):
             delta = block(x, delta, angles, whole if number in config.full_layers else windowed, neighbours)
             merges = self.early_merger is not None and number == config.early_layer
-            if number in config.deepstack_layers or merges or number + 1 == len(self.blocks):
+            if number in deep_layers or merges or number + 1 == len(self.blocks):
                 x += delta
                 delta = None
-            if number in config.deepstack_layers:
-                deep.append(self.deepstack[config.deepstack_layers.index(number)](x))
+            deep |= self._deep(x, number)
             if self.early_merger is not None and merges:
                 count = config.early_merge**2
                 x = self.early_merger(x, make_segments(((0, len(x) // count, count),), heads, x.dtype, device))
@@ -160,10 +160,16 @@ class VisionTower(nn.Module):
             x = torch.cat([part[:, len(others) :].flatten(0, 1) for part in _by_segment(x, images)])
         x = x if self.last_norm is None else self.last_norm(x)
         halves = [_on_device(read, device) for read in grid.halves]
-        merged: Tensor = torch.cat([self.merger(x, halves) if halves else self.merger(x), *deep], dim=1)
+        own = self.merger(x, halves) if halves else self.merger(x)
+        merged = torch.cat([own, *(deep[target] for target in sorted(deep))], dim=1)
         assert len(merged) * squares == len(patches)
         inverse = _on_device(grid.inverse, device)
         return merged if inverse is None else merged[inverse]
+
+    def _deep(self, x: Tensor, layer: int) -> dict[int, Tensor]:
+        """Return what deep outputs make of a layer's results, [P, H], by their targets: [N, O] each."""
+        outputs = zip(self.config.deepstack, self.deepstack, strict=True)
+        return {output.target: merge(x) for output, merge in outputs if output.layer == layer}
 
     def _embed(self, patches: Tensor, grid: PatchGrid) -> Tensor:
         """Return what the first layer reads of patches: [P, values of a patch] → [P, H]."""

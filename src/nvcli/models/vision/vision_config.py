@@ -7,7 +7,7 @@ from config.json.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt
@@ -62,13 +62,16 @@ Interpolation = Literal[
 class MergerConfig:
     """The way from the square of patches that make up a token to its embedding."""
 
-    kind: Literal["squares", "linear", "pool", "project", "patches", "gated", "bordered", "placed", "convolved"]
+    kind: Literal[
+        "squares", "linear", "pool", "project", "patches", "gated", "bordered", "placed", "convolved", "queries"
+    ]
     """squares: their vectors side by side go through an MLP; linear: they are projected; pool: their mean is normed and
     projected; project: likewise, with a norm that has no weights; patches: they are normed and merged before an MLP;
     gated: they are merged and normed before a gated MLP; bordered: they are normed and merged, then projected twice and
     normed, and learned vectors stand around them (`VisionConfig.has_borders`); placed: they are normed and projected,
     and the places of tokens in their tile are added, then normed, projected and normed; convolved: two convolutions
-    that halve the grid and double the vectors are projected."""
+    that halve the grid and double the vectors are projected; queries: their means with learned vectors attend to each
+    other and to the patches of their window, in a layer after whose blocks norms are, and are projected."""
     size: int
     """The size between the two projections of its MLP, or the last two; linear, pool, project, convolved: 0."""
     is_gated: bool = False
@@ -93,10 +96,34 @@ class MergerConfig:
     norm: Literal["rms", "layer", "rms from 1"] = "layer"
     """`rms from 1`: an RMS norm whose weights are stored as differences from 1."""
     eps: float = 1e-6
+    layer_eps: float = 1e-6
+    """The epsilon of the norms of the layer of `queries`, and of that before it."""
+    num_heads: int = 0
+    """The heads of the layer of `queries`."""
     scale: float = 1.0
     """The factor of the mean of `project`."""
     is_standardised: bool = False
     """Whether a learned shift is subtracted from the scaled mean, and the difference multiplied by learned factors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepOutput:
+    """The results of a layer of the tower, which are merged, too, and added to the residual stream behind the first
+    layer."""
+
+    layer: int
+    """The tower's layer."""
+    target: int
+    """The decoder's layer before which it is added, from 1 on."""
+    patch: int | None = None
+    """The patch of a token's square whose vector its queries are made of, where the merger has queries; None: their
+    mean."""
+
+
+def deep_outputs(layers: Sequence[int]) -> tuple[DeepOutput, ...]:
+    """Return the outputs of these layers, of which the decoder's first layers get one each, in the tower's order."""
+    in_order = sorted(layers)
+    return tuple(DeepOutput(layer=layer, target=1 + in_order.index(layer)) for layer in layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +238,8 @@ class VisionConfig:
     bicubic: likewise; nearest: the entry of a patch's first pixel; cropped: like borders, as if the grid were a square
     of its longer side; axes: none, the entries of a column and a row are added; turns: likewise, columns and rows
     taking turns in one table."""
-    deepstack_layers: tuple[int, ...] = ()
-    """The layers whose results are merged, too, and added to the residual stream after the decoder's first layers."""
+    deepstack: tuple[DeepOutput, ...] = ()
+    """In the order of the mergers' numbers in files."""
     axes: tuple[int, ...] = ()
     """For each of the decoder's rotary frequencies, which of a token's positions turns it: 0 (time), 1 (height), 2
     (width) or 3 (image). Frequencies after the last entry are turned by time. Empty: tokens have one position, images
@@ -253,7 +280,7 @@ class VisionConfig:
     @property
     def num_outputs(self) -> int:
         """Vectors of `out_size` that a token gets: its embedding, and those of deepstack layers."""
-        return 1 + len(self.deepstack_layers)
+        return 1 + len(self.deepstack)
 
     @property
     def position_shape(self) -> tuple[int, ...]:
@@ -362,9 +389,9 @@ class VisionConfig:
         if self.has_newlines:
             yield _tensor(dtype, "newline.weight", self.out_size)
         yield from self._merger(dtype, "merger", norms_squares=self.merger.norms_squares)
-        of_squares = replace(self, merger=replace(self.merger, kind="squares"))
-        for number in range(len(self.deepstack_layers)):
-            yield from of_squares._merger(dtype, f"deepstack_merger_list.{number}", norms_squares=True)
+        deep = self if self.merger.kind == "queries" else replace(self, merger=replace(self.merger, kind="squares"))
+        for number in range(len(self.deepstack)):
+            yield from deep._merger(dtype, f"deepstack_merger_list.{number}", norms_squares=True)
 
     def _attention(self, dtype: StoredDtype, path: str, order: tuple[int, ...] | None) -> Iterator[TensorSpec]:
         hidden, kv_heads = self.hidden_size, self.num_kv_heads or self.num_heads
@@ -403,6 +430,19 @@ class VisionConfig:
             return
         if merger.kind == "linear":
             yield from _linear(dtype, f"{path}.projection", out, merged, has_bias=bias)
+            return
+        if merger.kind == "queries":
+            tokens = self.window_tokens**2
+            yield _tensor(dtype, f"{path}.queries.weight", 1, tokens, hidden)
+            yield _tensor(dtype, f"{path}.places.weight", 1, tokens * side**2, hidden)
+            for name in ("norm", "first_norm", "attn.norm", "crossattn.norm", "last_norm"):
+                yield from _norm(dtype, f"{path}.{name}", hidden, "layer")
+            for attention in ("attn", "crossattn"):
+                for name in (*QKV, "proj"):
+                    yield from _linear(dtype, f"{path}.{attention}.{name}", hidden, hidden, has_bias=True)
+            yield from _linear(dtype, f"{path}.linear_fc1", merger.size, hidden, has_bias=True)
+            yield from _linear(dtype, f"{path}.linear_fc2", hidden, merger.size, has_bias=True)
+            yield from _linear(dtype, f"{path}.projection", out, hidden, has_bias=True)
             return
         if merger.kind == "gated":
             yield _tensor(dtype, f"{path}.downsample.weight", out, hidden, side, side)
