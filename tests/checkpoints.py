@@ -240,6 +240,7 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "SiglipVision",
         {**_VISION, "image_size": 34, "patch_size": 8, "vision_use_head": False},
     ),
+    "VideoLlama3": ("Qwen2", "VideoLlama3Vision", {**_VISION, "num_hidden_layers": 2, "patch_size": 8}),
     "Lfm2Vl": ("Lfm2", "Siglip2Vision", {**_VISION, "num_hidden_layers": 2, "num_patches": 25, "patch_size": 4}),
     "GraniteDocling": (
         "GraniteDoclingText",

@@ -96,6 +96,15 @@ MARKS = {
     "qianfan-ocr": _INTERNVL._replace(written="<image>"),
     **dict.fromkeys(("glm 4.6v-flash", "glm 4.6v", "glm-ocr"), _GLM),
     "hunyuan-ocr": _QWEN._replace(processor={"image_processor_type": "HunYuanVLImageProcessor", **AREA}),
+    "videollama 3": _QWEN._replace(
+        processor={
+            **AREA,
+            "image_processor_type": "VideoLlama3ImageProcessor",
+            "patch_size": SIDE,
+            "merge_size": 1,
+            "temporal_patch_size": 1,
+        }
+    ),
     "paddleocr-vl": _QWEN._replace(processor={"image_processor_type": "PaddleOCRVLImageProcessor", **AREA}),
     "idefics 3": _IDEFICS,
     "granite docling": _IDEFICS._replace(

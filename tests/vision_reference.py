@@ -31,7 +31,9 @@ from checkpoints import SINCE, class_of, is_too_old, scaled
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.vision_config import VisionConfig
 
-_PIXEL_KEYS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids", "target_sizes")
+_PIXEL_KEYS = (
+    *("pixel_values", "image_grid_thw", "image_merge_sizes", "image_sizes", "image_position_ids", "target_sizes"),
+)
 SIDE = 8
 """Pixels of a token's side in tiny checkpoints."""
 
@@ -168,6 +170,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "hunyuan_vl": area,
         "paddleocr_vl": area,
         "minimax_m3": area,
+        "video_llama_3": {**area, "temporal_patch_size": 1},
         "gemma4": {
             "patch_size": vision.patch_size,
             "pooling_kernel_size": vision.merge_size,
@@ -181,6 +184,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
     kinds = {
         "qwen2_vl": Qwen2VLImageProcessorPil,
         "minimax_m3": Qwen2VLImageProcessorPil,
+        "video_llama_3": Qwen2VLImageProcessorPil,
         "gemma3": Gemma3ImageProcessorPil,
         "gemma4": Gemma4ImageProcessorPil,
         "pixtral": PixtralImageProcessorPil,
@@ -206,6 +210,8 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
     if vision.processor == "granite_docling":  # of one row
         tiles = found["pixel_values"][None]
         return {"pixel_values": tiles, "pixel_attention_mask": torch.ones(tiles.shape[:2], dtype=torch.bool)}
+    if vision.processor == "video_llama_3":
+        found["image_merge_sizes"] = torch.ones(len(images), dtype=torch.int64)
     return {key: found[key] for key in _PIXEL_KEYS if key in found}
 
 

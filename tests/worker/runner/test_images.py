@@ -44,6 +44,7 @@ FAMILIES = [
     "aya vision",
     "command a vision",
     "llava 1.5",
+    "videollama 3",
 ]
 MORE_ON_GPUS = [
     "kimi k2.5 with vision",

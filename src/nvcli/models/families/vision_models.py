@@ -1,5 +1,6 @@
 """Models with the decoder of another family after a vision tower: LLaVA (https://arxiv.org/abs/2310.03744), with CLIP's
-or SigLIP's, and Pixtral 12B (https://arxiv.org/abs/2410.07073), whose files have its form; InternVL 3 and 3.5
+or SigLIP's, and Pixtral 12B (https://arxiv.org/abs/2410.07073), whose files have its form; VideoLLaMA 3
+(https://arxiv.org/abs/2501.13106); InternVL 3 and 3.5
 (https://arxiv.org/abs/2504.10479); and Idefics 3 (https://arxiv.org/abs/2408.12637), SmolVLM
 (https://arxiv.org/abs/2504.05299) and Granite Docling, which see an image as tiles and as a whole."""
 
@@ -17,6 +18,7 @@ from nvcli.models.layer_config import DecoderConfig
 from nvcli.models.vision.internvl import read_internvl_vision, read_qianfan_vision
 from nvcli.models.vision.llava import read_llava_next_vision, read_llava_vision, read_onevision_vision
 from nvcli.models.vision.siglip import read_docling_vision, read_idefics3_vision
+from nvcli.models.vision.video_llama import read_video_llama_vision
 
 _LLAVA_TEXT_PARTS = {"llama": read_llama, "mistral": read_mistral, "qwen2": read_qwen2, "qwen3": read_qwen3}
 
@@ -47,7 +49,15 @@ LLAVA_ONEVISION = replace(
     read=lambda config: read_by_type(config, _LLAVA_TEXT_PARTS, "qwen2"),
     read_vision=read_onevision_vision,
 )
-
+VIDEO_LLAMA3 = Family(
+    name="VideoLLaMA 3",
+    architectures=("VideoLlama3ForConditionalGeneration",),
+    features="Qwen2 with a vision tower (SigLIP) for images of any size",
+    examples=("lkhl/VideoLLaMA3-7B-Image-HF",),
+    read=read_qwen2,
+    read_vision=read_video_llama_vision,
+    ties_as_text=True,
+)
 
 _INTERNVL_TEXT_PARTS = {"qwen2": read_qwen2, "qwen3": read_qwen3, "qwen3_moe": read_qwen3_moe}
 

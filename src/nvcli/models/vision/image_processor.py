@@ -138,14 +138,15 @@ def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
 
 
 def _area_rule(
-    least: int, most: int, frames: int = 1, enlarges: Literal["", "floor", "round"] = ""
+    least: int, most: int, frames: int = 1, enlarges: Literal["", "floor", "round"] = "", merge: int = 2
 ) -> Callable[[JsonFile, VisionConfig], SizeRule]:
-    """Return what reads the limits of an area, with these defaults. `frames`: how often an image's pixels count."""
+    """Return what reads the limits of an area, with these defaults, and that of `merge_size`. `frames`: how often an
+    image's pixels count."""
 
     def read(file: JsonFile, vision: VisionConfig) -> SizeRule:
-        for key, wanted, default in (("patch_size", vision.patch_size, 14), ("merge_size", vision.merge_size, 2)):
+        for key, wanted, default in (("patch_size", vision.patch_size, 14), ("merge_size", vision.merge_size, merge)):
             if (found := file.get(key, int, default)) != wanted:
-                raise file.error(key, f"is {found}, and {wanted} in config.json")
+                raise file.error(key, f"is {found}, and the model's is {wanted}")
         file.only(patch_expand_factor=1)
         edges = _object(file, "size")
         limited = file.replacing(
@@ -427,6 +428,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "glm5_next": _Kind(("Glm5Next",), _budget_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "llama4": _Kind(("Llama4",), _canvas_rule, 2, _HALF, _HALF),
     "step3p7": _Kind(("Step3p7",), _window_rule, 2, _CLIP_MEAN, _CLIP_STD, needs_file=False),
+    "video_llama_3": _Kind(("VideoLlama3",), _area_rule(56 * 56, 28 * 28 * 1280, merge=1), 3, _HALF, _HALF),
     "muse_glimmer": _Kind(("MuseGlimmer",), _shape_rule, 1, _HALF, _HALF),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }

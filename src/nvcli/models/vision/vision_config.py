@@ -51,6 +51,7 @@ ProcessorKind = Literal[
     "llama4",
     "step3p7",
     "muse_glimmer",
+    "video_llama_3",
 ]
 """The image processors of transformers, by the first part of their names."""
 Interpolation = Literal[
