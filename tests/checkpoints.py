@@ -50,6 +50,15 @@ _QWEN_OR_GLM = {
     "out_hidden_size": 32,
     "patch_size": 4,
 }
+_HUNYUAN_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "max_image_size": 28,
+}
 WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Gemma3": ("Gemma3Text", "SiglipVision", {**_VISION, "image_size": 32, "patch_size": 4}),
     "PaliGemma": (
@@ -141,19 +150,8 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_QWEN_OR_GLM, "depth": 2, "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": 24},
     ),
     "QianfanOCR": ("Qwen3", "QianfanOCRVision", {**_VISION, "num_hidden_layers": 2, "image_size": 32, "patch_size": 4}),
-    "HunYuanVL": (
-        "HunYuanVLText",
-        "HunYuanVLVision",
-        {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "out_hidden_size": 32,
-            "patch_size": 4,
-            "max_image_size": 28,
-        },
-    ),
+    "HunYuanVL": ("HunYuanVLText", "HunYuanVLVision", _HUNYUAN_VISION),
+    "HYV4VL": ("HYV4VLText", "HYV4VLVision", _HUNYUAN_VISION),
     "Mistral3": ("Ministral3", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
     "MiniMaxM3VL": (
         "MiniMaxM3VLText",
@@ -451,7 +449,7 @@ SINCE = {
     ),
     **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "NemotronH_Omni_Reasoning_V3"), "5.23"),
     **dict.fromkeys(("CohereCompass", "Dots3Note", "MiniMaxM3VL", "MistralLarge4", "MuseSpark", "Zamba2"), "5.23"),
-    **dict.fromkeys(("Apertus1p5", "Dory", "LaraMini"), "5.24"),
+    **dict.fromkeys(("Apertus1p5", "Dory", "HYV4VL", "LaraMini"), "5.24"),
 }
 """The first version of transformers, of 5.10, 5.17, 5.23 and 5.24, that computes a family as it was published: 5.17
 leaves MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
@@ -472,6 +470,7 @@ _UNKNOWN_BEFORE = {
         "GraniteMoeSWA",
         "GraniteSWA",
         "HYV4",
+        "HYV4VL",
         "HyperCLOVAXVisionV2",
         "HunYuanVL",
         "Kimi_K25",

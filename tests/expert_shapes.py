@@ -635,6 +635,18 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "hc_eps": 0.01,
         },
     ),
+    "hunyuan v4 with vision": (
+        "HYV4VL",
+        {
+            **_LATENT_EXPERTS,
+            **_CHOICE,
+            "num_hidden_layers": 4,
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "seed": 2,  # no answer has the token of images
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        },
+    ),
     "kimi linear": (
         "KimiLinear",
         {

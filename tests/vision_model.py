@@ -96,6 +96,7 @@ MARKS = {
     "qianfan-ocr": _INTERNVL._replace(written="<image>"),
     **dict.fromkeys(("glm 4.6v-flash", "glm 4.6v", "glm-ocr"), _GLM),
     "hunyuan-ocr": _QWEN._replace(processor={"image_processor_type": "HunYuanVLImageProcessor", **AREA}),
+    "hunyuan v4 with vision": _QWEN._replace(processor={"image_processor_type": "HYV4VLImageProcessor", **AREA}),
     "videollama 3": _QWEN._replace(
         processor={
             **AREA,

@@ -74,6 +74,7 @@ FAMILIES = [
     "glm-ocr",
     "glm 5.3 flash with vision",
     "hunyuan-ocr",
+    "hunyuan v4 with vision",
     "internvl",
     "paddleocr-vl",
     "idefics 3",
@@ -160,10 +161,10 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
     images = [make_image(*size, seed) for seed, size in enumerate(sizes)]
     ids, spans = [3, 4, BEFORE_IMAGES], []
     for rows, columns in sizes:
-        border = int(vision.has_borders)
+        border, row_end = vision.border, vision.has_row_ends
         canvas, apart = (((0, 0), 1), [TEXT_TOKEN]) if vision.canvas_marks else ((), [])
-        spans.append(ImageSpan(len(ids), rows, columns + border, border, *canvas))
-        row = [IMAGE_TOKEN] * (columns + border) + [TEXT_TOKEN] * breaks_rows(vision)
+        spans.append(ImageSpan(len(ids), rows, columns + row_end, border, *canvas))
+        row = [IMAGE_TOKEN] * (columns + row_end) + [TEXT_TOKEN] * breaks_rows(vision)
         ids += [*[IMAGE_TOKEN] * border, *row * rows, *[IMAGE_TOKEN] * border, AFTER_IMAGES, *apart, BEFORE_IMAGES]
     ids += [11, 12, 13, 14]
     num_decoded = 3  # text behind the images, whose positions are an offset

@@ -223,7 +223,7 @@ class RowImages:
                 first=0, rows=1, columns=count, key=pixels.key, file=pixels.file, offset=offset, tiles=tiles
             )
             return
-        border = int(self._processor.rule.has_borders)
+        rule = self._processor.rule
         parts = pixels.fit.pictures
         if self._text is None or not self._text.parts_tiles:
             parts = [(sum(height for height, _ in parts), pixels.fit.width)]
@@ -231,9 +231,9 @@ class RowImages:
             key = pixels.key
             if len(parts) > 1:
                 key = blake2b(b"%d" % number, key=key, digest_size=16).digest()
-            rows, columns = height // side, width // side + border
+            rows, columns = height // side, width // side + rule.has_row_ends
             yield PromptImage(
-                first=0, rows=rows, columns=columns, border=border, key=key, file=pixels.file, offset=offset
+                first=0, rows=rows, columns=columns, border=rule.border, key=key, file=pixels.file, offset=offset
             )
             offset += 3 * height * width
 

@@ -5,6 +5,7 @@ has latent attention with gates and sinks to chosen keys, and several residual s
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
@@ -27,7 +28,7 @@ from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import GATE, AttentionConfig, OutputGate
 from nvcli.models.rope_config import RopeConfig, rope_section
-from nvcli.models.vision.hunyuan import read_hunyuan_vision
+from nvcli.models.vision.hunyuan import read_hunyuan_v4_vision, read_hunyuan_vision
 
 _V1_NAMES = (
     (".query_layernorm", ".q_norm"),
@@ -120,12 +121,16 @@ def read_v3(config: ModelFile) -> DecoderConfig:
     return config.decoder(layers, layout=layout)
 
 
-def read_v4(config: ModelFile) -> DecoderConfig:
-    """Read V4. Its index keys rotate their last numbers. Layers for multi-token prediction stay on disk."""
-    attention = replace(read_latent_attention(config, is_interleaved=False), has_sinks=True, gate=OutputGate())
-    chooser = read_chosen_keys(config, attention, is_interleaved=False)
+def read_v4(config: ModelFile, *, has_vision: bool = False) -> DecoderConfig:
+    """Read V4. Its index keys rotate their last numbers, with vision by pairs of neighbours, and all norms then have
+    one epsilon. Layers for multi-token prediction stay on disk."""
+    attention, norm = read_latent_attention(config, is_interleaved=has_vision), config.rms_norm()
+    attention = replace(attention, has_sinks=True, gate=OutputGate())
+    if has_vision:
+        attention = replace(attention, norm_eps=norm.eps)
+    chooser = read_chosen_keys(config, attention, is_interleaved=has_vision)
     assert chooser.indexer is not None
-    norm, num_first = config.rms_norm(), chooser.indexer.head_dim - attention.rope_dim
+    num_first = chooser.indexer.head_dim - attention.rope_dim
     chooser = replace(chooser, indexer=replace(chooser.indexer, norm_eps=norm.eps, num_first=num_first))
     other = replace(chooser, indexer=None)
     mlps, limit = config.mlps(read_experts(config), config.sparse_layers()), read_limit(config)
@@ -170,22 +175,33 @@ HUNYUAN_V3 = Family(
     examples=("tencent/Hy3-preview",),
     read=read_v3,
 )
+_V4_DEFAULTS = {
+    "index_n_heads": 16,
+    "index_topk_freq": 4,
+    "kv_lora_rank": 512,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 2.827,
+    "v_head_dim": 256,
+}
 HUNYUAN_V4 = Family(
     name="Hunyuan V4",
     architectures=("HYV4ForCausalLM",),
     features="latent attention with gates and sinks to chosen keys (DSA); experts; several residual streams (iHC)",
     examples=("tencent/Hy4-preview",),
     read=read_v4,
-    defaults={
-        "index_n_heads": 16,
-        "index_topk_freq": 4,
-        "kv_lora_rank": 512,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "routed_scaling_factor": 2.827,
-        "v_head_dim": 256,
-    },
+    defaults=_V4_DEFAULTS,
+)
+HUNYUAN_V4_VISION = replace(
+    HUNYUAN_V4,
+    name="Hunyuan V4 with vision",
+    architectures=("HYV4VLForConditionalGeneration",),
+    features="Hunyuan V4 with the vision tower of HunyuanOCR; positions of three axes",
+    examples=("tencent/Hy4",),
+    read=partial(read_v4, has_vision=True),
+    read_vision=read_hunyuan_v4_vision,
+    defaults={**_V4_DEFAULTS, "index_n_heads": 32, "q_lora_rank": 2048},
 )

@@ -1,11 +1,13 @@
-"""The tower of HunyuanOCR (https://arxiv.org/abs/2511.19575), as config.json spells it. Torch-free.
+"""The towers of HunyuanOCR (https://arxiv.org/abs/2511.19575) and Hunyuan V4, as config.json spells them. Torch-free.
 
-Learned vectors stand around the tokens of an image. It is held to the code that was published with the weights where
-transformers 5.17 and later differ: they turn the halves of a head by different axes, and do not enlarge the grid to
-which positions are interpolated.
+Learned vectors stand after the rows of an image's tokens, and HunyuanOCR's also before and behind all of them. The
+latter is held to the code that was published with the weights where transformers 5.17 and later differ: they turn the
+halves of a head by different axes, and do not enlarge the grid to which positions are interpolated.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
@@ -41,25 +43,32 @@ _PLACE, _HEIGHT, _WIDTH, _IMAGE = range(4)
 
 def read_hunyuan_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of HunyuanOCR."""
+    axes = read_axes(text, (16, 16, 16, 16), order=(_PLACE, _WIDTH, _HEIGHT, _IMAGE))
+    tower = _read(config, vision, text, axes)
+    vision.only(temporal_patch_size=1)
+    merger = replace(tower.merger, kind="bordered", size=4 * tower.hidden_size)
+    return replace(tower, merger=merger, numbers_images=True)
+
+
+def read_hunyuan_v4_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Hunyuan V4 with vision."""
+    return _read(config, vision, text, read_axes(text, (12, 10, 10), is_interleaved=True))
+
+
+def _read(config: JsonFile, vision: JsonFile, text: JsonFile, axes: tuple[int, ...]) -> VisionConfig:
     sizes, eps = read_sizes(vision, text), vision.positive_number("rms_norm_eps", 1e-5)
-    vision.only(
-        hidden_act="gelu",
-        interpolate_mode="bilinear",
-        temporal_patch_size=1,
-        num_key_value_heads=sizes["num_heads"],
-    )
+    vision.only(hidden_act="gelu", interpolate_mode="bilinear", num_key_value_heads=sizes["num_heads"])
     return VisionConfig(
         names=_NAMES,
         processor="hunyuan_vl",
         merge_size=vision.positive("spatial_merge_size", 2),
-        merger=MergerConfig(kind="bordered", size=4 * sizes["hidden_size"], norm="rms", eps=eps),
+        merger=MergerConfig(kind="ended", size=0, norm="rms", eps=eps),
         eps=eps,
         activation="gelu",
         num_positions=(vision.positive("max_image_size", 2048) // sizes["patch_size"]) ** 2,
         has_unused_position=True,
         interpolation="enlarged",
-        axes=read_axes(text, (16, 16, 16, 16), order=(_PLACE, _WIDTH, _HEIGHT, _IMAGE)),
-        numbers_images=True,
+        axes=axes,
         image_token_id=config.get("image_token_id", int, 120_120),
         **sizes,
     )

@@ -157,7 +157,8 @@ def _area_rule(
             side=vision.token_pixels,
             min_pixels=ceil_div(limited.positive("min_pixels"), frames),
             max_pixels=limited.positive("max_pixels") // frames,
-            has_borders=vision.has_borders,
+            has_row_ends=vision.has_row_ends,
+            border=vision.border,
             enlarges=enlarges,
         )
 
@@ -411,7 +412,9 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "glm46v": _Kind(
         ("Glm46V", "Glm4v", "Glmga"), _area_rule(112 * 112, 28 * 28 * 15000, 2, "floor"), 3, _CLIP_MEAN, _CLIP_STD
     ),
-    "hunyuan_vl": _Kind(("HunYuanVL",), _area_rule(512**2, 2048**2), 3, _CLIP_MEAN, _CLIP_STD, resamples_alike=True),
+    "hunyuan_vl": _Kind(
+        ("HunYuanVL", "HYV4VL"), _area_rule(512**2, 2048**2), 3, _CLIP_MEAN, _CLIP_STD, resamples_alike=True
+    ),
     "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),
     "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "granite_docling": _Kind(("GraniteDocling",), _page_rule, 3, _CLIP_MEAN, _CLIP_STD),

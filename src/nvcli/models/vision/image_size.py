@@ -80,8 +80,10 @@ class SizeRule(ABC):
 
     side: int
     """Pixels of the side of a token's square."""
-    has_borders: bool = False
-    """`VisionConfig.has_borders`"""
+    has_row_ends: bool = False
+    """`VisionConfig.has_row_ends`"""
+    border: int = 0
+    """`VisionConfig.border`"""
 
     @property
     @abstractmethod
@@ -123,7 +125,7 @@ class AreaRule(SizeRule):
     def max_tokens(self) -> int:
         inner = max(1, self.max_pixels // self.side**2)
         most_rows = min(inner, math.ceil(math.sqrt(2 * MOST_RATIO * inner)))  # sides are rounded
-        return inner + (most_rows + 2 if self.has_borders else 0)
+        return inner + (most_rows if self.has_row_ends else 0) + 2 * self.border
 
     @property
     def most_pixels(self) -> int:

@@ -196,6 +196,28 @@ class BorderedMerger(nn.Module):
         return begin, row_end, end
 
 
+class EndedMerger(nn.Module):
+    """Normed patches merged by a convolution and projected, and the vector that stands after each row of an image's
+    tokens (Hunyuan V4): [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.count = config.late_merge**2
+        self.norm = Norm(build, f"{path}.norm", config.merger.eps)
+        self.merging, self.first = Linear(build, f"{path}.merging_layer"), Linear(build, f"{path}.linear_fc1")
+        self.newline = Weights(build, f"{path}.newline")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(F.gelu(self.merging(side_by_side(self.norm(x), self.count, by_channel=True))))
+        return out
+
+    def borders(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `BorderedMerger.borders` does: nothing before and after the tokens, [0, O], and the vector after
+        each row, [1, O]."""
+        newline = self.newline.weight[None]
+        return newline[:0], newline, newline[:0]
+
+
 class ConvolvedMerger(nn.Module):
     """Two convolutions that halve the grid of patches, and a projection (Step 3.7): [P, H] → [N, O]."""
 
@@ -280,6 +302,7 @@ def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Modu
         "patches": PatchMerger,
         "gated": GatedMerger,
         "bordered": BorderedMerger,
+        "ended": EndedMerger,
         "placed": PlacedMerger,
         "convolved": ConvolvedMerger,
         "queries": QueryMerger,

@@ -20,7 +20,7 @@ from nvcli.kernels.patch_types import Runs
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.early_merger import EarlyMerger
 from nvcli.models.vision.image_processor import ImageProcessor
-from nvcli.models.vision.merger import BorderedMerger, make_deep_merger, make_merger
+from nvcli.models.vision.merger import BorderedMerger, EndedMerger, make_deep_merger, make_merger
 from nvcli.models.vision.patch_convolution import PatchConvolution
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
 from nvcli.models.vision.tower_attention import TowerAttention
@@ -73,7 +73,7 @@ class VisionTower(nn.Module):
         merge = self.config.merge_size
         sizes = [rows * columns // merge**2 for rows, columns in grids]
         outputs = list(torch.split(self._compute(patches, patch_grid(self.config, grids)), sizes))
-        if isinstance(self.merger, BorderedMerger):
+        if isinstance(self.merger, BorderedMerger | EndedMerger):
             begin, newline, end = self.merger.borders()
             for number, (output, (_, columns)) in enumerate(zip(outputs, grids, strict=True)):
                 rows = output.view(-1, columns // merge, output.shape[1])

@@ -59,17 +59,43 @@ Interpolation = Literal[
 ]
 
 
+MergerKind = Literal[
+    "squares",
+    "linear",
+    "pool",
+    "project",
+    "patches",
+    "gated",
+    "bordered",
+    "ended",
+    "placed",
+    "convolved",
+    "queries",
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergerConfig:
     """The way from the square of patches that make up a token to its embedding."""
 
     kind: Literal[
-        "squares", "linear", "pool", "project", "patches", "gated", "bordered", "placed", "convolved", "queries"
+        "squares",
+        "linear",
+        "pool",
+        "project",
+        "patches",
+        "gated",
+        "bordered",
+        "ended",
+        "placed",
+        "convolved",
+        "queries",
     ]
     """squares: their vectors side by side go through an MLP; linear: they are projected; pool: their mean is normed and
     projected; project: likewise, with a norm that has no weights; patches: they are normed and merged before an MLP;
     gated: they are merged and normed before a gated MLP; bordered: they are normed and merged, then projected twice and
-    normed, and learned vectors stand around them (`VisionConfig.has_borders`); placed: they are normed and projected,
+    normed, and learned vectors stand around them and after their rows; ended: they are normed, merged to all that they
+    were, and projected, and learned vectors stand after their rows; placed: they are normed and projected,
     and the places of tokens in their tile are added, then normed, projected and normed; convolved: two convolutions
     that halve the grid and double the vectors are projected; queries: their means with learned vectors attend to each
     other and to the patches of their window, in a layer after whose blocks norms are, and are projected."""
@@ -298,14 +324,18 @@ class VisionConfig:
         return int(self.has_class_token or self.has_unused_position)
 
     @property
-    def has_borders(self) -> bool:
-        """Whether learned vectors stand before the first of an image's tokens, after each row of them, and after the
-        last row."""
-        return self.merger.kind == "bordered"
+    def has_row_ends(self) -> bool:
+        """Whether learned vectors stand after each row of an image's tokens."""
+        return self.merger.kind in ("bordered", "ended")
+
+    @property
+    def border(self) -> int:
+        """The learned vectors before the first row, and after the last."""
+        return int(self.merger.kind == "bordered")
 
     def num_tokens(self, rows: int, columns: int) -> int:
         """Return the vectors that the tower gives for an image of this many rows and columns of tokens."""
-        return rows * (columns + 1) + 2 if self.has_borders else rows * columns
+        return rows * (columns + self.has_row_ends) + 2 * self.border
 
     @property
     def longest_side(self) -> int:
@@ -462,6 +492,13 @@ class VisionConfig:
         if merger.kind == "patches":
             yield _tensor(dtype, f"{path}.merging_layer.weight", hidden, merged)
             merged = hidden
+        if merger.kind == "ended":
+            yield _tensor(dtype, f"{path}.merging_layer.weight", merged, hidden, side, side)
+            yield _tensor(dtype, f"{path}.merging_layer.bias", merged)
+            yield _tensor(dtype, f"{path}.linear_fc1.weight", out, merged, 1, 1)
+            yield _tensor(dtype, f"{path}.linear_fc1.bias", out)
+            yield _tensor(dtype, f"{path}.newline.weight", out)
+            return
         if merger.kind == "bordered":
             yield _tensor(dtype, f"{path}.merging_layer.weight", 2 * hidden, hidden, side, side)
             yield _tensor(dtype, f"{path}.merging_layer.bias", 2 * hidden)

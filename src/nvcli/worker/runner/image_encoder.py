@@ -144,7 +144,7 @@ class ImageEncoder:
                 self._files.pop(next(iter(self._files))).close()
             file = self._files[image.file] = PixelFile(image.file)
         side, device = self._tower.config.token_pixels, self._device
-        rows, columns = image.rows, image.columns - self._tower.config.has_borders
+        rows, columns = image.rows, image.columns - self._tower.config.has_row_ends
         if image.tiles is not None:
             columns = self._tower.config.tile_tokens
             rows = (image.tiles.rows * image.tiles.columns + 1) * columns
