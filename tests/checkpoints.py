@@ -86,6 +86,11 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3VLMoeVision",
         {**_QWEN_OR_GLM, "num_position_embeddings": 16, "deepstack_visual_indexes": [1]},
     ),
+    "CohereCompass": (
+        "CohereCompassText",
+        "CohereCompassVision",
+        {**_QWEN_OR_GLM, "depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+    ),
     "Qwen3VL": (
         "Qwen3VLText",
         "Qwen3VLVision",

@@ -474,6 +474,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             **FOUR_LAYERS,
         },
     ),
+    "cohere compass with vision": (
+        "CohereCompass",
+        {
+            "sliding_window": 20,
+            "rope_parameters": {SLIDING: {**DEFAULT, "mrope_section": [4, 2, 2]}, FULL: None},
+            "logit_scale": 0.3,
+            "tie_word_embeddings": True,
+            **FOUR_LAYERS,
+        },
+    ),
     "command r+": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": True, "logit_scale": 0.3}),
     "aya vision": (
         "AyaVision",

@@ -95,6 +95,9 @@ MARKS = {
     "internvl": _INTERNVL,
     "qianfan-ocr": _INTERNVL._replace(written="<image>"),
     **dict.fromkeys(("glm 4.6v-flash", "glm 4.6v", "glm-ocr"), _GLM),
+    "cohere compass with vision": _QWEN._replace(
+        processor={"image_processor_type": "CohereCompassImageProcessor", **AREA}
+    ),
     "hunyuan-ocr": _QWEN._replace(processor={"image_processor_type": "HunYuanVLImageProcessor", **AREA}),
     "hunyuan v4 with vision": _QWEN._replace(processor={"image_processor_type": "HYV4VLImageProcessor", **AREA}),
     "videollama 3": _QWEN._replace(

@@ -51,6 +51,7 @@ FAMILIES = [
     "qwen 2.5-vl",
     "qwen 3-vl",
     "qwen 3-vl moe",
+    "cohere compass with vision",
     "qwen 2.5-omni",
     "qwen 3-omni",
     "qwen 3.5 with vision",

@@ -52,6 +52,7 @@ MORE_ON_GPUS = [
     "llama 4 with vision",
     "step 3.7 with vision",
     "muse glimmer with vision",
+    "cohere compass with vision",
     "hunyuan v4 with vision",
 ]
 """Families of which CPUs compare logits alone (`test_vision_parity.py`)."""

@@ -1,7 +1,7 @@
 """Cohere's models, with attention and MLP side by side and LayerNorm without a bias: Command R and Aya; Command R7B and
 Command A (Cohere 2, https://arxiv.org/abs/2504.00698), with full attention without rotary positions in every fourth
-layer; Command A+ has experts. Compass rotates each kind of layers in a way of its own. Aya Vision and Command A Vision
-read images."""
+layer; Command A+ has experts. Compass rotates each kind of layers in a way of its own. Aya Vision, Command A
+Vision and Compass read images."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.vision.qwen import read_compass_vision
 from nvcli.models.vision.siglip import read_aya_vision, read_command_vision
 
 _SCORING: dict[str, Literal["softmax", "sigmoid"]] = {"softmax": "softmax", "sigmoid": "sigmoid"}
@@ -171,8 +172,9 @@ COHERE2_MOE = Family(
 COHERE_COMPASS = Family(
     name="Cohere Compass",
     architectures=("CohereCompassForCausalLM", "CohereCompassForConditionalGeneration"),
-    features="as Command R7B; a rotation for each kind of layers; its tower is left on disk",
+    features="as Command R7B, with the vision tower of Qwen3-VL; a rotation for each kind of layers",
     examples=("CohereLabs/North-Micro-Vision-Instruct",),
     read=read_compass,
+    read_vision=read_compass_vision,
     ties_embeddings=True,
 )

@@ -404,7 +404,7 @@ def _object(file: JsonFile, key: str) -> JsonFile:
 
 
 _KINDS: dict[ProcessorKind, _Kind] = {
-    "qwen2_vl": _Kind(("Qwen2VL",), _area_rule(56 * 56, 28 * 28 * 1280), 3, _CLIP_MEAN, _CLIP_STD),
+    "qwen2_vl": _Kind(("Qwen2VL", "CohereCompass"), _area_rule(56 * 56, 28 * 28 * 1280), 3, _CLIP_MEAN, _CLIP_STD),
     "minimax_m3": _Kind(("MiniMaxM3VL",), _area_rule(56 * 56, 451_584), 3, _CLIP_MEAN, _CLIP_STD),
     "gemma3": _Kind(("Gemma3",), _square_rule, 2, _HALF, _HALF),
     "gemma4": _Kind(("Gemma4", "Gemma4Unified"), _count_rule, 3, _NO_MEAN, _NO_STD, normalises=False),

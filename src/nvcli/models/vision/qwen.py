@@ -1,18 +1,20 @@
 """The towers of Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL (https://arxiv.org/abs/2502.13923), EXAONE 4.5,
-HyperCLOVA X, Qwen3-VL (https://arxiv.org/abs/2511.21631), Qwen 3.5, Qwen2.5-Omni and Qwen3-Omni, as config.json spells
-them. Torch-free."""
+HyperCLOVA X, Qwen3-VL (https://arxiv.org/abs/2511.21631), Cohere Compass, Qwen 3.5, Qwen2.5-Omni and Qwen3-Omni, as
+config.json spells them. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, Literal
 
+from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig, deep_outputs
 from nvcli.models.vision.vision_file import image_token, layer_list, read_axes, read_sizes, square
 
 _PREFIXES = (("visual.", f"{TOWER}."),)
+_ROPES, _SECTION = "rope_parameters", "mrope_section"
 _HYPERCLOVAX_PREFIXES = (
     ("vision_model.", f"{TOWER}."),
     ("vision_projector.", f"{TOWER}.merger.projector."),
@@ -102,6 +104,18 @@ def read_qwen3_omni_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -
 def read_qwen3_5_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
     """Read the tower of Qwen 3.5, which is Qwen3-VL's without deepstack."""
     return read_qwen3_vision(config, vision, text, sections=(11, 11, 10))
+
+
+def read_compass_vision(config: JsonFile, vision: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Cohere Compass, which is Qwen3-VL's. The decoder's kinds of layers that rotate have the same
+    axes."""
+    ropes = text.object(_ROPES)
+    rotating = [ropes.object(kind) for kind, rope in ropes.values.items() if rope is not None]
+    sections = [rope.values.get(_SECTION) for rope in rotating]
+    if any(section != sections[0] for section in sections):
+        raise rotating[-1].error(_SECTION, f"{show(sections[-1])} is not that of the other layers, {show(sections[0])}")
+    same = text.replacing(**{_ROPES: {_SECTION: sections[0]} if sections else {}})
+    return read_qwen3_vision(config.with_defaults({"image_token_id": 255_031}), vision, same)
 
 
 def read_qwen3_vision(
