@@ -244,6 +244,21 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_VISION, "image_size": 34, "patch_size": 8, "vision_use_head": False},
     ),
     "VideoLlama3": ("Qwen2", "VideoLlama3Vision", {**_VISION, "num_hidden_layers": 2, "patch_size": 8}),
+    "GotOcr2": (
+        "Qwen2",
+        "GotOcr2Vision",
+        {
+            "hidden_size": 16,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 2,
+            "output_channels": 12,
+            "window_size": 6,
+            "global_attn_indexes": [1],
+            "mlp_dim": 24,
+        },
+    ),
     "Lfm2Vl": ("Lfm2", "Siglip2Vision", {**_VISION, "num_hidden_layers": 2, "num_patches": 25, "patch_size": 4}),
     "GraniteDocling": (
         "GraniteDoclingText",
@@ -365,6 +380,7 @@ _WHOLE: dict[str, dict[str, Any]] = {
         "vision_aspect_ratio": "anyres_max_3",
     },
     "AyaVision": {"image_token_index": IMAGE_TOKEN},
+    "GotOcr2": {"image_token_index": IMAGE_TOKEN},
     "GraniteDocling": {"image_token_id": IMAGE_TOKEN, "pad_token_id": 0, "density_router_hidden_size": 8},
     "Granite4Vision": {
         "image_token_index": IMAGE_TOKEN,

@@ -195,6 +195,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "pixtral 12b": ("Llava Pixtral", {"head_dim": 8}),
     "llava with siglip": ("Llava Siglip", {"head_dim": 8}),
     "llava-next": ("LlavaNext", {"head_dim": 8}),
+    "got-ocr 2": ("GotOcr2", {"head_dim": 8, "tie_word_embeddings": True}),
     "videollama 3": ("VideoLlama3", {"head_dim": 8, "tie_word_embeddings": True}),
     "llava-onevision": ("LlavaOnevision", {"head_dim": 8, "tie_word_embeddings": True}),
     "llava 1.5": ("Llava", {"head_dim": 8}),

@@ -109,6 +109,11 @@ MARKS = {
             "temporal_patch_size": 1,
         }
     ),
+    "got-ocr 2": Marks(
+        ("<img>", "<imgpad>", "</img>"),
+        "<imgpad>",
+        {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 32, "width": 32}},
+    ),
     "paddleocr-vl": _QWEN._replace(processor={"image_processor_type": "PaddleOCRVLImageProcessor", **AREA}),
     "idefics 3": _IDEFICS,
     "granite docling": _IDEFICS._replace(
@@ -244,6 +249,7 @@ MARKS = {
 
 _WITH_IMAGE_TOKEN_INDEX = (
     "Gemma3",
+    "GotOcr2",
     "Granite4Vision",
     "MiniMaxM3VL",
     "PaliGemma",

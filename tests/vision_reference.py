@@ -192,6 +192,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "glm5_next": Glm46VImageProcessorPil,
         "hunyuan_vl": getattr(transformers, "HunYuanVLImageProcessorPil", None),  # not in version 5.10
         "got_ocr2": GotOcr2ImageProcessorPil,
+        "got_ocr": GotOcr2ImageProcessorPil,
         "paddleocr_vl": PaddleOCRVLImageProcessorPil,
         "idefics3": Idefics3ImageProcessorPil,
         "cohere2_vision": GotOcr2ImageProcessorPil,

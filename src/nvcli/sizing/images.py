@@ -57,6 +57,9 @@ def tower_bytes(config: EngineConfig, vision: VisionConfig) -> int:
     clamped = 2 * vision.has_bounds * vision.hidden_size
     in_mlp = (1 + 2 * vision.is_gated) * vision.intermediate_size + clamped
     in_attention = 6 * vision.hidden_size  # projections, and their copies where no kernel takes them as they are
+    if vision.distance_window:
+        most = (vision.tile_tokens * vision.merge_size) * vision.num_heads  # numbers that say where patches are
+        in_attention = 9 * vision.hidden_size + 5 * most
     if vision.conv_layers:
         in_attention = 9 * vision.hidden_size  # gates and values, and sums in float32 with what is added to them
     results = vision.num_outputs * vision.out_size // vision.merge_size**2

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from checkpoints import edit_json
@@ -55,8 +56,6 @@ def docling(folder: Path, tokenizer: Any) -> Any:
 
 
 def aya(folder: Path, tokenizer: Any) -> Any:
-    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-
     images = GotOcr2ImageProcessorPil.from_pretrained(folder)
     images.crop_to_patches = True  # as `AyaVisionProcessor.images_kwargs` has it
     return transformers.AyaVisionProcessor(images, tokenizer, patch_size=4, downsample_factor=2, img_size=32)
@@ -289,11 +288,16 @@ def test_prompts_are_those_of_transformers(
     images.close()
 
 
-def test_prompts_of_paligemma_without_a_template_are_those_of_transformers(tmp_path: Path) -> None:
-    path = write_vision_model(tmp_path / "model", "paligemma")
+def write_without_template(folder: Path, name: str) -> Path:
+    path = write_vision_model(folder, name)
     (path / "chat_template.jinja").unlink()
     edit_json(path / "tokenizer_config.json", chat_template="")
     edit_json(path / "tokenizer.json", truncation=None, padding=None)
+    return path
+
+
+def test_prompts_of_paligemma_without_a_template_are_those_of_transformers(tmp_path: Path) -> None:
+    path = write_without_template(tmp_path / "model", "paligemma")
     model = load_model_config(path)
     settings = read_row_settings(RunConfig(model=str(path)), path, model)
     assert settings.has_chat_template
@@ -311,6 +315,19 @@ def test_prompts_of_paligemma_without_a_template_are_those_of_transformers(tmp_p
     assert whole_tokens(model.with_tower(), 4, 64, 64) == 64
     with pytest.raises(ConfigError, match="computes a prompt with images, of up to 65 tokens in one step"):
         whole_tokens(model.with_tower(), 4, 65, 64)
+
+
+def test_prompts_of_got_ocr_without_a_template_are_those_of_transformers(tmp_path: Path) -> None:
+    path = write_without_template(tmp_path / "model", "got-ocr 2")
+    settings = read_row_settings(RunConfig(model=str(path)), path, load_model_config(path))
+    tokenizer = Tokenizer.load(path, chat_template=settings.chat_template)
+    photo = {"type": "image", "image": "a.png"}
+    own = tokenizer.encode([tokenizer.render([{"role": "user", "content": [photo]}])], add_special_tokens=False)[0]
+    images = GotOcr2ImageProcessorPil.from_pretrained(path)
+    theirs = transformers.GotOcr2Processor(images, transformers.AutoTokenizer.from_pretrained(path))
+    photos = [Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8))]
+    _, *expected = theirs(images=photos, num_image_tokens=1)["input_ids"][0]
+    assert own == expected, "the tiny tokenizer has a token for the beginning"
 
 
 def prepared(photos: Sequence[Image.Image], processor: Any, memory: PixelMemory, file: PixelFile) -> Iterator[Pixels]:

@@ -45,6 +45,7 @@ FAMILIES = [
     "command a vision",
     "llava 1.5",
     "videollama 3",
+    "got-ocr 2",
 ]
 MORE_ON_GPUS = [
     "kimi k2.5 with vision",

@@ -15,11 +15,22 @@ from nvcli.models.families.mistral import read_mistral
 from nvcli.models.families.model_file import ModelFile, read_by_type
 from nvcli.models.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
 from nvcli.models.layer_config import DecoderConfig
+from nvcli.models.vision.got import read_got_vision
 from nvcli.models.vision.internvl import read_internvl_vision, read_qianfan_vision
 from nvcli.models.vision.llava import read_llava_next_vision, read_llava_vision, read_onevision_vision
 from nvcli.models.vision.siglip import read_docling_vision, read_idefics3_vision
 from nvcli.models.vision.video_llama import read_video_llama_vision
 
+_GOT_PROMPT = (  # as transformers' processor writes it, which asks for the text of images where nothing else does
+    "{% if messages[0].role != 'system' %}<|im_start|>system\n"
+    "You should follow the instructions carefully and explain your answers in detail.<|im_end|>{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% set images = message.content | selectattr('type', 'equalto', 'image') | list %}"
+    "{% set texts = message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | list %}"
+    "{% if images %}<img>{{ '<imgpad>' * images | length }}</img>\n{% endif %}{{ texts | join or ' OCR: ' }}"
+    "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 _LLAVA_TEXT_PARTS = {"llama": read_llama, "mistral": read_mistral, "qwen2": read_qwen2, "qwen3": read_qwen3}
 
 LLAVA = Family(
@@ -77,6 +88,27 @@ QIANFAN_OCR = Family(
     examples=("baidu/Qianfan-OCR",),
     read=read_qwen3,
     read_vision=read_qianfan_vision,
+)
+
+
+GOT_OCR2 = Family(
+    name="GOT-OCR 2",
+    architectures=("GotOcr2ForConditionalGeneration",),
+    features="Qwen2 with a vision tower (SAM), whose scores depend on learned distances",
+    examples=("stepfun-ai/GOT-OCR-2.0-hf",),
+    read=read_qwen2,
+    read_vision=read_got_vision,
+    chat_template=_GOT_PROMPT,
+    ties_embeddings=True,
+    defaults={
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "rope_theta": 1_000_000.0,
+        "vocab_size": 151_860,
+    },
 )
 
 

@@ -196,8 +196,10 @@ def _square_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 224))
 
 
-def _tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    # InternVL's processor cuts images into tiles whatever the file says (`images_kwargs` in transformers).
+def _tile_rule(file: JsonFile, vision: VisionConfig, *, cuts_always: bool = True) -> SizeRule:
+    """`cuts_always`: images are cut whatever the file says, as InternVL's (`images_kwargs` in transformers)."""
+    if not cuts_always and not file.get("crop_to_patches", bool, False):
+        return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 384))
     least, most = file.positive("min_patches", 1), file.positive("max_patches", 12)
     if not least <= most <= _MOST_TILES:
         raise file.error("max_patches", f"{most:,} is not supported; supported: from {least} to {_MOST_TILES}")
@@ -416,6 +418,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
         ("HunYuanVL", "HYV4VL"), _area_rule(512**2, 2048**2), 3, _CLIP_MEAN, _CLIP_STD, resamples_alike=True
     ),
     "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),
+    "got_ocr": _Kind(("GotOcr2",), partial(_tile_rule, cuts_always=False), 3, _CLIP_MEAN, _CLIP_STD),
     "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "granite_docling": _Kind(("GraniteDocling",), _page_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "cohere2_vision": _Kind(("Cohere2Vision",), _scaled_tile_rule, 3, _CLIP_MEAN, _CLIP_STD),

@@ -219,20 +219,33 @@ class EndedMerger(nn.Module):
 
 
 class ConvolvedMerger(nn.Module):
-    """Two convolutions that halve the grid of patches, and a projection (Step 3.7): [P, H] → [N, O]."""
+    """Two convolutions that halve the grid of patches, and a projection (Step 3.7), in some models behind a neck that
+    keeps it (GOT-OCR 2): [P, H] → [N, O]."""
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
+        merger, of_neck = config.merger, (1, 2) if config.merger.neck_size else ()
+        self.neck = nn.ModuleList(Linear(build, f"{path}.neck{number}") for number in of_neck)
+        self.norms = nn.ModuleList(Norm(build, f"{path}.neck_norm{number}", merger.eps) for number in of_neck)
         self.halving = nn.ModuleList(Linear(build, f"{path}.downsampler{number}") for number in (1, 2))
         self.projection = Linear(build, f"{path}.projection")
 
-    def forward(self, x: Tensor, halves: Sequence[Tensor]) -> Tensor:
-        """Merge patches. `halves`: `PatchGrid.halves`"""
-        for convolution, read in zip(self.halving, halves, strict=True):
-            padded = torch.cat([x, x.new_zeros(1, x.shape[1])])  # the last is read as number -1
-            x = convolution(side_by_side(padded[read].flatten(0, 1), read.shape[1], by_channel=True))
+    def forward(self, x: Tensor, reads: Sequence[Tensor]) -> Tensor:
+        """Merge patches. `reads`: `PatchGrid.reads`"""
+        if self.neck:
+            (projection, convolution), (first_norm, second_norm), (read, *reads) = self.neck, self.norms, reads
+            x = second_norm(_convolved(convolution, first_norm(projection(x)), read))
+        for convolution, read in zip(self.halving, reads, strict=True):
+            x = _convolved(convolution, x, read)
         out: Tensor = self.projection(x)
         return out
+
+
+def _convolved(convolution: nn.Module, x: Tensor, read: Tensor) -> Tensor:
+    """Project the vectors that lie around each place side by side: [P, H] → [places, O]."""
+    padded = torch.cat([x, x.new_zeros(1, x.shape[1])])  # the last is read as number -1
+    out: Tensor = convolution(side_by_side(padded[read].flatten(0, 1), read.shape[1], by_channel=True))
+    return out
 
 
 class QueryMerger(nn.Module):

@@ -46,9 +46,10 @@ class PatchGrid:
     neighbours: Ints | None
     """[P, conv_size²], the patches in the square around each, row by row, -1 where the image has ended; None where
     no layer convolves."""
-    halves: tuple[Ints, ...] = ()
-    """[P / 4, HALVING²] and [P / 16, HALVING²], the patches that the first of a merger's convolutions reads for each of
-    its results, and the results that the second one reads, likewise; empty: it has none."""
+    reads: tuple[Ints, ...] = ()
+    """[P, HALVING²], the patches that the convolution of a merger's neck reads, if it has one; [P / 4, HALVING²] and
+    [P / 16, HALVING²], the results that the next convolutions read, each of which halves the grid; empty: it has
+    none."""
 
     @property
     def num_patches(self) -> int:
@@ -83,11 +84,7 @@ def patch_grid(vision: VisionConfig, grids: Sequence[tuple[int, int]]) -> PatchG
         tap_weights=_widened(weights) if weights else None,
         middles=np.concatenate([part.middles for part in parts]),
         neighbours=_moved([part.neighbours for part in parts if part.neighbours is not None], starts),
-        halves=tuple(
-            moved
-            for number, reads in enumerate(zip(*(part.halves for part in parts), strict=True))
-            if (moved := _moved(reads, [start // 4**number for start in starts])) is not None
-        ),
+        reads=_moved_reads(vision, [part.reads for part in parts], starts),
     )
 
 
@@ -96,6 +93,16 @@ def _moved(reads: Sequence[Ints], starts: Sequence[int]) -> Ints | None:
     none."""
     moved = [np.where(array < 0, -1, array + start) for array, start in zip(reads, starts, strict=False)]
     return np.concatenate(moved) if moved else None
+
+
+def _moved_reads(vision: VisionConfig, parts: Sequence[tuple[Ints, ...]], starts: Sequence[int]) -> tuple[Ints, ...]:
+    """Concatenate `PatchGrid.reads` of several images, whose patches begin at `starts`."""
+    has_neck = vision.merger.neck_size > 0
+    return tuple(
+        moved
+        for number, reads in enumerate(zip(*parts, strict=True))
+        if (moved := _moved(reads, [start // 4 ** max(0, number - has_neck) for start in starts])) is not None
+    )
 
 
 def _widened(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -124,14 +131,15 @@ def _grid_of_image(vision: VisionConfig, rows: int, columns: int) -> PatchGrid:
     late, early = vision.late_merge, vision.early_merge
     in_squares = (rows // merge, late, early, columns // merge, late, early)
     places = np.stack([axis.reshape(in_squares).transpose(0, 3, 1, 4, 2, 5).ravel() for axis in (row, column)], axis=1)
+    starts = [number * len(places) for number in range(num_tiles)]
     order: Ints | None = None
     windows: Runs = ()
     if vision.window_tokens:
         order, windows = _windows(rows // merge, columns // merge, vision.window_tokens, merge**2)
         places = places.reshape(-1, merge**2, 2)[order].reshape(-1, 2)
         order = np.concatenate([order + number * len(order) for number in range(num_tiles)])
-        starts = [number * len(places) for number in range(num_tiles)]
         windows = _runs((first + start, count, size) for start in starts for first, count, size in windows)
+    reads = _reads(vision, places, rows, columns) if vision.merger.kind == "convolved" else ()
     places = np.tile(places, (num_tiles, 1))
     taps, weights = _interpolation(places, rows, columns, vision)
     return PatchGrid(
@@ -143,14 +151,14 @@ def _grid_of_image(vision: VisionConfig, rows: int, columns: int) -> PatchGrid:
         taps=taps,
         tap_weights=weights,
         neighbours=_neighbours(places, places, rows, columns, vision.conv_size) if vision.conv_layers else None,
-        halves=_halves(places, rows, columns) if vision.merger.kind == "convolved" else (),
+        reads=_moved_reads(vision, [reads] * num_tiles, starts),
         middles=((2 * places + 1) / np.array([rows, columns]) - 1).astype(np.float32),
     )
 
 
-def _halves(places: Ints, rows: int, columns: int) -> tuple[Ints, ...]:
-    """Return `PatchGrid.halves` of an image of this size."""
-    found = []
+def _reads(vision: VisionConfig, places: Ints, rows: int, columns: int) -> tuple[Ints, ...]:
+    """Return `PatchGrid.reads` of an image of this size."""
+    found = [_neighbours(places, places, rows, columns, HALVING)] if vision.merger.neck_size else []
     for _ in range(2):
         kept = places[(places % 2 == 0).all(axis=1)]
         found.append(_neighbours(places, kept, rows, columns, HALVING))

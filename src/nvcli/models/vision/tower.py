@@ -18,6 +18,7 @@ from nvcli.core.prompt_image import TileGrid
 from nvcli.kernels.patch_attention import Segments, make_segments
 from nvcli.kernels.patch_types import Runs
 from nvcli.models.parallel import BuildContext
+from nvcli.models.vision.distance_attention import DistanceAttention
 from nvcli.models.vision.early_merger import EarlyMerger
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.merger import BorderedMerger, EndedMerger, make_deep_merger, make_merger
@@ -48,7 +49,7 @@ class VisionTower(nn.Module):
             )
         )
         self.blocks = nn.ModuleList(
-            _Block(build, f"{TOWER}.blocks.{n}", config, convolves=n in config.conv_layers) for n in range(config.depth)
+            _Block(build, f"{TOWER}.blocks.{number}", config, number) for number in range(config.depth)
         )
         self.early_merger = EarlyMerger(build, f"{TOWER}.early_merger", config) if config.early_merge > 1 else None
         self.newline = Weights(build, f"{TOWER}.newline") if config.has_newlines else None
@@ -159,8 +160,8 @@ class VisionTower(nn.Module):
         if others is not None:
             x = torch.cat([part[:, len(others) :].flatten(0, 1) for part in _by_segment(x, images)])
         x = x if self.last_norm is None else self.last_norm(x)
-        halves = [_on_device(read, device) for read in grid.halves]
-        own = self.merger(x, halves) if halves else self.merger(x)
+        reads = [_on_device(read, device) for read in grid.reads]
+        own = self.merger(x, reads) if reads else self.merger(x)
         merged = torch.cat([own, *(deep[target] for target in sorted(deep))], dim=1)
         assert len(merged) * squares == len(patches)
         inverse = _on_device(grid.inverse, device)
@@ -249,12 +250,18 @@ def _on_device(array: np.ndarray | None, device: torch.device) -> Tensor | None:
 class _Block(nn.Module):
     """A layer of attention, or of convolutions, with its MLP."""
 
-    def __init__(self, build: BuildContext, path: str, config: VisionConfig, *, convolves: bool) -> None:
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig, number: int) -> None:
         super().__init__()
         self.config = config
+        convolves = number in config.conv_layers
         self.convolution = PatchConvolution(build, f"{path}.conv") if convolves else None
         self.norm1, self.norm2 = (Norm(build, f"{path}.{name}", config.eps) for name in ("norm1", "norm2"))
-        self.attention = None if convolves else TowerAttention(build, f"{path}.attn", config)
+        self.attention: TowerAttention | DistanceAttention | None = None
+        if config.distance_window:
+            is_whole = number in config.full_layers
+            self.attention = DistanceAttention(build, f"{path}.attn", config, is_whole=is_whole)
+        elif not convolves:
+            self.attention = TowerAttention(build, f"{path}.attn", config)
         self.results = nn.ModuleList(
             Scale(build, f"{path}.scale{number}")
             if config.has_layer_scales

@@ -35,6 +35,7 @@ ProcessorKind = Literal[
     "pixtral",
     "glm46v",
     "hunyuan_vl",
+    "got_ocr",
     "got_ocr2",
     "granite_docling",
     "paddleocr_vl",
@@ -100,7 +101,11 @@ class MergerConfig:
     that halve the grid and double the vectors are projected; queries: their means with learned vectors attend to each
     other and to the patches of their window, in a layer after whose blocks norms are, and are projected."""
     size: int
-    """The size between the two projections of its MLP, or the last two; linear, pool, project, convolved: 0."""
+    """The size between the two projections of its MLP, or the last two; convolved: of the result of the second
+    convolution, 0 if it is double that of the first; linear, pool, project, ended: 0."""
+    neck_size: int = 0
+    """The size to which a projection and a convolution that keeps the grid, each with a norm, bring patches before
+    `convolved`, whose convolutions then have no biases; 0: they stay as they are."""
     is_gated: bool = False
     """Whether the second half of the first projection of `squares` is a gate (SwiGLU)."""
     activation: Literal["gelu", "relu2"] = "gelu"
@@ -244,6 +249,9 @@ class VisionConfig:
     """Patches of the side of the square that such a convolution reads; odd."""
     full_layers: tuple[int, ...] = ()
     """The layers that attend to the whole image where others have windows."""
+    distance_window: int = 0
+    """Patches of the side of the windows, filled up with zeros, to which attention is limited whose scores depend on
+    learned distances of rows and columns; 0: they do not. In `full_layers` they do across the whole tile."""
     tile_tokens: int = 0
     """Tokens of the side of the squares, one below the other, of which an image consists, and to which attention is
     limited; 0: images are of any size."""
@@ -303,6 +311,10 @@ class VisionConfig:
     def tile_pixels(self) -> int:
         """Pixels of the side of a tile, as far as they fill tokens."""
         return self.tile_tokens * self.token_pixels
+
+    def distance_side(self, *, is_whole: bool) -> int:
+        """Return the patches of the side of the squares in which scores depend on distances."""
+        return self.tile_tokens * self.merge_size if is_whole else self.distance_window
 
     @property
     def num_outputs(self) -> int:
@@ -402,6 +414,10 @@ class VisionConfig:
                 yield _tensor(dtype, f"{block}.conv.out_proj.weight", hidden, hidden)
             else:
                 yield from self._attention(dtype, f"{block}.attn", order)
+            if self.distance_window:
+                count = 2 * self.distance_side(is_whole=number in self.full_layers) - 1
+                for name in ("row_distances", "distances"):
+                    yield _tensor(dtype, f"{block}.attn.{name}.weight", count, head)
             for name in up:
                 yield from _linear(dtype, f"{block}.mlp.{name}", inner, hidden, has_bias=self.mlp_bias)
             yield from _linear(dtype, f"{block}.mlp.{down}", hidden, inner, has_bias=self.mlp_bias)
@@ -454,26 +470,13 @@ class VisionConfig:
             yield from _norm(dtype, f"{path}.last_norm", out, merger.norm)
             return
         if merger.kind == "convolved":
-            for name, size in (("downsampler1", hidden), ("downsampler2", 2 * hidden)):
-                yield _tensor(dtype, f"{path}.{name}.weight", 2 * size, size, HALVING, HALVING)
-                yield _tensor(dtype, f"{path}.{name}.bias", 2 * size)
-            yield from _linear(dtype, f"{path}.projection", out, 4 * hidden, has_bias=bias)
+            yield from self._convolutions(dtype, path)
             return
         if merger.kind == "linear":
             yield from _linear(dtype, f"{path}.projection", out, merged, has_bias=bias)
             return
         if merger.kind == "queries":
-            tokens = self.window_tokens**2
-            yield _tensor(dtype, f"{path}.queries.weight", 1, tokens, hidden)
-            yield _tensor(dtype, f"{path}.places.weight", 1, tokens * side**2, hidden)
-            for name in ("norm", "first_norm", "attn.norm", "crossattn.norm", "last_norm"):
-                yield from _norm(dtype, f"{path}.{name}", hidden, "layer")
-            for attention in ("attn", "crossattn"):
-                for name in (*QKV, "proj"):
-                    yield from _linear(dtype, f"{path}.{attention}.{name}", hidden, hidden, has_bias=True)
-            yield from _linear(dtype, f"{path}.linear_fc1", merger.size, hidden, has_bias=True)
-            yield from _linear(dtype, f"{path}.linear_fc2", hidden, merger.size, has_bias=True)
-            yield from _linear(dtype, f"{path}.projection", out, hidden, has_bias=True)
+            yield from self._queries(dtype, path)
             return
         if merger.kind == "gated":
             yield _tensor(dtype, f"{path}.downsample.weight", out, hidden, side, side)
@@ -518,6 +521,35 @@ class VisionConfig:
         yield from _linear(dtype, f"{path}.linear_fc2", result, merger.size // (1 + merger.is_gated), has_bias=bias)
         if merger.result_size is not None:
             yield from _linear(dtype, f"{path}.projector", out, result, has_bias=bias)
+
+    def _convolutions(self, dtype: StoredDtype, path: str) -> Iterator[TensorSpec]:
+        """Yield the tensors of `convolved`."""
+        merger, hidden = self.merger, self.hidden_size
+        read, size = merger.neck_size or hidden, merger.size or 4 * hidden
+        if merger.neck_size:
+            yield _tensor(dtype, f"{path}.neck1.weight", read, hidden, 1, 1)
+            yield _tensor(dtype, f"{path}.neck2.weight", read, read, HALVING, HALVING)
+            for name in ("neck_norm1", "neck_norm2"):
+                yield from _norm(dtype, f"{path}.{name}", read, "layer")
+        for name, columns, rows in (("downsampler1", read, 2 * read), ("downsampler2", 2 * read, size)):
+            yield _tensor(dtype, f"{path}.{name}.weight", rows, columns, HALVING, HALVING)
+            if not merger.neck_size:
+                yield _tensor(dtype, f"{path}.{name}.bias", rows)
+        yield from _linear(dtype, f"{path}.projection", self.out_size, size, has_bias=merger.has_bias)
+
+    def _queries(self, dtype: StoredDtype, path: str) -> Iterator[TensorSpec]:
+        """Yield the tensors of `queries`."""
+        size, hidden, tokens = self.merger.size, self.hidden_size, self.window_tokens**2
+        yield _tensor(dtype, f"{path}.queries.weight", 1, tokens, hidden)
+        yield _tensor(dtype, f"{path}.places.weight", 1, tokens * self.late_merge**2, hidden)
+        for name in ("norm", "first_norm", "attn.norm", "crossattn.norm", "last_norm"):
+            yield from _norm(dtype, f"{path}.{name}", hidden, "layer")
+        for attention in ("attn", "crossattn"):
+            for name in (*QKV, "proj"):
+                yield from _linear(dtype, f"{path}.{attention}.{name}", hidden, hidden, has_bias=True)
+        yield from _linear(dtype, f"{path}.linear_fc1", size, hidden, has_bias=True)
+        yield from _linear(dtype, f"{path}.linear_fc2", hidden, size, has_bias=True)
+        yield from _linear(dtype, f"{path}.projection", self.out_size, hidden, has_bias=True)
 
 
 def _quarters(size: int, order: tuple[int, ...]) -> tuple[int, ...]:
