@@ -33,6 +33,7 @@ from nvcli.models.mixers.delta_net import KimiDeltaConfig
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.models.rope import rope_frequencies
 from nvcli.models.rope_config import RopeConfig
+from nvcli.models.vision.tower_tensors import tower_tensors
 from nvcli.tools.bench.shapes import SHAPES
 from nvcli.worker.distributed.stage import Stage
 
@@ -678,7 +679,7 @@ def test_towers_of_the_hub(name: str, tmp_path: Path) -> None:
     edit_json(tmp_path / "config.json", **own, vision_config=tower)
     vision = load_model_config(tmp_path).vision
     assert vision is not None
-    assert sum(math.prod(tensor.shape) for tensor in vision.tensors("bfloat16")) == count
+    assert sum(math.prod(tensor.shape) for tensor in tower_tensors(vision, "bfloat16")) == count
     assert own.get("media_placeholder_token_id", vision.image_token_id) == vision.image_token_id
 
 

@@ -29,6 +29,7 @@ from nvcli.models.layer_config import (
 from nvcli.models.mixers.mixer import LayerContext
 from nvcli.models.rope_config import LEARNED_FREQUENCIES
 from nvcli.models.tensor_spec import EXPERTS, Part, Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias
+from nvcli.models.vision.tower_tensors import tower_tensors
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -125,7 +126,7 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
             yield from replace(context, norm=decoder.embedding_norm).norm_tensors(EMBEDDING_NORM)
         if config.has_tower:
             assert config.vision is not None
-            yield from config.vision.tensors(dtype)
+            yield from tower_tensors(config.vision, dtype)
     inputs = decoder.layer_inputs
     if inputs is not None:  # what is computed for all layers before the first one
         width = decoder.num_layers * inputs.size

@@ -1,4 +1,4 @@
-"""VisionConfig: the description of a vision tower, and its tensors. Torch-free.
+"""VisionConfig: the description of a vision tower. Torch-free.
 
 One description serves the towers of all families: attention layers over the patches of an image, and a merger that
 makes the decoder's embeddings of their results. `tower.py` computes what it says, and the files beside this one read it
@@ -7,14 +7,13 @@ from config.json.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isqrt
 from typing import Literal
 
 from nvcli.models.checkpoint_layout import TowerNames
-from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec
+from nvcli.models.tensor_spec import FUSED
 from nvcli.models.vision.image_text import ImageText
 
 TOWER = "visual"
@@ -372,227 +371,7 @@ class VisionConfig:
         """The names of an MLP's projections: those from the hidden size, and that back to it."""
         return (("gate_proj", "up_proj"), "down_proj") if self.is_gated else (("linear_fc1",), "linear_fc2")
 
-    def tensors(self, dtype: StoredDtype) -> Iterator[TensorSpec]:
-        """Yield the tensors, which every rank holds whole."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        frames = (self.temporal_patch_size,) if self.temporal_patch_size else ()
-        of_patch = (CHANNELS, *frames, self.patch_size, self.patch_size)
-        of_patch = (self.patch_values,) if self.has_last_channels or self.has_flat_patches else of_patch
-        yield _tensor(dtype, "patch_embed.proj.weight", hidden, *of_patch)
-        if self.has_patch_bias:
-            yield _tensor(dtype, "patch_embed.proj.bias", hidden)
-        if self.has_class_token:
-            yield _tensor(dtype, "cls_token.weight", *(() if self.has_flat_class_token else (1,)), hidden)
-        if self.num_registers:
-            yield _tensor(dtype, "registers.weight", self.num_registers, hidden)
-        if self.num_positions:
-            yield _tensor(dtype, "pos_embed.weight", *self.position_shape, hidden)
-        if self.has_patch_norm:
-            yield from _norm(dtype, "patch_norm", self.patch_values, self.norm)
-        for name, is_there in (("first_norm", self.has_first_norm), ("last_norm", self.has_last_norm)):
-            if is_there:
-                yield from _norm(dtype, name, hidden, self.norm)
-        up, down = self.mlp_names
-        head = hidden // self.num_heads
-        orders: dict[str | None, Callable[[int], tuple[int, ...]]] = {
-            "columns": partial(_quarters, order=(1, 0, 3, 2)),
-            "halves": partial(_quarters, order=(2, 0, 3, 1)),
-            "turns": _turns_in_halves,
-            "thirds": _thirds_in_turn,
-        }
-        order = orders[self.rope](head) if self.rope in orders else None
-        if self.has_paired_rows:
-            paired = *range(0, head, 2), *range(1, head, 2)
-            order = paired if order is None else tuple(paired[number] for number in order)
-        for number in range(self.depth):
-            block = f"blocks.{number}"
-            for name in ("norm1", "norm2", "result_norm1", "result_norm2")[: 4 if self.has_result_norms else 2]:
-                yield from _norm(dtype, f"{block}.{name}", hidden, self.norm)
-            if number in self.conv_layers:
-                yield _tensor(dtype, f"{block}.conv.in_proj.weight", 3 * hidden, hidden)
-                yield _tensor(dtype, f"{block}.conv.spatial_conv.weight", hidden, 1, self.conv_size, self.conv_size)
-                yield _tensor(dtype, f"{block}.conv.out_proj.weight", hidden, hidden)
-            else:
-                yield from self._attention(dtype, f"{block}.attn", order)
-            if self.distance_window:
-                count = 2 * self.distance_side(is_whole=number in self.full_layers) - 1
-                for name in ("row_distances", "distances"):
-                    yield _tensor(dtype, f"{block}.attn.{name}.weight", count, head)
-            for name in up:
-                yield from _linear(dtype, f"{block}.mlp.{name}", inner, hidden, has_bias=self.mlp_bias)
-            yield from _linear(dtype, f"{block}.mlp.{down}", hidden, inner, has_bias=self.mlp_bias)
-            linears = *(f"attn.{name}" for name in (*QKV, "proj")), *(f"mlp.{name}" for name in (*up, down))
-            for name in linears if self.has_bounds else ():
-                yield from (_tensor(dtype, f"{block}.{name}.{bound}", 1) for bound in BOUNDS)
-            for name in ("scale1", "scale2") if self.has_layer_scales else ():
-                yield _tensor(dtype, f"{block}.{name}.weight", hidden)
-        if self.early_merge > 1:
-            count = self.early_merge**2
-            yield from _norm(dtype, "early_merger.norm1", hidden, self.norm)
-            yield from self._attention(dtype, "early_merger.attn", None)
-            yield from _norm(dtype, "early_merger.norm", count * hidden, self.norm)
-            yield from _linear(dtype, "early_merger.linear_fc1", count * inner, count * hidden, has_bias=True)
-            yield from _linear(dtype, "early_merger.linear_fc2", hidden, count * inner, has_bias=True)
-        if self.has_newlines:
-            yield _tensor(dtype, "newline.weight", self.out_size)
-        yield from self._merger(dtype, "merger", norms_squares=self.merger.norms_squares)
-        deep = self if self.merger.kind == "queries" else replace(self, merger=replace(self.merger, kind="squares"))
-        for number in range(len(self.deepstack)):
-            yield from deep._merger(dtype, f"deepstack_merger_list.{number}", norms_squares=True)
-
-    def _attention(self, dtype: StoredDtype, path: str, order: tuple[int, ...] | None) -> Iterator[TensorSpec]:
-        hidden, kv_heads = self.hidden_size, self.num_kv_heads or self.num_heads
-        head = hidden // self.num_heads
-        for name, heads in zip(QKV, (self.num_heads, kv_heads, kv_heads), strict=True):
-            linear = _linear(dtype, f"{path}.{name}", heads * head, hidden, has_bias=self.qkv_bias)
-            yield from (replace(part, row_order=None if name == "v_proj" else order) for part in linear)
-        yield from _linear(dtype, f"{path}.proj", hidden, hidden, has_bias=self.out_bias)
-        for name in ("q_norm", "k_norm") if self.qk_norm else ():
-            size, factor = (head if self.qk_norm == "head" else hidden), 1.0
-            if self.norms_values and name == "q_norm":
-                factor = head**0.5  # attention divides by it
-            (norm,) = _norm(dtype, f"{path}.{name}", size, "rms")
-            yield replace(norm, row_order=order, factor=factor)
-
-    def _merger(self, dtype: StoredDtype, path: str, *, norms_squares: bool) -> Iterator[TensorSpec]:
-        merger, hidden, side, out = self.merger, self.hidden_size, self.late_merge, self.out_size
-        merged, bias = hidden * side**2, merger.has_bias
-        if merger.kind == "project":
-            yield _tensor(dtype, f"{path}.projection.weight", out, hidden)
-            for name in ("shift", "scale") if merger.is_standardised else ():
-                yield _tensor(dtype, f"{path}.{name}.weight", hidden)
-            return
-        if merger.kind == "placed":
-            yield from _norm(dtype, f"{path}.norm", hidden, merger.norm)
-            yield from _linear(dtype, f"{path}.projection", out, merged, has_bias=False)
-            yield from _norm(dtype, f"{path}.middle_norm", out, merger.norm)
-            yield from _linear(dtype, f"{path}.linear_fc2", out, out, has_bias=False)
-            yield from _norm(dtype, f"{path}.last_norm", out, merger.norm)
-            return
-        if merger.kind == "convolved":
-            yield from self._convolutions(dtype, path)
-            return
-        if merger.kind == "linear":
-            yield from _linear(dtype, f"{path}.projection", out, merged, has_bias=bias)
-            return
-        if merger.kind == "queries":
-            yield from self._queries(dtype, path)
-            return
-        if merger.kind == "gated":
-            yield _tensor(dtype, f"{path}.downsample.weight", out, hidden, side, side)
-            yield _tensor(dtype, f"{path}.downsample.bias", out)
-            yield from _linear(dtype, f"{path}.proj", out, out, has_bias=bias)
-            yield from _norm(dtype, f"{path}.norm", out, "layer")
-            for name in ("gate_proj", "up_proj"):
-                yield from _linear(dtype, f"{path}.{name}", merger.size, out, has_bias=bias)
-            yield from _linear(dtype, f"{path}.down_proj", out, merger.size, has_bias=bias)
-            return
-        if merger.has_norm:
-            yield from _norm(dtype, f"{path}.norm", merged if norms_squares else hidden, merger.norm)
-        if merger.kind == "pool":
-            yield _tensor(dtype, f"{path}.projection.weight", hidden, out)
-            return
-        if merger.kind == "patches":
-            yield _tensor(dtype, f"{path}.merging_layer.weight", hidden, merged)
-            merged = hidden
-        if merger.kind == "ended":
-            yield _tensor(dtype, f"{path}.merging_layer.weight", merged, hidden, side, side)
-            yield _tensor(dtype, f"{path}.merging_layer.bias", merged)
-            yield _tensor(dtype, f"{path}.linear_fc1.weight", out, merged, 1, 1)
-            yield _tensor(dtype, f"{path}.linear_fc1.bias", out)
-            yield _tensor(dtype, f"{path}.newline.weight", out)
-            return
-        if merger.kind == "bordered":
-            yield _tensor(dtype, f"{path}.merging_layer.weight", 2 * hidden, hidden, side, side)
-            yield _tensor(dtype, f"{path}.merging_layer.bias", 2 * hidden)
-            yield _tensor(dtype, f"{path}.linear_fc1.weight", merger.size, 2 * hidden, 1, 1)
-            yield _tensor(dtype, f"{path}.linear_fc1.bias", merger.size)
-            yield from _linear(dtype, f"{path}.linear_fc2", out, merger.size, has_bias=bias)
-            for name, size in (("begin", out), ("newline", merger.size), ("end", out)):
-                yield _tensor(dtype, f"{path}.{name}.weight", size)
-            yield from _norm(dtype, f"{path}.last_norm", out, merger.norm)
-            return
-        if merger.patch_result_size is not None:
-            yield from _linear(dtype, f"{path}.patch_linear_fc1", merger.size, hidden, has_bias=bias)
-            yield from _linear(dtype, f"{path}.patch_linear_fc2", merger.patch_result_size, merger.size, has_bias=bias)
-            merged = merger.patch_result_size * side**2
-        yield from _linear(dtype, f"{path}.linear_fc1", merger.size, merged, has_bias=bias)
-        result = merger.result_size or out
-        yield from _linear(dtype, f"{path}.linear_fc2", result, merger.size // (1 + merger.is_gated), has_bias=bias)
-        if merger.result_size is not None:
-            yield from _linear(dtype, f"{path}.projector", out, result, has_bias=bias)
-
-    def _convolutions(self, dtype: StoredDtype, path: str) -> Iterator[TensorSpec]:
-        """Yield the tensors of `convolved`."""
-        merger, hidden = self.merger, self.hidden_size
-        read, size = merger.neck_size or hidden, merger.size or 4 * hidden
-        if merger.neck_size:
-            yield _tensor(dtype, f"{path}.neck1.weight", read, hidden, 1, 1)
-            yield _tensor(dtype, f"{path}.neck2.weight", read, read, HALVING, HALVING)
-            for name in ("neck_norm1", "neck_norm2"):
-                yield from _norm(dtype, f"{path}.{name}", read, "layer")
-        for name, columns, rows in (("downsampler1", read, 2 * read), ("downsampler2", 2 * read, size)):
-            yield _tensor(dtype, f"{path}.{name}.weight", rows, columns, HALVING, HALVING)
-            if not merger.neck_size:
-                yield _tensor(dtype, f"{path}.{name}.bias", rows)
-        yield from _linear(dtype, f"{path}.projection", self.out_size, size, has_bias=merger.has_bias)
-
-    def _queries(self, dtype: StoredDtype, path: str) -> Iterator[TensorSpec]:
-        """Yield the tensors of `queries`."""
-        size, hidden, tokens = self.merger.size, self.hidden_size, self.window_tokens**2
-        yield _tensor(dtype, f"{path}.queries.weight", 1, tokens, hidden)
-        yield _tensor(dtype, f"{path}.places.weight", 1, tokens * self.late_merge**2, hidden)
-        for name in ("norm", "first_norm", "attn.norm", "crossattn.norm", "last_norm"):
-            yield from _norm(dtype, f"{path}.{name}", hidden, "layer")
-        for attention in ("attn", "crossattn"):
-            for name in (*QKV, "proj"):
-                yield from _linear(dtype, f"{path}.{attention}.{name}", hidden, hidden, has_bias=True)
-        yield from _linear(dtype, f"{path}.linear_fc1", size, hidden, has_bias=True)
-        yield from _linear(dtype, f"{path}.linear_fc2", hidden, size, has_bias=True)
-        yield from _linear(dtype, f"{path}.projection", self.out_size, hidden, has_bias=True)
-
-
-def _quarters(size: int, order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the order of a head's numbers in which number i is turned with number i + size / 2, by rows and then by
-    columns, of which files have a quarter each in another order."""
-    quarter = size // 4
-    return tuple(first * quarter + number for first in order for number in range(quarter))
-
-
-def _turns_in_halves(size: int) -> tuple[int, ...]:
-    """Return the order of `_quarters` where files have numbers of columns and rows in turn."""
-    half = size // 2
-    return tuple(start + number for start in (0, half) for axis in (1, 0) for number in range(axis, half, 2))
-
-
-def _thirds_in_turn(size: int) -> tuple[int, ...]:
-    """Return the order of a head's numbers in which number i is turned with number i + size / 2, where files have the
-    numbers that are turned before the others, which are fewer than 6."""
-    turned, half = 3 * turned_by_axis(size), size // 2
-    middle = half + turned
-    return *range(turned), *range(2 * turned, middle), *range(turned, 2 * turned), *range(middle, size)
-
 
 def turned_by_axis(size: int) -> int:
     """Return how many pairs of a head's numbers each of three axes turns (`thirds`)."""
     return size // 6
-
-
-def _tensor(dtype: StoredDtype, name: str, *shape: int, offset: float = 0.0) -> TensorSpec:
-    return TensorSpec(
-        name=f"{TOWER}.{name}", shape=shape, sharding=Sharding.REPLICATED, dtype=dtype, part="vision", offset=offset
-    )
-
-
-def _linear(dtype: StoredDtype, name: str, out: int, columns: int, *, has_bias: bool) -> Iterator[TensorSpec]:
-    yield _tensor(dtype, f"{name}.weight", out, columns)
-    if has_bias:
-        yield _tensor(dtype, f"{name}.bias", out)
-
-
-def _norm(
-    dtype: StoredDtype, name: str, size: int, kind: Literal["rms", "layer", "rms from 1"]
-) -> Iterator[TensorSpec]:
-    yield _tensor(dtype, f"{name}.weight", size, offset=1.0 if kind == "rms from 1" else 0.0)
-    if kind == "layer":
-        yield _tensor(dtype, f"{name}.bias", size)
