@@ -59,6 +59,17 @@ _HUNYUAN_VISION = {
     "patch_size": 4,
     "max_image_size": 28,
 }
+_SAM = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 2,
+    "output_channels": 12,
+    "window_size": 6,
+    "global_attn_indexes": [1],
+    "mlp_dim": 24,
+}
 WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Gemma3": ("Gemma3Text", "SiglipVision", {**_VISION, "image_size": 32, "patch_size": 4}),
     "PaliGemma": (
@@ -244,19 +255,26 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_VISION, "image_size": 34, "patch_size": 8, "vision_use_head": False},
     ),
     "VideoLlama3": ("Qwen2", "VideoLlama3Vision", {**_VISION, "num_hidden_layers": 2, "patch_size": 8}),
-    "GotOcr2": (
-        "Qwen2",
-        "GotOcr2Vision",
+    "GotOcr2": ("Qwen2", "GotOcr2Vision", _SAM),
+    "DeepseekOcr2": (
+        "DeepseekOcr2Text",
+        "DeepseekOcr2Vision",
         {
-            "hidden_size": 16,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "image_size": 32,
-            "patch_size": 2,
-            "output_channels": 12,
-            "window_size": 6,
-            "global_attn_indexes": [1],
-            "mlp_dim": 24,
+            "sam_config": {
+                **_SAM,
+                "num_hidden_layers": 2,
+                "image_size": 128,
+                "window_size": 14,
+                "downsample_channels": [24, 16],
+            },
+            "encoder_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "intermediate_size": 24,
+                "vocab_size": 2,
+            },
         },
     ),
     "Lfm2Vl": ("Lfm2", "Siglip2Vision", {**_VISION, "num_hidden_layers": 2, "num_patches": 25, "patch_size": 4}),

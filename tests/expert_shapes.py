@@ -635,6 +635,18 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "hc_eps": 0.01,
         },
     ),
+    "deepseek-ocr 2": (
+        "DeepseekOcr2",
+        {
+            **_EXPERTS,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "routed_scaling_factor": 1.5,
+            "max_position_embeddings": 2048,
+        },
+    ),
     "hunyuan v4 with vision": (
         "HYV4VL",
         {

@@ -114,6 +114,15 @@ MARKS = {
         "<imgpad>",
         {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 32, "width": 32}},
     ),
+    "deepseek-ocr 2": Marks(
+        ("<unused>", "<image>", "<unused 2>"),
+        "<image>",
+        {
+            "image_processor_type": "DeepseekOcr2ImageProcessor",
+            "size": {"height": 16 * SIDE, "width": 16 * SIDE},
+            "tile_size": 12 * SIDE,
+        },
+    ),
     "paddleocr-vl": _QWEN._replace(processor={"image_processor_type": "PaddleOCRVLImageProcessor", **AREA}),
     "idefics 3": _IDEFICS,
     "granite docling": _IDEFICS._replace(

@@ -123,6 +123,8 @@ def image_processor(family: str, kind: str) -> Any:
 def allowed_size(vision: VisionConfig, rows: int, columns: int) -> tuple[int, int]:
     """Return the rows and columns of an image of about this size that the model can have."""
     tile = vision.tile_tokens
+    if vision.encoder is not None:
+        return vision.encoder.sides[-1], vision.encoder.sides[-1]
     if not tile:
         return rows, columns
     return (1 if vision.processor in ("gemma3", "clip") else 1 + rows * columns % 3) * tile, tile
@@ -193,6 +195,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "hunyuan_vl": getattr(transformers, "HunYuanVLImageProcessorPil", None),  # not in version 5.10
         "got_ocr2": GotOcr2ImageProcessorPil,
         "got_ocr": GotOcr2ImageProcessorPil,
+        "deepseek_ocr2": GotOcr2ImageProcessorPil,
         "paddleocr_vl": PaddleOCRVLImageProcessorPil,
         "idefics3": Idefics3ImageProcessorPil,
         "cohere2_vision": GotOcr2ImageProcessorPil,

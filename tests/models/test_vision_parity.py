@@ -167,7 +167,8 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
         canvas, apart = (((0, 0), 1), [TEXT_TOKEN]) if vision.canvas_marks else ((), [])
         spans.append(ImageSpan(len(ids), rows, columns + row_end, border, *canvas))
         row = [IMAGE_TOKEN] * (columns + row_end) + [TEXT_TOKEN] * breaks_rows(vision)
-        ids += [*[IMAGE_TOKEN] * border, *row * rows, *[IMAGE_TOKEN] * border, AFTER_IMAGES, *apart, BEFORE_IMAGES]
+        behind = [IMAGE_TOKEN] * (border + vision.num_behind(rows))
+        ids += [*[IMAGE_TOKEN] * border, *row * rows, *behind, AFTER_IMAGES, *apart, BEFORE_IMAGES]
     ids += [11, 12, 13, 14]
     num_decoded = 3  # text behind the images, whose positions are an offset
     with torch.inference_mode():

@@ -8,7 +8,7 @@ import msgspec
 
 MAX_PROMPT_IMAGES = 64
 """The most images of a prompt, with all their tiles."""
-MOST_IMAGE_BYTES = 159
+MOST_IMAGE_BYTES = 162
 """The most bytes of an image in a message, or of a tile that is an image of its own."""
 
 
@@ -42,6 +42,8 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Tokens of text after each row."""
     border: int = 0
     """Tokens of the image before its first row, and as many after its last."""
+    behind: int = 0
+    """Tokens of the image after all of these."""
     key: bytes
     """A digest of its pixels, 16 bytes."""
     file: str
@@ -72,7 +74,7 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     @property
     def num_tokens(self) -> int:
         """Its tokens, without text between them."""
-        return self.rows * self.columns + 2 * self.border
+        return self.rows * self.columns + 2 * self.border + self.behind
 
     def num_before(self, position: int) -> int:
         """Return how many of its tokens stand before a position of the prompt, from `first` to `end`."""

@@ -44,6 +44,9 @@ def largest_tower_batch(vision: VisionConfig, num_tokens: int) -> list[tuple[int
     tower has positions for it."""
     if tile := vision.tile_tokens:
         return [(max(1, num_tokens // tile**2) * tile, tile)]
+    if vision.encoder is not None:
+        side = vision.encoder.sides[-1]
+        return [(side, side)] * max(1, num_tokens // side**2)
     longest = vision.longest_side or num_tokens
     columns = min(_COLUMNS, longest, num_tokens)
     rows = num_tokens // columns
@@ -58,7 +61,7 @@ def tower_bytes(config: EngineConfig, vision: VisionConfig) -> int:
     in_mlp = (1 + 2 * vision.is_gated) * vision.intermediate_size + clamped
     in_attention = 6 * vision.hidden_size  # projections, and their copies where no kernel takes them as they are
     if vision.distance_window:
-        most = (vision.tile_tokens * vision.merge_size) * vision.num_heads  # numbers that say where patches are
+        most = vision.distance_side(is_whole=True) * vision.num_heads  # numbers that say where patches are
         in_attention = 9 * vision.hidden_size + 5 * most
     if vision.conv_layers:
         in_attention = 9 * vision.hidden_size  # gates and values, and sums in float32 with what is added to them

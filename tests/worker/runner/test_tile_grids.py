@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -28,15 +29,19 @@ from nvcli.models.vision.image_processor import read_processor
 from one_rank import make_runner, run_requests
 from requests_factory import make_request
 from vision_model import IMAGE_ID, write_vision_model
-from vision_reference import load_reference
+from vision_reference import load_reference, parts_tiles
 
 SIZES = [(30, 30), (100, 37), (300, 700), (5, 100), (57, 55), (34, 68), (400, 90), (1, 3), (1, 4000), (4000, 1)]
-PROMPTS: list[list[tuple[int, int]]] = [*([size] for size in SIZES), [(40, 90), (20, 20)]]
+Sizes = list[list[tuple[int, int]]]
+PROMPTS: Sizes = [*([size] for size in SIZES), [(40, 90), (20, 20)]]
 KINDS = {
     "llava-next": LlavaNextImageProcessorPil,
     "llava-onevision": LlavaOnevisionImageProcessorPil,
     "granite 4 vision": LlavaNextImageProcessorPil,
+    "deepseek-ocr 2": getattr(transformers, "DeepseekOcr2ImageProcessorPil", None),  # not in version 5.17
 }
+FEW_PROMPTS: Sizes = [[(9, 96)], [(30, 100), (9, 96)]]
+"""For a family whose images have many patches."""
 MAX_TOKENS, END_ID = 6, 1
 
 
@@ -57,7 +62,8 @@ def written(count: int, tokens: Sequence[int] | None = None) -> list[int]:
 def their_inputs(theirs: Any, photos: Sequence[Image.Image], name: str) -> dict[str, torch.Tensor]:
     """What transformers' processor makes of the images of one prompt, and the tokens of each image."""
     found = theirs([photos] if name == "llava-onevision" else photos, return_tensors="pt")
-    return {key: found[key] for key in ("pixel_values", "image_sizes", "batch_num_images") if key in found}
+    keys = "pixel_values", "image_sizes", "batch_num_images", "pixel_values_local", "num_local_patches"
+    return {key: found[key] for key in keys if key in found}
 
 
 def features_of(found: Any) -> list[torch.Tensor]:
@@ -81,18 +87,22 @@ def test_images_in_rows_are_read_as_by_transformers(
 ) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     path = write_vision_model(tmp_path / "model", name)
+    if KINDS[name] is None:
+        pytest.skip("needs transformers 5.23")
     vision = load_model_config(path).vision
     assert vision is not None
     images = close_later(RowImages(read_processor(path, vision), IMAGE_ID, ImageFolders.of((), ()), vision.text))
-    settings = {"max_model_len": 512, "block_size": 16, "dtype": "float32", "max_image_tokens": 400}
+    settings = {"max_model_len": 2048, "block_size": 16, "dtype": "float32", "max_image_tokens": 600}
     runner = make_runner(path, device, **settings)
     theirs, reference = KINDS[name].from_pretrained(path), load_reference(path)
     requests, prompts, kept = [], [], []
-    for number, sizes in enumerate(PROMPTS):
+    sizes_of_prompts = PROMPTS if vision.encoder is None else FEW_PROMPTS
+    for number, sizes in enumerate(sizes_of_prompts):
         photos = [photo(*size) for size in sizes]
         (pixels,) = images.read([[{"type": IMAGE, IMAGE: url(each)} for each in photos]])
         assert not isinstance(pixels, RowError)
-        ids, placed = images.expand(written(len(photos)), pixels)
+        parts = [len(each.fit.pictures) if parts_tiles(vision) else 1 for each in pixels]
+        ids, placed = images.expand(written(len(photos), parts), pixels)
         inputs = their_inputs(theirs, photos, name)
         with torch.inference_mode():
             features = features_of(reference.model.get_image_features(**inputs, return_dict=True))
@@ -120,7 +130,7 @@ def test_images_in_rows_are_read_as_by_transformers(
             logits = reference(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs).logits[0]
         answers.append(greedy_answer(logits, len(ids), MAX_TOKENS, END_ID))
     assert [found_answers[number] for number in range(len(prompts))] == answers
-    assert len({tuple(answer) for answer in answers}) > 2, "the images must make a difference"
+    assert len({tuple(answer) for answer in answers}) > len(answers) // 4, "the images must make a difference"
     in_chunks = make_runner(path, device, max_num_batched_tokens=90, **settings)
     for _ in range(2):  # and then most of the prompts are in the prefix cache
         assert run_requests(in_chunks, requests) == found_answers

@@ -186,6 +186,9 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
         return
     if fit.whole_first is not None:
         image = image.resize(fit.whole_first[::-1], resample=resample)
+    if fit.shown is not None:
+        yield _in_middle(image.resize(fit.shown[::-1], resample=resample), fit.height, fit.width, fit.frame)
+        return
     picture = fit.picture if fit.grid == (0, 0) else None
     whole = image.resize((fit.width + margin, fit.height + margin) if picture is None else picture[::-1], resample)
     yield whole.crop((0, 0, fit.width, fit.height))  # black where the image has ended, as in tiles

@@ -232,8 +232,16 @@ class RowImages:
             if len(parts) > 1:
                 key = blake2b(b"%d" % number, key=key, digest_size=16).digest()
             rows, columns = height // side, width // side + rule.has_row_ends
+            behind = pixels.fit.behind if number + 1 == len(parts) else 0
             yield PromptImage(
-                first=0, rows=rows, columns=columns, border=rule.border, key=key, file=pixels.file, offset=offset
+                first=0,
+                rows=rows,
+                columns=columns,
+                border=rule.border,
+                behind=behind,
+                key=key,
+                file=pixels.file,
+                offset=offset,
             )
             offset += 3 * height * width
 

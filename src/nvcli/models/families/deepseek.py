@@ -23,6 +23,7 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.attention import OutputGate
 from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.models.vision.kimi import read_kimi_vision
+from nvcli.models.vision.sam import read_deepseek_vision
 
 _AFTER_EXPERTS = "post_mlp_layernorm"
 _GATED_NORM = ("layernorm.norm.", "layernorm.")
@@ -34,6 +35,15 @@ def read_deepseek_v2(config: ModelFile) -> DecoderConfig:
     experts = config.experts(_routing(config), has_wide_router=True, shared=shared_experts(config, "n_shared_experts"))
     attention = read_latent_attention(config, is_interleaved=True)
     layers = (LayerConfig(mixer=attention, mlp=mlp) for mlp in first_layers_dense(config, experts))
+    return config.decoder(layers, layout=layout_without_predictions(config))
+
+
+def read_deepseek_ocr(config: ModelFile) -> DecoderConfig:
+    """Read the decoder of DeepSeek-OCR 2: Llama's attention, and DeepSeek-V2's experts in the layers that a list
+    names."""
+    experts = config.experts(_routing(config), has_wide_router=True, shared=shared_experts(config, "n_shared_experts"))
+    attention = config.attention(bias=config.bias(), rope=config.rope())
+    layers = (LayerConfig(mixer=attention, mlp=mlp) for mlp in config.mlps(experts, config.sparse_layers()))
     return config.decoder(layers, layout=layout_without_predictions(config))
 
 
@@ -102,6 +112,14 @@ DEEPSEEK_V2 = Family(
     examples=("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct"),
     read=read_deepseek_v2,
     defaults={"q_lora_rank": 1536, "kv_lora_rank": 512},
+)
+DEEPSEEK_OCR2 = Family(
+    name="DeepSeek-OCR 2",
+    architectures=("DeepseekOcr2ForConditionalGeneration",),
+    features="Llama's attention with DeepSeek-V2's experts; a vision tower (SAM) with queries that read it; tiles",
+    examples=("deepseek-community/DeepSeek-OCR-2",),
+    read=read_deepseek_ocr,
+    read_vision=read_deepseek_vision,
 )
 DEEPSEEK_V3 = Family(
     name="DeepSeek-V3, R1, Kimi-K2, K2.5",

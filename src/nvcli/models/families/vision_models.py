@@ -15,9 +15,9 @@ from nvcli.models.families.mistral import read_mistral
 from nvcli.models.families.model_file import ModelFile, read_by_type
 from nvcli.models.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
 from nvcli.models.layer_config import DecoderConfig
-from nvcli.models.vision.got import read_got_vision
 from nvcli.models.vision.internvl import read_internvl_vision, read_qianfan_vision
 from nvcli.models.vision.llava import read_llava_next_vision, read_llava_vision, read_onevision_vision
+from nvcli.models.vision.sam import read_got_vision
 from nvcli.models.vision.siglip import read_docling_vision, read_idefics3_vision
 from nvcli.models.vision.video_llama import read_video_llama_vision
 

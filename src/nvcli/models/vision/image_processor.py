@@ -30,6 +30,7 @@ from nvcli.models.vision.image_size import (
 )
 from nvcli.models.vision.tile_size import (
     CanvasRule,
+    FramedRule,
     GridRule,
     LargeRule,
     SliceRule,
@@ -252,6 +253,23 @@ def _window_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     return WindowRule(side=side, whole=whole, tile=tile, longest=file.positive("max_image_size", 3024, most=_MOST_SIDE))
 
 
+def _framed_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    # the processor cuts into so many tiles whatever the file says (`images_kwargs` in transformers)
+    assert vision.encoder is not None
+    tile, edge = (count * vision.token_pixels for count in vision.encoder.sides)
+    file.with_defaults({"tile_size": 768}).only(tile_size=tile)
+    size = _object(file, "size").with_defaults({"height": 1024, "width": 1024})
+    size.only(height=edge, width=edge)
+    red, green, blue = (int(value) for value in _channels(file, "background_color", (127.0, 127.0, 127.0)))
+    return FramedRule(
+        side=vision.token_pixels,
+        edge=edge,
+        tiles=TileRule(side=vision.token_pixels, tile=tile, least=2, most=6),
+        frame=(red, green, blue),
+        behind=vision.num_behind(edge // vision.token_pixels),
+    )
+
+
 def _split_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     tile, longest = (
         _object(file, key).positive("longest_edge", default)
@@ -418,6 +436,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
         ("HunYuanVL", "HYV4VL"), _area_rule(512**2, 2048**2), 3, _CLIP_MEAN, _CLIP_STD, resamples_alike=True
     ),
     "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),
+    "deepseek_ocr2": _Kind(("DeepseekOcr2",), _framed_rule, 3, _HALF, _HALF),
     "got_ocr": _Kind(("GotOcr2",), partial(_tile_rule, cuts_always=False), 3, _CLIP_MEAN, _CLIP_STD),
     "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "granite_docling": _Kind(("GraniteDocling",), _page_rule, 3, _CLIP_MEAN, _CLIP_STD),

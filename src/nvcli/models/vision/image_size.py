@@ -44,6 +44,12 @@ class Fit:
     None: it fills that."""
     is_centred: bool = False
     """Whether `picture` is in the middle, and not at the top left."""
+    shown: tuple[int, int] | None = None
+    """The height and width to which the image is brought in the middle of the whole one; None: it fills that."""
+    frame: tuple[int, int, int] = (0, 0, 0)
+    """The colour around it there."""
+    behind: int = 0
+    """The learned vectors behind the tokens of the whole image."""
     square: tuple[int, int, int] | None = None
     """The colour of bars that make the image a square before anything else; None: it stays as it is."""
     is_squared: bool = False

@@ -36,10 +36,13 @@ class ImageText:
     after_alone: str | None = None
     """The text after them; None: `after`."""
 
+    has_parts: bool = False
+    """Whether tiles, and the whole image, are images of their own although there is no text between their tokens."""
+
     @property
     def parts_tiles(self) -> bool:
-        """Whether there is text between the tokens of an image's tiles."""
-        return self.tile + self.tile_end + self.column_end != ""
+        """Whether an image's tiles are images of their own, mostly with text between their tokens."""
+        return self.has_parts or self.tile + self.tile_end + self.column_end != ""
 
     def spelled(self, rows: int, grid: tuple[int, int], image: int, *, has_whole_first: bool = False) -> str:
         """Return the text of an image of `rows` rows of tokens (0: its tiles alone are read), and a grid of tiles

@@ -228,7 +228,7 @@ class ConvolvedMerger(nn.Module):
         self.neck = nn.ModuleList(Linear(build, f"{path}.neck{number}") for number in of_neck)
         self.norms = nn.ModuleList(Norm(build, f"{path}.neck_norm{number}", merger.eps) for number in of_neck)
         self.halving = nn.ModuleList(Linear(build, f"{path}.downsampler{number}") for number in (1, 2))
-        self.projection = Linear(build, f"{path}.projection")
+        self.projection = nn.Identity() if config.encoder is not None else Linear(build, f"{path}.projection")
 
     def forward(self, x: Tensor, reads: Sequence[Tensor]) -> Tensor:
         """Merge patches. `reads`: `PatchGrid.reads`"""

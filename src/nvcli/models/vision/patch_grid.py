@@ -195,7 +195,7 @@ def _windows(rows: int, columns: int, side: int, unit: int) -> tuple[Ints, Runs]
 def _interpolation(places: Ints, rows: int, columns: int, vision: VisionConfig) -> tuple[Ints | None, Floats | None]:
     """Return the learned positions around each patch, and their bilinear weights
     (`get_vision_interpolation_indices_and_weights` in transformers)."""
-    if not vision.num_positions or vision.interpolation == "bicubic":
+    if not vision.num_positions or vision.interpolation in ("bicubic", "resampled"):
         return None, None
     if vision.interpolation in ("axes", "turns"):
         step, second = (1, vision.num_positions) if vision.interpolation == "axes" else (2, 1)

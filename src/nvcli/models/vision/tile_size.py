@@ -108,6 +108,43 @@ class TileRule(CutRule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FramedRule(SizeRule):
+    """Images are brought to one length of their longer side, in a frame that makes them square, and those that are
+    larger than a tile are also cut into tiles (DeepSeek-OCR 2)."""
+
+    edge: int
+    """Pixels of the side of the whole image."""
+    tiles: TileRule
+    frame: tuple[int, int, int]
+    """The frame's colour."""
+    behind: int
+    """`Fit.behind`"""
+
+    @property
+    def most_pictures(self) -> int:
+        return self.tiles.most + 1
+
+    @property
+    def max_tokens(self) -> int:
+        of_tile = (self.tiles.tile // self.side) ** 2
+        return self.tiles.most * of_tile + (self.edge // self.side) ** 2 + self.behind
+
+    @property
+    def most_pixels(self) -> int:
+        return self.tiles.most * self.tiles.tile**2 + self.edge**2
+
+    def fit(self, height: int, width: int) -> Fit:
+        check_shape(height, width)
+        scale = self.edge / max(height, width)
+        shown = max(1, round(height * scale)), max(1, round(width * scale))
+        fit = Fit(height=self.edge, width=self.edge, shown=shown, frame=self.frame, behind=self.behind)
+        if max(height, width) <= self.tiles.tile:
+            return fit
+        tiles = self.tiles.fit(height, width)
+        return replace(fit, tile=tiles.tile, grid=tiles.grid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRule(CutRule):
     """Images are brought to one length, and cut into equal squares as they are then (Idefics 3)."""
 

@@ -8,6 +8,7 @@ size, N tokens, O the decoder's hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isqrt
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.merger import BorderedMerger, EndedMerger, make_deep_merger, make_merger
 from nvcli.models.vision.patch_convolution import PatchConvolution
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
+from nvcli.models.vision.query_encoder import QueryEncoder
 from nvcli.models.vision.tower_attention import TowerAttention
 from nvcli.models.vision.tower_parts import Linear, Norm, Scale, Weights, activate_and_multiply
 from nvcli.models.vision.vision_config import TOWER, VisionConfig, turned_by_axis
@@ -52,6 +54,8 @@ class VisionTower(nn.Module):
             _Block(build, f"{TOWER}.blocks.{number}", config, number) for number in range(config.depth)
         )
         self.early_merger = EarlyMerger(build, f"{TOWER}.early_merger", config) if config.early_merge > 1 else None
+        self.encoder = None if config.encoder is None else QueryEncoder(build, f"{TOWER}.encoder", config.encoder)
+        self.separator = None if config.encoder is None else Weights(build, f"{TOWER}.separator")
         self.newline = Weights(build, f"{TOWER}.newline") if config.has_newlines else None
         self.merger = make_merger(build, f"{TOWER}.merger", config)
         self.deepstack = nn.ModuleList(
@@ -80,6 +84,9 @@ class VisionTower(nn.Module):
                 rows = output.view(-1, columns // merge, output.shape[1])
                 ended = torch.cat([rows, newline.expand(len(rows), 1, -1)], dim=1)
                 outputs[number] = torch.cat([begin, ended.flatten(0, 1), end])
+        if self.separator is not None:
+            behind = [self.separator.weight.expand(self.config.num_behind(rows // merge), -1) for rows, _ in grids]
+            outputs = [torch.cat(parts) for parts in zip(outputs, behind, strict=True)]
         return outputs
 
     def in_rows(self, embeddings: Tensor, tiles: TileGrid) -> Tensor:
@@ -162,6 +169,8 @@ class VisionTower(nn.Module):
         x = x if self.last_norm is None else self.last_norm(x)
         reads = [_on_device(read, device) for read in grid.reads]
         own = self.merger(x, reads) if reads else self.merger(x)
+        if self.encoder is not None:
+            own = self.encoder(own, tuple((first // squares, count, size // squares) for first, count, size in images))
         merged = torch.cat([own, *(deep[target] for target in sorted(deep))], dim=1)
         assert len(merged) * squares == len(patches)
         inverse = _on_device(grid.inverse, device)
@@ -180,6 +189,8 @@ class VisionTower(nn.Module):
             x = self.first_norm(x)
         if positions is None:
             return x
+        if self.config.interpolation == "resampled":
+            return x + self._resampled(grid, positions.weight).to(x.dtype)
         if self.config.interpolation == "bicubic":
             side = round(self.config.num_positions**0.5)
             table = positions.weight.float().view(1, side, side, -1).permute(0, 3, 1, 2)
@@ -194,6 +205,19 @@ class VisionTower(nn.Module):
         table, others = positions.weight.view(-1, x.shape[-1]), self.config.num_other_positions
         table = table[: len(table) - others] if self.config.has_last_class_position else table[others:]
         return x + F.embedding_bag(taps, table.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
+
+    def _resampled(self, grid: PatchGrid, table: Tensor) -> Tensor:
+        """Return the learned positions of the patches of square images: [P, H] float32."""
+        parts = []
+        for first, count, size in grid.images:
+            side = isqrt(size)
+            own = table.float().view(1, *table.shape[-3:]).permute(0, 3, 1, 2)
+            if side != own.shape[-1]:
+                own = F.interpolate(own, (side, side), mode="bicubic", antialias=True)
+            places = _on_device(grid.places[first : first + count * size], table.device)
+            assert places is not None
+            parts.append(own[0, :, places[:, 0], places[:, 1]].T)
+        return torch.cat(parts)
 
     def _others(self) -> Tensor | None:
         """Return the tokens beside patches: the class token with its position, or registers: [tokens, H]."""

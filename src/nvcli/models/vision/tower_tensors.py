@@ -8,7 +8,16 @@ from functools import partial
 from typing import Literal
 
 from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec
-from nvcli.models.vision.vision_config import BOUNDS, CHANNELS, HALVING, QKV, TOWER, VisionConfig, turned_by_axis
+from nvcli.models.vision.vision_config import (
+    BOUNDS,
+    CHANNELS,
+    HALVING,
+    QKV,
+    TOWER,
+    QueryEncoderConfig,
+    VisionConfig,
+    turned_by_axis,
+)
 
 
 def tower_tensors(vision: VisionConfig, dtype: StoredDtype) -> Iterator[TensorSpec]:
@@ -72,6 +81,9 @@ def tower_tensors(vision: VisionConfig, dtype: StoredDtype) -> Iterator[TensorSp
         yield from _norm(dtype, "early_merger.norm", count * hidden, vision.norm)
         yield from _linear(dtype, "early_merger.linear_fc1", count * inner, count * hidden, has_bias=True)
         yield from _linear(dtype, "early_merger.linear_fc2", hidden, count * inner, has_bias=True)
+    if vision.encoder is not None:
+        yield from _encoder(vision, vision.encoder, dtype)
+        yield _tensor(dtype, "separator.weight", vision.out_size)
     if vision.has_newlines:
         yield _tensor(dtype, "newline.weight", vision.out_size)
     yield from _merger(vision, dtype, "merger", norms_squares=vision.merger.norms_squares)
@@ -179,7 +191,26 @@ def _convolutions(vision: VisionConfig, dtype: StoredDtype, path: str) -> Iterat
         yield _tensor(dtype, f"{path}.{name}.weight", rows, columns, HALVING, HALVING)
         if not merger.neck_size:
             yield _tensor(dtype, f"{path}.{name}.bias", rows)
-    yield from _linear(dtype, f"{path}.projection", vision.out_size, size, has_bias=merger.has_bias)
+    if vision.encoder is None:
+        yield from _linear(dtype, f"{path}.projection", vision.out_size, size, has_bias=merger.has_bias)
+
+
+def _encoder(vision: VisionConfig, encoder: QueryEncoderConfig, dtype: StoredDtype) -> Iterator[TensorSpec]:
+    size, head = encoder.hidden_size, encoder.hidden_size // encoder.num_heads
+    for number, side in enumerate(encoder.sides):
+        yield _tensor(dtype, f"encoder.queries{number}.weight", side**2, size)
+    for layer in range(encoder.depth):
+        path = f"encoder.{layer}"
+        for name in ("norm1", "norm2"):
+            yield from _norm(dtype, f"{path}.{name}", size, "rms")
+        for name, heads in zip(QKV, (encoder.num_heads, *[encoder.num_kv_heads] * 2), strict=True):
+            yield from _linear(dtype, f"{path}.attn.{name}", heads * head, size, has_bias=True)
+        yield from _linear(dtype, f"{path}.attn.proj", size, size, has_bias=False)
+        for name in ("gate_proj", "up_proj"):
+            yield from _linear(dtype, f"{path}.mlp.{name}", encoder.intermediate_size, size, has_bias=False)
+        yield from _linear(dtype, f"{path}.mlp.down_proj", size, encoder.intermediate_size, has_bias=False)
+    yield from _norm(dtype, "encoder.norm", size, "rms")
+    yield from _linear(dtype, "encoder.projection", vision.out_size, size, has_bias=True)
 
 
 def _queries(vision: VisionConfig, dtype: StoredDtype, path: str) -> Iterator[TensorSpec]:

@@ -34,6 +34,7 @@ ProcessorKind = Literal[
     "pixtral",
     "glm46v",
     "hunyuan_vl",
+    "deepseek_ocr2",
     "got_ocr",
     "got_ocr2",
     "granite_docling",
@@ -55,7 +56,17 @@ ProcessorKind = Literal[
 ]
 """The image processors of transformers, by the first part of their names."""
 Interpolation = Literal[
-    "corners", "borders", "faded", "enlarged", "antialiased", "bicubic", "nearest", "cropped", "axes", "turns"
+    "corners",
+    "borders",
+    "faded",
+    "enlarged",
+    "antialiased",
+    "bicubic",
+    "resampled",
+    "nearest",
+    "cropped",
+    "axes",
+    "turns",
 ]
 
 
@@ -135,6 +146,22 @@ class MergerConfig:
     """The factor of the mean of `project`."""
     is_standardised: bool = False
     """Whether a learned shift is subtracted from the scaled mean, and the difference multiplied by learned factors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryEncoderConfig:
+    """Layers behind the merger in which learned queries read its tokens, and become those of the decoder."""
+
+    hidden_size: int
+    depth: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    eps: float
+    rope_theta: float
+    sides: tuple[int, ...]
+    """The tokens of a side of the square images for which there are queries. Behind the tokens of the largest, which
+    are whole images, stands a learned vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +277,7 @@ class VisionConfig:
     """The layers that attend to the whole image where others have windows."""
     distance_window: int = 0
     """Patches of the side of the windows, filled up with zeros, to which attention is limited whose scores depend on
-    learned distances of rows and columns; 0: they do not. In `full_layers` they do across the whole tile."""
+    learned distances of rows and columns; 0: they do not. In `full_layers` they do across the whole image, or tile."""
     tile_tokens: int = 0
     """Tokens of the side of the squares, one below the other, of which an image consists, and to which attention is
     limited; 0: images are of any size."""
@@ -269,9 +296,11 @@ class VisionConfig:
     """corners: bilinear, with the corners of the grid on those of the table; borders: bilinear, with their borders on
     each other; faded: like borders, over zeros around the table, and of the turned grid; enlarged: like borders, as if
     the grid were a tenth of a patch larger; antialiased: like borders, over more entries where the grid is smaller;
-    bicubic: likewise; nearest: the entry of a patch's first pixel; cropped: like borders, as if the grid were a square
-    of its longer side; axes: none, the entries of a column and a row are added; turns: likewise, columns and rows
-    taking turns in one table."""
+    bicubic: likewise; resampled: bicubic over more
+    entries where the grid is smaller, with borders on each other; nearest: the entry of a patch's first pixel; cropped:
+    like borders, as if the grid were a square of its longer side; axes: none, the entries of a column and a row are
+    added; turns: likewise, columns and rows taking turns in one table."""
+    encoder: QueryEncoderConfig | None = None
     deepstack: tuple[DeepOutput, ...] = ()
     """In the order of the mergers' numbers in files."""
     axes: tuple[int, ...] = ()
@@ -313,7 +342,7 @@ class VisionConfig:
 
     def distance_side(self, *, is_whole: bool) -> int:
         """Return the patches of the side of the squares in which scores depend on distances."""
-        return self.tile_tokens * self.merge_size if is_whole else self.distance_window
+        return isqrt(self.num_positions) if is_whole else self.distance_window
 
     @property
     def num_outputs(self) -> int:
@@ -346,7 +375,16 @@ class VisionConfig:
 
     def num_tokens(self, rows: int, columns: int) -> int:
         """Return the vectors that the tower gives for an image of this many rows and columns of tokens."""
-        return rows * (columns + self.has_row_ends) + 2 * self.border
+        return rows * (columns + self.has_row_ends) + 2 * self.border + self.num_behind(rows)
+
+    def num_behind(self, rows: int) -> int:
+        """Return the learned vectors behind the tokens of an image with this many rows of them."""
+        return int(self.encoder is not None and rows == self.encoder.sides[-1])
+
+    @property
+    def smallest_side(self) -> int:
+        """The tokens of a side of the smallest square image."""
+        return self.tile_tokens or (1 if self.encoder is None else self.encoder.sides[0])
 
     @property
     def longest_side(self) -> int:

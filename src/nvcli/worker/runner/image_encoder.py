@@ -68,8 +68,7 @@ class ImageEncoder:
         """Run the tower over the largest batch on a GPU, so that its memory is measured; on a CPU over the smallest
         image."""
         vision, device = self._tower.config, self._device
-        side, smallest = vision.token_pixels, vision.tile_tokens or 1
-        sizes = [(smallest, smallest)]
+        side, sizes = vision.token_pixels, [(vision.smallest_side, vision.smallest_side)]
         if device.type != "cpu":
             sizes = largest_tower_batch(vision, self._batch_tokens)
         images = [
