@@ -15,6 +15,9 @@ from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.tower_parts import Linear, Weights
 from nvcli.models.vision.vision_config import QKV, VisionConfig
 
+_MULTIPLE = 8
+"""PyTorch's kernels for GPUs take heads whose numbers are a multiple of it."""
+
 
 class DistanceAttention(nn.Module):
     """Attention among the patches of each tile, or of windows that are filled up with zeros, with the projections
@@ -63,10 +66,11 @@ class DistanceAttention(nn.Module):
         squares = q.unflatten(2, (side, side)) / scale
         by_row = torch.einsum("nhrcd,rkd->nhrck", squares, _resized(self.of_rows.weight, side)[apart])
         by_column = torch.einsum("nhrcd,ckd->nhrck", squares, _resized(self.of_columns.weight, side)[apart])
-        queries = torch.cat([q, by_row.flatten(2, 3), by_column.flatten(2, 3)], dim=-1)
+        more = 0, -(q.shape[-1] + 2 * side) % _MULTIPLE
+        queries = F.pad(torch.cat([q, by_row.flatten(2, 3), by_column.flatten(2, 3)], dim=-1), more)
         ones = torch.eye(side, dtype=q.dtype, device=q.device)
         where = torch.cat([ones.repeat_interleave(side, 0), ones.repeat(side, 1)], dim=1)
-        keys = torch.cat([k, where.expand(*k.shape[:2], -1, -1)], dim=-1)
+        keys = torch.cat([k, F.pad(where, more).expand(*k.shape[:2], -1, -1)], dim=-1)
         mixed = F.scaled_dot_product_attention(queries, keys, v, scale=scale)
         return mixed.transpose(1, 2).reshape(-1, qkv.shape[-1] // 3)
 
