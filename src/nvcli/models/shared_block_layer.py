@@ -4,7 +4,6 @@ mixer reads what they make of both (Zamba 2, https://arxiv.org/abs/2411.15242). 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState, LayerStep
 from nvcli.models.layer_config import NORM_OF_BESIDE, TO_BESIDE
