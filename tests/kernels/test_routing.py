@@ -30,13 +30,16 @@ ROUTINGS = {
     ),
     "phi-3.5-moe": Routing(num_experts=16, experts_per_token=2, scoring="sparsemixer", tolerance=0.6),
     "deepseek-v4": Routing(num_experts=24, experts_per_token=6, scoring="sqrtsoftplus", renormalise=True, scale=1.5),
+    "inkling": Routing(
+        num_experts=30, experts_per_token=6, scoring="sigmoid", renormalise=True, scale=8.0, num_shared=3
+    ),
     "every expert": Routing(num_experts=5, experts_per_token=5),
 }
 
 
 def logits_of(routing: Routing, num_tokens: int, num_parts: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(num_parts, num_tokens, routing.num_experts, generator=generator) * 2
+    return torch.randn(num_parts, num_tokens, routing.num_experts + routing.num_shared, generator=generator) * 2
 
 
 def correction_of(routing: Routing) -> torch.Tensor | None:
@@ -63,6 +66,14 @@ class TestReference:
         )
         assert routes.experts.tolist() == [[3, 0]]
         torch.testing.assert_close(routes.weights, torch.tensor([[0.0, 3.0]]).sigmoid())
+
+    def test_shared_experts_are_weighed_with_those_that_are_chosen(self) -> None:
+        routing = ROUTINGS["inkling"]
+        logits = logits_of(routing, 20)
+        routes = reference.route(logits, routing, correction=correction_of(routing))
+        assert routes.shared is not None
+        logs = torch.cat((logits[0].gather(1, routes.experts.long()), logits[0, :, -3:]), dim=1).sigmoid().log()
+        torch.testing.assert_close(torch.cat((routes.weights, routes.shared), dim=1), 8 * logs.softmax(1))
 
     def test_a_correction_of_logits_chooses_among_scores_that_are_all_one(self) -> None:
         routing = Routing(
@@ -125,6 +136,9 @@ def test_route(name: str, num_parts: int) -> None:
     assert actual.experts.dtype == torch.int32
     assert torch.equal(actual.experts.cpu(), expected.experts)
     torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-5, rtol=1e-4)
+    if expected.shared is not None:
+        assert actual.shared is not None
+        torch.testing.assert_close(actual.shared.cpu(), expected.shared, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek", "phi-3.5-moe"])

@@ -126,16 +126,21 @@ def test_causal_conv(step: str, taps: int, dtype: torch.dtype) -> None:
     work, tables, block_size, num_single, padding = STEPS[step]
     rows = make_rows(work, tables, block_size=block_size, num_single=num_single, padding=padding)
     wide, weight = rand(len(rows.slot_mapping), 200, dtype=dtype), rand(150, taps, dtype=dtype, seed=1)
-    x, pool = wide[:, 20:170], rand(NUM_BLOCKS, taps - 1, 150, dtype=dtype, seed=2)
-    found_pool, moved = pool.to(DEVICE, copy=True), wide.to(DEVICE)[:, 20:170]
+    x, whole_pool = wide[:, 20:170], rand(NUM_BLOCKS, taps - 1, 170, dtype=dtype, seed=2)
+    pool = whole_pool[:, :, :150] if taps == 2 else whole_pool[:, :, 16:166]  # of a state that has others, too
+    whole_found, moved = whole_pool.to(DEVICE, copy=True), wide.to(DEVICE)[:, 20:170]
+    found_pool = whole_found[:, :, :150] if taps == 2 else whole_found[:, :, 16:166]
     bias = rand(150, dtype=dtype, seed=3) if taps == 2 else None
     moved_bias = None if bias is None else bias.to(DEVICE)
+    ways: dict[str, Any] = {"activates": taps > 2, "adds_input": taps == 2}
+    factor = torch.tensor([0.6]) if taps == 2 else None
+    moved_factor = None if factor is None else factor.to(DEVICE)
     found = causal_conv.causal_conv(
-        moved, weight.to(DEVICE), found_pool, on_device(rows), bias=moved_bias, activates=taps > 2
+        moved, weight.to(DEVICE), found_pool, on_device(rows), bias=moved_bias, factor=moved_factor, **ways
     )
-    expected = conv_reference.causal_conv(x, weight, pool, rows, bias=bias, activates=taps > 2)
+    expected = conv_reference.causal_conv(x, weight, pool, rows, bias=bias, factor=factor, **ways)
     assert_close(found, expected, dtype)
-    assert torch.equal(found_pool.cpu()[1:], pool[1:])
+    assert torch.equal(whole_found.cpu()[1:], whole_pool[1:])
 
 
 @pytest.mark.parametrize(("step", "heads"), with_heads(STEPS))

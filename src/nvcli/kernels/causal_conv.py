@@ -25,17 +25,25 @@ def causal_conv(
     bias: Tensor | None = None,
     *,
     activates: bool = True,
+    adds_input: bool = False,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """Compute silu(Σ weight[:, i] × input i - (K - 1), plus the bias [C]) of each token, or the sum itself unless it
     `activates`, and store the last inputs of each row.
 
     x: [T, C], rows may be strided; weight: [C, K], the last tap is the token's own; pool: [num_blocks, K - 1, C], the
     inputs of each block's last tokens, the latest last, written → [T, C]. Tokens that belong to no row get zeros. The
-    states of rows with drafts are left unchanged; their inputs are written to `kept`, which only these rows need.
+    states of rows with drafts are left unchanged; their inputs are written to `kept`, which only these rows need. Pool
+    and kept inputs may be ranges of the channels of others. With `adds_input` a token's input is added to the sum, and
+    `factor` [1] multiplies both.
     """
     num_single, history = rows.num_single_rows, pool.shape[1]
     activate = F.silu if activates else torch.clone
     taps, constant = weight.float().T, 0.0 if bias is None else bias.float()
+    if adds_input:
+        taps = torch.cat((taps[:-1], taps[-1:] + 1.0))
+    if factor is not None:
+        taps = taps * factor
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     if num_single:
         sources, targets = rows.sources()[:num_single], rows.targets()
@@ -55,7 +63,7 @@ def causal_conv(
         if begins_row:
             before = torch.zeros_like(pool[0]) if source is None else pool[source]
         inputs = torch.cat((before.to(x.dtype), x[start:end]))  # [K - 1 + span, C]
-        convolved = F.conv1d(inputs.float().T, weight.float().unsqueeze(1), groups=len(weight))
+        convolved = F.conv1d(inputs.float().T, taps.T.unsqueeze(1), groups=len(weight))
         out[start:end] = activate(convolved.T + constant)
         before = inputs[len(inputs) - history :]
         if target:

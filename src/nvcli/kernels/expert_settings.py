@@ -35,6 +35,9 @@ class Routing:
     """Whether the weights of a token's experts are divided by their sum."""
     scale: float = 1.0
     """A factor of all weights."""
+    num_shared: int = 0
+    """Experts that all tokens share and that the router weighs as it does those that it chooses: its last logits are
+    theirs, beside `num_experts` others. Renormalised weights add up to 1 with theirs."""
     num_groups: int = 1
     """The number of equally large groups of neighbouring experts."""
     groups_per_token: int = 1

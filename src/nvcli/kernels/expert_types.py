@@ -19,6 +19,8 @@ class Routes(NamedTuple):
     """[T, k] int32."""
     weights: Tensor
     """[T, k] float32."""
+    shared: Tensor | None = None
+    """[T, shared experts] float32, the weights of those that the router weighs; None: it weighs none."""
 
 
 class ExpertWeights(NamedTuple):

@@ -48,15 +48,15 @@ def route(
     factors: Tensor | None = None,
     chosen: Tensor | None = None,
 ) -> Routes:
-    """Choose each token's experts. logits: [P, T, E] float32, parts that add up; bias, correction, factors: [E]
-    float32; chosen: [T, k] int32.
+    """Choose each token's experts. logits: [P, T, E and the shared ones] float32, parts that add up; bias, correction,
+    factors: [E] float32; chosen: [T, k] int32.
 
     `bias` belongs to the logits. `correction` is added to the scores for the choice, and does not change the weights
     of the experts that are chosen (DeepSeek-V3, 2024). `factors` multiply these weights and do not change the choice.
     Of experts with equal scores the first is chosen, and a NaN is chosen last; its weight is NaN. `chosen` are a
     token's experts, whatever their scores, no expert twice: these weigh them.
     """
-    total = logits.sum(dim=0)
+    total, of_shared = torch.split(logits.sum(dim=0), [routing.num_experts, routing.num_shared], dim=-1)
     if bias is not None:
         total = total + bias
     if routing.scoring == "sigmoid":
@@ -76,9 +76,15 @@ def route(
         experts = chosen.long()
     is_mixed = routing.scoring == "sparsemixer"
     weights = _mix_sparsely(total, experts, routing.tolerance) if is_mixed else scores.gather(1, experts)
+    if routing.num_shared:
+        assert routing.scoring == "sigmoid", "no family weighs them otherwise"
+        weights = torch.cat((weights, of_shared.sigmoid()), dim=-1)
     if routing.renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
     weights = weights * routing.scale
+    if routing.num_shared:
+        weights, shared = torch.split(weights, [experts.shape[1], routing.num_shared], dim=-1)
+        return Routes(experts.int(), weights.contiguous(), shared.contiguous())
     return Routes(experts.int(), weights if factors is None else weights * factors[experts])
 
 
@@ -122,12 +128,13 @@ def route_row_by_row(
     logits: Tensor, routing: Routing, *, chosen: Tensor | None = None, **terms: Tensor | None
 ) -> Routes:
     """Do what `choose_experts` does with the same arguments, on a CPU for each token alone (see `row_by_row`)."""
+    assert routing.num_shared == 0, "no such model is batch-invariant"
     if logits.is_cuda or logits.shape[1] < 2:
         return choose_experts(logits, routing, chosen=chosen, **terms)
     rows = torch.split(logits, 1, dim=1)
     experts = [None] * len(rows) if chosen is None else torch.split(chosen, 1)
     routes = [choose_experts(row, routing, chosen=own, **terms) for row, own in zip(rows, experts, strict=True)]
-    return Routes(*(torch.cat(columns) for columns in zip(*routes, strict=True)))
+    return Routes(*(torch.cat(columns) for columns in zip(*(route[:2] for route in routes), strict=True)))
 
 
 def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:

@@ -67,10 +67,28 @@ class Convolution(WeightModule):
         self.bias = empty_parameter(biases[0], num_channels) if biases else None
 
     def forward(
-        self, x: Tensor, pool: Tensor, rows: StateRows, kept: KeptInputs | None, *, activates: bool = True
+        self,
+        x: Tensor,
+        pool: Tensor,
+        rows: StateRows,
+        kept: KeptInputs | None,
+        *,
+        activates: bool = True,
+        adds_input: bool = False,
+        factor: Tensor | None = None,
     ) -> Tensor:
         """Convolve the channels of each request, as `causal_conv` does."""
-        return causal_conv(x, self.weight.squeeze(1), pool, rows, kept, self.bias, activates=activates)
+        return causal_conv(
+            x,
+            self.weight.squeeze(1),
+            pool,
+            rows,
+            kept,
+            self.bias,
+            activates=activates,
+            adds_input=adds_input,
+            factor=factor,
+        )
 
     def weight_sources(self) -> Iterator[WeightSource]:
         for parameter, parts in self.parts.items():

@@ -38,12 +38,13 @@ def _ranked(ordered, index):
 
 @triton.jit(do_not_specialize=["part_stride"])
 def _route_kernel(
-    logits_ptr,  # [NUM_PARTS, T, NUM_EXPERTS] float32, parts part_stride apart
+    logits_ptr,  # [NUM_PARTS, T, NUM_EXPERTS + NUM_SHARED] float32, parts part_stride apart
     bias_ptr,  # None, or [NUM_EXPERTS] float32; and so the next two
     correction_ptr,
     factors_ptr,
     chosen_ptr,  # None, or [T, EXPERTS_PER_TOKEN] int32, the experts of each token
     routes,  # `Routes`, written
+    shared_ptr,  # None, or [T, NUM_SHARED] float32, written
     part_stride,
     NUM_PARTS: tl.constexpr,
     ROUTING: tl.constexpr,  # `Routing`
@@ -51,6 +52,7 @@ def _route_kernel(
 ):
     """Program (token)."""
     NUM_EXPERTS: tl.constexpr = ROUTING.num_experts
+    NUM_SHARED: tl.constexpr = ROUTING.num_shared
     EXPERTS_PER_TOKEN: tl.constexpr = ROUTING.experts_per_token
     NUM_GROUPS: tl.constexpr = ROUTING.num_groups
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
@@ -66,7 +68,7 @@ def _route_kernel(
     exists = (group < NUM_GROUPS) & (member < GROUP_SIZE)
     logits = tl.zeros([GROUP_TILE, MEMBER_TILE], tl.float32)
     for part in tl.static_range(NUM_PARTS):
-        source = logits_ptr + part * part_stride + token.to(tl.int64) * NUM_EXPERTS + expert
+        source = logits_ptr + part * part_stride + token.to(tl.int64) * (NUM_EXPERTS + NUM_SHARED) + expert
         logits += tl.load(source, mask=exists, other=0.0)
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + expert, mask=exists, other=0.0)
@@ -118,7 +120,21 @@ def _route_kernel(
             own_expert = tl.load(chosen_ptr + token.to(tl.int64) * EXPERTS_PER_TOKEN + number)
             place = tl.where(exists & (expert == own_expert), number, place)
     is_chosen = place >= 0
-    if ROUTING.renormalise:
+    if NUM_SHARED > 0:
+        number_of_shared = tl.arange(0, triton.next_power_of_2(NUM_SHARED))
+        is_shared = number_of_shared < NUM_SHARED
+        shared = tl.zeros([triton.next_power_of_2(NUM_SHARED)], tl.float32)
+        for part in tl.static_range(NUM_PARTS):
+            first_shared = part * part_stride + token.to(tl.int64) * (NUM_EXPERTS + NUM_SHARED) + NUM_EXPERTS
+            shared += tl.load(logits_ptr + first_shared + number_of_shared, mask=is_shared, other=0.0)
+        shared = tl.where(is_shared, tl.sigmoid(shared), 0.0)
+        if ROUTING.renormalise:
+            total = tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0) + tl.sum(shared, 0) + _TINY
+            scores = scores / total
+            shared = shared / total
+        places = shared_ptr + token.to(tl.int64) * NUM_SHARED + number_of_shared
+        tl.store(places, shared * ROUTING.scale, mask=is_shared)
+    elif ROUTING.renormalise:
         scores = scores / (tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0) + _TINY)
     if factors_ptr is not None:
         scores *= tl.load(factors_ptr + expert, mask=exists, other=0.0)
@@ -138,12 +154,16 @@ def route(
 ) -> Routes:
     """See `nvcli.kernels.routing.route`. logits: its last two dimensions are dense; chosen: contiguous."""
     num_parts, num_tokens, num_experts = logits.shape
-    assert num_experts == routing.num_experts
+    assert num_experts == routing.num_experts + routing.num_shared
+    assert routing.num_shared == 0 or routing.scoring == "sigmoid", "no family weighs shared experts otherwise"
     assert logits.stride()[1:] == (num_experts, 1)
     size = (num_tokens, routing.experts_per_token)
     assert chosen is None or (chosen.shape == size and chosen.is_contiguous())
     assert chosen is None or routing.scoring != "sparsemixer", "it weighs experts as it chooses them"
     routes = Routes(*(torch.empty(size, dtype=dtype, device=logits.device) for dtype in (torch.int32, torch.float32)))
+    shared: Tensor | None = None
+    if routing.num_shared:
+        shared = torch.empty(num_tokens, routing.num_shared, dtype=torch.float32, device=logits.device)
     _route_kernel[(num_tokens,)](
         logits,
         bias,
@@ -151,10 +171,11 @@ def route(
         factors,
         chosen,
         routes,
+        shared,
         logits.stride(0),
         NUM_PARTS=num_parts,
         ROUTING=routing,
         num_warps=1,
         **dependent(logits.device),
     )
-    return routes
+    return routes._replace(shared=shared)

@@ -36,6 +36,17 @@ def _bias_of(bias_ptr, channel, inside):
 
 
 @triton.jit
+def _taps_of(weight_ptr, factor_ptr, channel, tap, mask, TAPS: tl.constexpr, ADDS_INPUT: tl.constexpr):
+    """Return some taps of channels in float32, 0 where `mask` is false."""
+    weight = tl.load(weight_ptr + channel * TAPS + tap, mask=mask, other=0.0).to(tl.float32)
+    if ADDS_INPUT:
+        weight += tl.where(mask & (tap == TAPS - 1), 1.0, 0.0)
+    if factor_ptr is not None:
+        weight *= tl.load(factor_ptr).to(tl.float32)
+    return weight
+
+
+@triton.jit
 def _silu(x):
     return x / (1.0 + tl.exp2(x * -LOG2_E))
 
@@ -45,6 +56,7 @@ def _decode_kernel(
     x_ptr,  # [T, NUM_CHANNELS], rows x_stride apart
     weight_ptr,  # [NUM_CHANNELS, TAPS]
     bias_ptr,  # None, or [NUM_CHANNELS]
+    factor_ptr,  # None, or [1]
     pool_ptr,  # [num_blocks, TAPS - 1, NUM_CHANNELS], blocks pool_stride apart, read, and written without drafts
     out_ptr,  # [T, NUM_CHANNELS], written
     kept_ptr,  # [T, NUM_CHANNELS], written; None: rows have no drafts
@@ -52,9 +64,11 @@ def _decode_kernel(
     x_stride,
     pool_stride,
     NUM_CHANNELS: tl.constexpr,
+    STATE_WIDTH: tl.constexpr,  # the channels of the whole state: rows of pool_ptr and kept_ptr are as far apart
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ACTIVATES: tl.constexpr,
+    ADDS_INPUT: tl.constexpr,
     CHANNELS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -68,11 +82,11 @@ def _decode_kernel(
     if kept_ptr is None:
         target = tl.load(rows.places + start) // BLOCK_SIZE
         is_before = inside & (tap < TAPS - 1) & (source > 0)
-        before = tl.load(pool_ptr + source * pool_stride + tap * NUM_CHANNELS + channel, mask=is_before, other=0.0)
+        before = tl.load(pool_ptr + source * pool_stride + tap * STATE_WIDTH + channel, mask=is_before, other=0.0)
         own = tl.load(x_ptr + start.to(tl.int64) * x_stride + channel, mask=inside, other=0.0).to(before.dtype)
         value = tl.where(tap == TAPS - 1, own, before)
-        weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0)
-        total = tl.sum(value.to(tl.float32) * weight.to(tl.float32), 0)[None, :]
+        weight = _taps_of(weight_ptr, factor_ptr, channel, tap, inside & (tap < TAPS), TAPS, ADDS_INPUT)
+        total = tl.sum(value.to(tl.float32) * weight, 0)[None, :]
         total += _bias_of(bias_ptr, channel, inside)
         out = _silu(total) if ACTIVATES else total
         out_ptr += start.to(tl.int64) * NUM_CHANNELS + channel
@@ -80,15 +94,15 @@ def _decode_kernel(
         # Input i becomes entry i - 1 of the next state. A row may write to the block that it read, hence the barrier.
         tl.debug_barrier()
         is_kept = inside & (tap > 0) & (tap < TAPS) & (target > 0)
-        tl.store(pool_ptr + target * pool_stride + (tap - 1) * NUM_CHANNELS + channel, value, mask=is_kept)
+        tl.store(pool_ptr + target * pool_stride + (tap - 1) * STATE_WIDTH + channel, value, mask=is_kept)
     else:
-        weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0).to(tl.float32)
+        weight = _taps_of(weight_ptr, factor_ptr, channel, tap, inside & (tap < TAPS), TAPS, ADDS_INPUT)
         bias = _bias_of(bias_ptr, channel, inside)
         for index in range(end - start):
             place = tap + index  # the state's entries, then the row's tokens
             is_before = inside & (tap < TAPS) & (place < TAPS - 1) & (source > 0)
             is_own = inside & (tap < TAPS) & (place >= TAPS - 1)
-            entries = pool_ptr + source * pool_stride + place * NUM_CHANNELS + channel
+            entries = pool_ptr + source * pool_stride + place * STATE_WIDTH + channel
             before = tl.load(entries, mask=is_before, other=0.0)
             at = (start + place - (TAPS - 1)).to(tl.int64)
             own = tl.load(x_ptr + at * x_stride + channel, mask=is_own, other=0.0)
@@ -97,7 +111,8 @@ def _decode_kernel(
             out = _silu(total) if ACTIVATES else total
             places = (start.to(tl.int64) + index) * NUM_CHANNELS + channel
             tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=inside)
-            tl.store(kept_ptr + places + 0 * tap, own, mask=is_own & (tap == TAPS - 1))
+            kept_places = (start.to(tl.int64) + index) * STATE_WIDTH + channel
+            tl.store(kept_ptr + kept_places + 0 * tap, own, mask=is_own & (tap == TAPS - 1))
 
 
 @triton.jit
@@ -118,6 +133,7 @@ def _chunk_kernel(
     x_ptr,  # as in _decode_kernel
     weight_ptr,
     bias_ptr,
+    factor_ptr,
     pool_ptr,  # read
     out_ptr,
     rows,
@@ -128,9 +144,11 @@ def _chunk_kernel(
     x_stride,
     pool_stride,
     NUM_CHANNELS: tl.constexpr,
+    STATE_WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ACTIVATES: tl.constexpr,
+    ADDS_INPUT: tl.constexpr,
 ):
     """Program (tile of tokens, tile of channels), for the tokens of the rows from `first_row` on. Tokens after the last
     row get zeros. A row is found in `num_halvings` steps; this is not a constant, because each new number of rows would
@@ -143,7 +161,7 @@ def _chunk_kernel(
     bias = _bias_of(bias_ptr, channel, inside)
     weights = ()
     for tap in tl.static_range(TAPS):
-        weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+        weight = _taps_of(weight_ptr, factor_ptr, channel, tap, inside, TAPS, ADDS_INPUT)
         weights += (weight,)  # type: ignore[assignment]
     x_ptr += channel
     out_ptr += channel
@@ -161,7 +179,7 @@ def _chunk_kernel(
             is_own = (part_end > begin) & (at >= start)
             is_kept = (part_end > begin) & (at < start) & (source > 0)
             value = tl.load(part_ptr + (tap - (TAPS - 1)) * x_stride, mask=inside & is_own, other=0.0).to(tl.float32)
-            place = source * pool_stride + (TAPS - 1 + at - start) * NUM_CHANNELS
+            place = source * pool_stride + (TAPS - 1 + at - start) * STATE_WIDTH
             value += tl.load(pool_ptr + place + channel, mask=inside & is_kept, other=0.0).to(tl.float32)
             inputs += (value,)  # type: ignore[assignment]
         # All loads are on their way before the first store, which the compiler moves none ahead of.
@@ -195,6 +213,7 @@ def _keep_inputs_kernel(
     x_stride,
     pool_stride,
     NUM_CHANNELS: tl.constexpr,
+    STATE_WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -216,12 +235,12 @@ def _keep_inputs_kernel(
                     x_ptr + at.to(tl.int64) * x_stride + channel, mask=inside & (at >= start), other=0.0
                 ).to(pool_ptr.dtype.element_ty)
                 value += tl.load(
-                    pool_ptr + source * pool_stride + (tap + first - 1 - start) * NUM_CHANNELS + channel,
+                    pool_ptr + source * pool_stride + (tap + first - 1 - start) * STATE_WIDTH + channel,
                     mask=inside & (at < start) & (source > 0),
                     other=0.0,
                 )
                 tl.debug_barrier()
-                tl.store(pool_ptr + block * pool_stride + (tap - 1) * NUM_CHANNELS + channel, value, mask=inside)
+                tl.store(pool_ptr + block * pool_stride + (tap - 1) * STATE_WIDTH + channel, value, mask=inside)
 
 
 def causal_conv(
@@ -233,32 +252,36 @@ def causal_conv(
     bias: Tensor | None = None,
     *,
     activates: bool = True,
+    adds_input: bool = False,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """See `nvcli.kernels.causal_conv.causal_conv`."""
     num_channels, taps = weight.shape
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     assert bias is None or bias.is_contiguous()
-    assert pool[0].is_contiguous()
+    assert pool.stride(2) == 1
     num_rows, first_chunk = len(rows.slots), rows.num_decode_rows
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     strides, tensors = (x.stride(0), pool.stride(0)), RowTensors.of(rows)
-    sizes = {"NUM_CHANNELS": num_channels, "TAPS": taps, "BLOCK_SIZE": rows.block_size}
+    sizes = {"NUM_CHANNELS": num_channels, "STATE_WIDTH": pool.stride(1), "TAPS": taps, "BLOCK_SIZE": rows.block_size}
+    ways = {"ACTIVATES": activates, "ADDS_INPUT": adds_input}
     if first_chunk:
         has_drafts = rows.num_draft_rows > 0
-        assert not has_drafts or (kept is not None and kept.inputs.is_contiguous())
+        assert not has_drafts or (kept is not None and kept.inputs.stride() == pool.stride()[1:])
         channels = _DRAFT_CHANNELS if has_drafts else _STEP_CHANNELS
         _decode_kernel[first_chunk, ceil_div(num_channels, channels)](
             x,
             weight,
             bias,
+            factor,
             pool,
             out,
             kept.inputs if kept is not None and has_drafts else None,
             tensors,
             *strides,
             **sizes,
-            ACTIVATES=activates,
+            **ways,
             CHANNELS=channels,
             **({"DEPENDENT": False} if has_drafts else dependent(x.device)),
         )
@@ -268,6 +291,7 @@ def causal_conv(
             x,
             weight,
             bias,
+            factor,
             pool,
             out,
             tensors,
@@ -277,7 +301,7 @@ def causal_conv(
             len(x),
             *strides,
             **sizes,
-            ACTIVATES=activates,
+            **ways,
         )
         _keep_inputs_kernel[num_rows - first_chunk, tiles](x, pool, tensors, first_chunk, *strides, **sizes)
     return out
