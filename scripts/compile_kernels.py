@@ -80,6 +80,19 @@ _LING = {
     "num_hidden_layers": 6,
     "share_expert_swiglu_limit_list": [0, 0, 0, 0, 16, 16],
 }
+_INKLING = {
+    "architectures": ["InklingForCausalLM"],
+    "dense_mlp_idx": 2,
+    "head_dim": 128,
+    "hidden_size": 6144,
+    "log_scaling_n_floor": 128_000,
+    "moe_intermediate_size": 3072,
+    "n_routed_experts": 16,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 6,
+    "sliding_window_size": 512,
+}
 _MIMO = {
     "architectures": ["MiMoV2FlashForCausalLM"],
     "head_dim": 192,
@@ -185,6 +198,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Muse Spark": (
         "muse-spark-816b-a42b",
         {"hf_overrides": {"text_config": {"num_hidden_layers": 4, "num_local_experts": 16}}},
+    ),
+    "Inkling with drafts": (
+        "mixtral-8x7b",
+        {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _INKLING},
     ),
     "MiMo-V2-Flash": ("mixtral-8x7b", {"hf_overrides": _MIMO}),
     "Olmo Hybrid": ("olmo-3-7b", {"hf_overrides": _OLMO_HYBRID}),

@@ -168,6 +168,11 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "QianfanOCR": ("Qwen3", "QianfanOCRVision", {**_VISION, "num_hidden_layers": 2, "image_size": 32, "patch_size": 4}),
     "HunYuanVL": ("HunYuanVLText", "HunYuanVLVision", _HUNYUAN_VISION),
     "HYV4VL": ("HYV4VLText", "HYV4VLVision", _HUNYUAN_VISION),
+    "Inkling": (
+        "InklingText",
+        "InklingVision",
+        {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 2},
+    ),
     "Mistral3": ("Ministral3", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
     "MiniMaxM3VL": (
         "MiniMaxM3VLText",
@@ -446,6 +451,7 @@ _WHOLE: dict[str, dict[str, Any]] = {
             "out_hidden_size": 32,
         },
     },
+    "Inkling": {"image_token_id": IMAGE_TOKEN, "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8}},
     "Gemma4": {
         "image_token_id": IMAGE_TOKEN,
         "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16},
@@ -488,7 +494,7 @@ SINCE = {
     ),
     **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "NemotronH_Omni_Reasoning_V3"), "5.23"),
     **dict.fromkeys(("CohereCompass", "Dots3Note", "MiniMaxM3VL", "MistralLarge4", "MuseSpark", "Zamba2"), "5.23"),
-    **dict.fromkeys(("Apertus1p5", "Dory", "HYV4VL", "LaraMini"), "5.24"),
+    **dict.fromkeys(("Apertus1p5", "Dory", "HYV4VL", "Inkling", "LaraMini"), "5.24"),
 }
 """The first version of transformers, of 5.10, 5.17, 5.23 and 5.24, that computes a family as it was published: 5.17
 leaves MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
@@ -512,6 +518,7 @@ _UNKNOWN_BEFORE = {
         "HYV4VL",
         "HyperCLOVAXVisionV2",
         "HunYuanVL",
+        "Inkling",
         "Kimi_K25",
         "KimiLinear",
         "Kolibri1",

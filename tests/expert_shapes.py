@@ -79,6 +79,26 @@ _GLM_4_6V: dict[str, Any] = {
     },
 }
 
+_INKLING = {
+    "unpadded_vocab_size": 97,
+    "vocab_size": 104,
+    "mlp_layer_types": None,
+    "dense_mlp_idx": 1,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 16,
+    "sliding_window_size": 20,
+    "d_rel": 4,
+    "rel_extent": 24,
+    "log_scaling_n_floor": 16,
+    "log_scaling_alpha": 0.5,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "route_scale": 2.0,
+    "logits_mup_width_multiplier": 0.5,
+}
 EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
     "qwen3 moe, dense layers, not renormalised": (
@@ -713,6 +733,11 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "ffn_hidden_size": 48,
             "routed_scaling_factor": 3.0,
         },
+    ),
+    "inkling": ("InklingText", {**_INKLING, "layer_types": ["hybrid_sliding", "hybrid"] * 2, "num_hidden_layers": 4}),
+    "inkling with vision": (
+        "Inkling",
+        {**_INKLING, "local_layer_ids": [1], "num_hidden_layers": 2, "log_scaling_n_floor": None},
     ),
     "cohere 2 moe, softmax": ("Cohere2Moe", {"num_experts": 6, "num_experts_per_tok": 3, "logit_scale": 1.0}),
 }

@@ -60,7 +60,7 @@ class ModelDriver:
         path: Path,
         *,
         block_size: int = 4,
-        num_blocks: int = 384,
+        num_blocks: int = 512,
         group: TensorParallelGroup | None = None,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,

@@ -14,6 +14,7 @@ from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.forward_batch import AttentionLayer, BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.spec import AttentionSpec, HeadSizes
+from nvcli.kernels.distance_bias import DistanceBias
 from nvcli.kernels.fp8_kv import dequantise_heads, quantise_heads, store_heads
 from nvcli.kernels.fp8_types import FP8
 
@@ -54,6 +55,7 @@ class Bench:
         windows: tuple[int | None, ...] = (None,),
         soft_cap: float | None = None,
         has_sinks: bool = False,
+        bias_extent: int | None = None,
         head_dims: tuple[int, ...] | None = None,
         value_dim: int | None = None,
         has_values: bool = True,
@@ -81,6 +83,7 @@ class Bench:
                 window=window,
                 soft_cap=soft_cap,
                 has_sinks=has_sinks,
+                bias_extent=bias_extent,
                 kv_group=group,
                 value_dim=value_dim,
                 has_values=has_values,
@@ -211,7 +214,9 @@ class Bench:
                 history.keys[group].append(keys[start : start + count].clone())
                 history.values[group].append(values[start : start + count].clone())
             inputs.append((q, k, v))
-        return Step(self, batch, list(work), starts, inputs)
+        extent = self.specs[0].bias_extent
+        biases = [self.random(batch.num_tokens, spec.num_heads, extent) for spec in self.specs if extent is not None]
+        return Step(self, batch, list(work), starts, inputs, biases)
 
     def step(self, *work: Work, shape: BatchShape | None = None) -> None:
         """Attend the work with every kind of attention, and compare."""
@@ -230,27 +235,33 @@ class Step:
     """First token of each request."""
     inputs: list[tuple[Tensor, Tensor, Tensor]]
     """q, k, v of each kind of attention."""
+    biases: list[Tensor]
+    """What tokens add to scores in each kind; empty: nothing."""
 
     def forward(self) -> list[Tensor]:
         """Run each kind of attention, and return the results."""
         backend = self.bench.backend
-        return [
-            backend.forward(
-                AttentionLayer(spec, layer, self.bench.sinks), q, k if backend.reads_new_keys else None, v, self.batch
-            )
-            for spec, layer, (q, k, v) in zip(self.bench.specs, self.bench.layers, self.inputs, strict=True)
-        ]
+        results = []
+        for index, (spec, layer, (q, k, v)) in enumerate(
+            zip(self.bench.specs, self.bench.layers, self.inputs, strict=True)
+        ):
+            bias = DistanceBias(self.biases[index], self.batch.positions) if self.biases else None
+            attended = AttentionLayer(spec, layer, self.bench.sinks, bias)
+            results.append(backend.forward(attended, q, k if backend.reads_new_keys else None, v, self.batch))
+        return results
 
     def check(self, outs: list[Tensor]) -> None:
         """Check that every request's result is what the formula says, and that padding gives finite results."""
-        for spec, (q, _, _), out in zip(self.bench.specs, self.inputs, outs, strict=True):
+        biases = self.biases or [None] * len(outs)
+        for spec, (q, _, _), bias, out in zip(self.bench.specs, self.inputs, biases, outs, strict=True):
             assert out.shape == (*q.shape[:2], spec.result_dim)
             assert out.is_contiguous()
             assert out.isfinite().all()
             for (history, count), start in zip(self.work, self.starts, strict=True):
                 tokens = slice(start, start + count)
                 keys, values = torch.cat(history.keys[spec.kv_group]), torch.cat(history.values[spec.kv_group])
-                expected = written_out(q[tokens], keys, values, spec, self.bench.sinks)
+                near = None if bias is None else bias[tokens]
+                expected = written_out(q[tokens], keys, values, spec, self.bench.sinks, near)
                 error = (out[tokens].double() - expected).norm(dim=-1) / expected.norm(dim=-1)  # NaN fails below
                 assert bool((error < TOLERANCE[self.bench.dtype]).all()), (
                     f"off by {error.max().item():.1e}: {spec}, {count} tokens of {history.state.length}"
@@ -272,9 +283,16 @@ def _starts(counts: list[int], shape: BatchShape) -> list[int]:
     return starts
 
 
-def written_out(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+def written_out(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """softmax(q kᵀ scale) v for one request whose last tokens `q` belongs to, in float64. A sink is a key whose value
-    is 0."""
+    is 0. bias: [tokens, heads, distances], added to the scores of near keys."""
     num_new, num_heads, _ = q.shape
     length, num_kv_heads, _ = keys.shape
     q = q.double().unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
@@ -290,6 +308,10 @@ def written_out(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, si
         scores = torch.einsum("nkgd,mkd->kgnm", q[rows], keys) * spec.scale
         if spec.soft_cap is not None:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        for distance in range(0 if bias is None else bias.shape[2]):
+            assert bias is not None
+            heads = bias[rows, :, distance].double().T.view(num_kv_heads, -1, len(rows), 1)
+            scores += heads * (position - key == distance)
         scores = scores.masked_fill_(hidden, float("-inf"))
         if sinks is not None:
             heads = sinks.double().view(num_kv_heads, -1, 1, 1).expand(-1, -1, len(rows), 1)

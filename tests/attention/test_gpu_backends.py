@@ -15,6 +15,7 @@ from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.selection import select_backend
 from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.fp8_types import FP8
 
 pytestmark = pytest.mark.gpu
 
@@ -108,6 +109,24 @@ def test_shapes_and_step_kinds(case: tuple[Any, ...]) -> None:
     for _ in range(2):
         bench.step((a, 1), (b, 1), (c, 1), (d, 1), (e, 1), (f, 1))
     bench.step((f, 1))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [("triton", 128, 2, 8, 64, BF16), ("triton", 128, 4, 4, 16, BF16), ("triton", 64, 2, 4, 24, F32)],
+    ids=str,
+)
+def test_numbers_that_tokens_add_to_scores(case: tuple[Any, ...], kv_dtype: torch.dtype | None) -> None:
+    """At distances within a window, and up to some way into full attention."""
+    bench = make_bench(*case, num_tokens=8000, windows=(512, None), bias_extent=512, kv_dtype=kv_dtype)
+    bench.leave_garbage(100.0)
+    a, b, c, d = (History() for _ in range(4))
+    bench.step((a, 1), (b, 130), (c, 700))
+    bench.fill(d, 2000)
+    bench.step((d, 1), (a, 1), (b, 1), (c, 300), shape=BatchShape(decode_rows=5, prefill_rows=2, prefill_tokens=320))
+    bench.step((a, 1), (b, 1), (c, 1), (d, 1))
+    bench.step((d, 3), (c, 3), shape=BatchShape(decode_rows=2, tokens_per_row=3))
 
 
 @pytest.mark.parametrize("windows", WINDOWS[1:], ids=str)

@@ -32,12 +32,15 @@ def test_shapes_and_step_kinds(head_dim: int, ratio: int, block_size: int) -> No
 
 
 @pytest.mark.each
+@pytest.mark.parametrize("bias_extent", [None, 23])
 @pytest.mark.parametrize("block_size", [1, 16, 24])
 @pytest.mark.parametrize("windows", [(1,), (7, None), (40, 16, 40), (300, 33)], ids=str)
-def test_windows(windows: tuple[int | None, ...], block_size: int) -> None:
+def test_windows(windows: tuple[int | None, ...], block_size: int, bias_extent: int | None) -> None:
     """Windows of one token, shorter and longer than chunks and prompts, in KV groups with blocks of their own; what a
-    window has left behind may be anything."""
-    bench = Bench(num_kv_heads=2, ratio=2, block_size=block_size, windows=windows, num_tokens=3000)
+    window has left behind may be anything. Tokens may add numbers to the scores of near keys."""
+    bench = Bench(
+        num_kv_heads=2, ratio=2, block_size=block_size, windows=windows, num_tokens=3000, bias_extent=bias_extent
+    )
     a, b, c, d = (History() for _ in range(4))
     bench.step((a, 1), (b, 15), (c, 16), (d, 600))
     bench.step((a, 1), (c, 1), (b, 40), (d, 300))

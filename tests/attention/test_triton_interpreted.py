@@ -42,6 +42,8 @@ GEOMETRIES: list[Any] = [
     ),
     # A score of each head's own that belongs to no key, once in each softmax.
     {"num_kv_heads": 2, "ratio": 3, "windows": (40, None), "has_sinks": True, "soft_cap": 0.7},
+    # Numbers that each token's heads add to the scores of near keys.
+    {"num_kv_heads": 2, "ratio": 3, "windows": (40, None), "bias_extent": 37},
     # Blocks that hold keys of several shapes, so that they do not lie side by side.
     {"num_kv_heads": 2, "ratio": 2, "windows": (40, None), "head_dims": (32, 64), "soft_cap": 0.7},
     # Values that are the first numbers of their keys.

@@ -113,6 +113,21 @@ PUBLISHED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
             "rope_theta": 10000,
         },
     ),
+    "inkling with vision": (
+        {},
+        {
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "dense_mlp_idx": 1,
+            "moe_intermediate_size": None,
+            "intermediate_size": 32,
+            "dense_intermediate_size": 48,
+            "conv_kernel_size": None,
+            "sconv_kernel_size": 4,
+            "max_position_embeddings": None,
+            "model_max_length": 512,
+        },
+    ),
     "ling 3": (
         {
             r"model\.embed_tokens": "model.word_embeddings",

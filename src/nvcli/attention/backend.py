@@ -184,9 +184,9 @@ class AttentionBackend(ABC):
         if num_rows == 0:
             return self.prefill(layer, q, None if k is None else (k, v), batch, None)
         out = output_buffer(None, q, layer.spec)
-        self.decode(layer, q[:first], batch, out[:first])
+        self.decode(layer.of(slice(first)), q[:first], batch, out[:first])
         new = None if k is None else (k[first:], v[first:])
-        self.prefill(layer, q[first:], new, batch, out[first:])
+        self.prefill(layer.of(slice(first, None)), q[first:], new, batch, out[first:])
         return out
 
     # ------------------------------------------------------------------ the halves

@@ -137,7 +137,8 @@ class ChosenKeys:
     def attend(self, layer: AttentionLayer, queries: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend to the keys that this layer or the last one before it has chosen, or to compressed ones. queries:
         [first tokens, num_heads, size of a key] → [first tokens, num_heads, spec.result_dim]."""
-        spec, number, sinks = layer
+        spec, number, sinks, bias = layer
+        assert bias is None, "no family has one"
         if spec.row_heads:
             assert sinks is None, "no family has them"
             return self._attend_by_heads(layer, queries, batch)

@@ -27,6 +27,7 @@ from nvcli.attention.kv_cache import KVCache
 from nvcli.attention.spec import AttentionCache, AttentionSpec, StateCache
 from nvcli.kernels.chosen_keys import KeyWeights
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
+from nvcli.kernels.distance_bias import DistanceBias
 from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.key_copies import KeyCopies
 from nvcli.kernels.lora_types import AdapterRows, BatchAdapters
@@ -113,6 +114,12 @@ class AttentionLayer(NamedTuple):
     """Its index in the KV cache."""
     sinks: Tensor | None = None
     """[num_heads] float32, the layer's own, where `spec.has_sinks`; they are not scaled."""
+    bias: DistanceBias | None = None
+    """The batch's own, where `spec.bias_extent`."""
+
+    def of(self, tokens: slice) -> AttentionLayer:
+        """Return the layer for some of the batch's tokens."""
+        return self if self.bias is None else self._replace(bias=self.bias.of(tokens))
 
 
 class ProjectedAttention(Protocol):

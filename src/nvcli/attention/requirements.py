@@ -23,12 +23,14 @@ def unmet_requirements(
     dtypes: Sequence[torch.dtype],
     head_dims: Sequence[int],
     takes_sinks: bool = False,
+    takes_bias: bool = False,
     takes_tails: bool = False,
     takes_scaled_cache: bool = False,
     is_batch_invariant: bool = False,
 ) -> list[str]:
     """Return the reasons why a backend with these capabilities cannot serve `case`: its minimum compute capability,
-    its types and head sizes, whether it takes sinks (`takes_sinks`), keys with more numbers than values, which may be a
+    its types and head sizes, whether it takes sinks (`takes_sinks`), numbers that tokens add to scores (`takes_bias`),
+    keys with more numbers than values, which may be a
     part of them (`takes_tails`), and keys with scales beside them (`takes_scaled_cache`), and whether it is
     batch-invariant (`is_batch_invariant`)."""
     if case.device.type != "cuda":
@@ -75,6 +77,8 @@ def unmet_requirements(
             reasons.append(f"{spec.num_heads} heads do not divide by {spec.num_kv_heads} KV heads")
         if spec.has_sinks and not takes_sinks:
             reasons.append("the model's heads have attention sinks, which it does not take")
+        if spec.bias_extent is not None and not takes_bias:
+            reasons.append("the model's tokens add numbers to the scores of near keys, which it does not take")
     return list(dict.fromkeys(reasons))
 
 

@@ -87,7 +87,8 @@ class RowByRowBackend(AttentionBackend):
         plans: dict[_Kind, list[_Token]],
         out: Tensor | None,
     ) -> Tensor:
-        spec, number, sinks = layer
+        spec, number, sinks, bias = layer
+        assert bias is None, "no batch-invariant run has one"
         tokens = plans[spec.window, spec.kv_group]
         out = output_buffer(out, q, spec)
         heads = q.view(len(q), 1, spec.num_kv_heads, -1, spec.head_dim)  # [T, 1, KV, G, D]

@@ -38,7 +38,7 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
 
     `auto` takes the first backend of `AUTO_ORDER` that can serve `case`. Raises ConfigError for an unknown name, and
     for a backend that cannot serve `case`, with its reasons. Layers whose tokens see chosen or compressed keys are
-    served beside the backend.
+    served beside the backend. Where tokens add numbers to scores, no keys are read for several requests at a time.
     """
     if chosen := tuple(spec for spec in case.specs if spec.is_beside_backends):
         check_sizes(case)
@@ -50,6 +50,9 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     prefill, _, decode = choice.partition(":")
     decode = decode or prefill
     notes = []
+    shares_keys = all(spec.bias_extent is None for spec in case.specs)
+    if not shares_keys:
+        case = replace(case, max_shared_rows=0)
     prefill_name = _choose(prefill, case, notes)
     decode_name = _choose(decode, case, notes)
     if case.batch_invariant and decode_name != prefill_name:
@@ -60,6 +63,8 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     backend = _load(prefill_name, case)(case)
     if decode_name != prefill_name:
         backend = HybridBackend(backend, _load(decode_name, case)(case))
+    if not shares_keys:
+        backend.reads_segments, backend.prefix_tile_tokens = False, 0
     if "auto" in (prefill, decode):
         notes.append(f"attention backend: {backend.name}")
     notes.extend(backend.notes)

@@ -65,6 +65,8 @@ class AttentionSpec:
     has_sinks: bool = False
     """Whether each head has a sink: one extra score in every softmax that belongs to no key, so that the weights of
     the keys add up to less than 1."""
+    bias_extent: int | None = None
+    """The distances at which each token adds numbers of its own to scores (`DistanceBias`); None: it adds none."""
     kv_group: int = 0
     """Index of the KV group whose blocks hold its keys and values."""
     value_dim: int | None = None

@@ -34,6 +34,7 @@ from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
 from nvcli.attention.spec import AttentionSpec, first_seen
 from nvcli.attention.torch_segments import SharedRead, plan_prefix_reads, plan_shared_reads
+from nvcli.kernels.distance_bias import bias_of_keys
 from nvcli.kernels.fp8_kv import gather_blocks
 from nvcli.kernels.whole_numbers import ceil_div
 
@@ -58,6 +59,8 @@ class _DecodeGroup:
     most_keys: int
     mask: Tensor | None
     """[size, 1, 1, L], 0 or -inf, added to the scores; None where every row sees all that is read."""
+    num_keys: Tensor
+    """[size, 1] int64, the keys that are read for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ class TorchBackend(AttentionBackend):
         }
 
     def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        spec, number, sinks = layer
+        spec, number, sinks, bias = layer
         decodes = self._decodes[spec.window, spec.kv_group]
         k_cache, v_cache = batch.kv_cache.layer(number)
         scales = batch.kv_cache.scales(number)
@@ -145,6 +148,8 @@ class TorchBackend(AttentionBackend):
             *sorted_q.shape[:3], spec.result_dim, dtype=torch.float32 if is_part else None
         )
         log_sums = torch.empty(sorted_q.shape[:3] if is_part else (0,), device=q.device)
+        assert bias is None or not is_part, "`select_backend` sees to it"
+        sorted_bias = None if bias is None else bias.values.index_select(0, decodes.order)
         for group in decodes.groups:
             num_blocks = group.block_ids.shape[0]
             k, v = self._scratch[: 2 * num_blocks * k_cache[0].numel()].view(2, num_blocks, *k_cache.shape[1:])
@@ -165,13 +170,19 @@ class TorchBackend(AttentionBackend):
                 for part in (k, v)
             )
             group_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+            mask = group.mask
+            if sorted_bias is not None:
+                distances = group.num_keys - 1 - torch.arange(group.most_keys, device=q.device)
+                near = bias_of_keys(sorted_bias[rows], distances)
+                near = near.view(len(near), num_kv_heads, -1, group.most_keys)
+                mask = near if mask is None else near + mask
             if is_part:
                 sorted_out[rows], log_sums[rows] = written_softmax.attend_part(
                     spec, sorted_q[rows], keys, values, mask=group.mask, sinks=group_sinks
                 )
             else:
                 sorted_out[rows] = softmax_attention(
-                    spec, sorted_q[rows], keys, values, mask=group.mask, is_causal=False, sinks=group_sinks
+                    spec, sorted_q[rows], keys, values, mask=mask, is_causal=False, sinks=group_sinks
                 )
         if decodes.shared is not None:
             whole, log_sums = sorted_out[decodes.rank], log_sums[decodes.rank]
@@ -187,7 +198,7 @@ class TorchBackend(AttentionBackend):
 
     def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         assert (new is not None) == self.reads_new_keys
-        spec, number, sinks = layer
+        spec, number, sinks, bias = layer
         out = output_buffer(out, q, spec)
         chunks = self._chunks[spec.window, spec.kv_group]
         for chunk in chunks:
@@ -199,7 +210,8 @@ class TorchBackend(AttentionBackend):
                 assert new is not None
                 k, v = new
                 if spec.window is None or num_tokens <= spec.window:
-                    out[rows] = _attend(spec, q[rows], k[rows], v[rows], mask=None, sinks=sinks)
+                    near = None if bias is None else bias.values[rows]
+                    out[rows] = _attend(spec, q[rows], k[rows], v[rows], mask=None, sinks=sinks, bias=near)
                     continue
                 keys, values = k[rows], v[rows]
             else:
@@ -211,7 +223,8 @@ class TorchBackend(AttentionBackend):
                 seen = slice(first_seen(position, spec.window) - chunk.first_key, chunk.prefix + end - chunk.first_key)
                 mask = self._mask(spec.window, end - start, seen.stop - seen.start)
                 queries = slice(chunk.start + start, chunk.start + end)
-                out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask, sinks=sinks)
+                near = None if bias is None else bias.values[queries]
+                out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask, sinks=sinks, bias=near)
         out[chunks[-1].end :].zero_()  # padding
         if reads := self._prefix_reads.get((spec.window, spec.kv_group)):
             self._attend_shared(layer, q, reads, batch.kv_cache, out)
@@ -221,7 +234,8 @@ class TorchBackend(AttentionBackend):
         self, layer: AttentionLayer, q: Tensor, reads: list[SharedRead], kv_cache: KVCache, out: Tensor
     ) -> None:
         """Attend the chunks that share prefixes, and write their rows of `out`. A sink is a part without a value."""
-        spec, number, sinks = layer
+        spec, number, sinks, bias = layer
+        assert bias is None, "`select_backend` sees to it"
         grouped_q = q.unflatten(1, (spec.num_kv_heads, -1))  # type: ignore[no-untyped-call]
         whole = torch.zeros(*grouped_q.shape[:-1], spec.result_dim, device=q.device)
         log_sums = torch.full(grouped_q.shape[:-1], float("-inf"), device=q.device)
@@ -282,7 +296,7 @@ class TorchBackend(AttentionBackend):
                     hidden |= key < sorted_reads[rows] - window
                 mask = torch.zeros(size, most_keys, dtype=case.dtype, device=device)
                 mask = mask.masked_fill_(hidden, float("-inf")).view(size, 1, 1, most_keys)
-            groups.append(_DecodeGroup(start, size, block_ids, most_keys, mask))
+            groups.append(_DecodeGroup(start, size, block_ids, most_keys, mask, sorted_reads[rows]))
             most_blocks = max(most_blocks, size * width)
             start += size
         self._reserve_scratch(most_blocks, device)
@@ -356,14 +370,28 @@ def read_blocks(kv_cache: KVCache, layer: int, block_ids: Tensor, dtype: torch.d
 
 
 def _attend(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, sinks: Tensor | None
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
-    """Attend tokens of one request. q: [n, num_heads, D]; k, v: [m, KV, D]; sinks: [num_heads] → [n, num_heads, D].
+    """Attend tokens of one request. q: [n, num_heads, D]; k, v: [m, KV, D]; sinks: [num_heads]; bias: [n, num_heads,
+    distances] (`DistanceBias.values`) → [n, num_heads, D].
 
     Without a mask n equals m and the attention is causal. KV heads take the batch dimension, and the query heads that
     share one the head dimension, where k and v are expanded without a copy.
     """
     group = q.shape[1] // k.shape[1]
+    if bias is not None:
+        # The last query's own key is the last one.
+        own = len(k) - len(q) + torch.arange(len(q), device=q.device)
+        near = bias_of_keys(bias, own.unsqueeze(1) - torch.arange(len(k), device=q.device))
+        near = near.transpose(0, 1).reshape(-1, group, len(q), len(k))
+        mask = near if mask is None else near + mask
     q = q.view(q.shape[0], -1, group, q.shape[-1]).permute(1, 2, 0, 3)  # [KV, G, n, D]
     k = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)  # [KV, G, m, D]
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)

@@ -66,6 +66,7 @@ class TritonBackend(AttentionBackend):
             dtypes=(torch.bfloat16, torch.float16, torch.float32),
             head_dims=(16, 32, 64, 128, 256, 512),
             takes_sinks=True,
+            takes_bias=True,
             takes_tails=True,
             takes_scaled_cache=not case.batch_invariant,
             is_batch_invariant=True,

@@ -20,6 +20,7 @@ def attention_shape(case: AttentionCase, geometry: Geometry) -> AttentionShape:
         head_dim=value_dim,
         tail_dim=head_dim - value_dim,
         has_values=has_values,
+        has_bias=any(spec.bias_extent is not None for spec in case.specs),
         block_size=case.block_size,
         dtype=case.dtype,
         kv_dtype=case.cache_dtype,
@@ -29,10 +30,10 @@ def attention_shape(case: AttentionCase, geometry: Geometry) -> AttentionShape:
 
 def layer_inputs(layer: AttentionLayer, q: Tensor, batch: ForwardBatch) -> LayerInputs:
     """Return the kernel's inputs for a layer; the arguments are those of `AttentionBackend.decode`."""
-    spec, number, sinks = layer
+    spec, number, sinks, bias = layer
     k_cache, v_cache = batch.kv_cache.layer(number)
     tables = batch.block_tables[spec.kv_group]
-    return LayerInputs(q, k_cache, v_cache, tables, spec.scale, spec.window, spec.soft_cap, sinks)
+    return LayerInputs(q, k_cache, v_cache, tables, spec.scale, spec.window, spec.soft_cap, sinks, bias)
 
 
 def row_tokens(batch: ForwardBatch) -> RowTokens | None:

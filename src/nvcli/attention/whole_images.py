@@ -64,7 +64,8 @@ def attend_both_ways(
     """Write the results of the tokens of images to their rows of `out` [T, num_heads, D]. A token sees the keys of its
     request up to its image's end, or, with a window, only keys within it. The arguments are those of
     `AttentionBackend.forward`."""
-    spec, number, sinks = layer
+    spec, number, sinks, bias = layer
+    assert bias is None, "no family has one"
     num_kv_heads = spec.num_kv_heads
     size = spec.num_heads // num_kv_heads
     for group in groups:

@@ -18,6 +18,7 @@ from nvcli.kernels.bounds import soft_cap
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.altup_layer import AltUpEnd, AltUpLayer, AltUpStart
 from nvcli.models.config import ModelConfig
+from nvcli.models.convolved_layer import ConvolvedLayer
 from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState, LayerStep
 from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.gated_residual_layer import GatedResidualLayer
@@ -26,7 +27,7 @@ from nvcli.models.interpolated_layer import InterpolatedLayer
 from nvcli.models.kv_groups import layer_specs
 from nvcli.models.layer_config import STREAMS_AT_END
 from nvcli.models.layer_inputs import LayerInputs
-from nvcli.models.layers import Angles, InputNorm, RotaryTables, TokenMixer
+from nvcli.models.layers import Angles, CachedModule, InputNorm, RotaryTables, TokenMixer
 from nvcli.models.parallel import (
     BuildContext,
     ParallelLMHead,
@@ -95,6 +96,8 @@ class Decoder(nn.Module):
             make_layer = InterpolatedLayer
         elif decoder.residual_gates is not None:
             make_layer = partial(GatedResidualLayer, decoder.residual_gates)
+        elif decoder.has_convolutions:
+            make_layer = ConvolvedLayer
         self.layers = nn.ModuleDict(
             {
                 str(number): (SharedBlockLayer if layers[number].reads_embeddings else make_layer)(
@@ -309,7 +312,7 @@ class CausalLM(nn.Module):
     @property
     def cache_layers(self) -> tuple[CacheSpec, ...]:
         """The parts of the KV cache on this rank that mixers have, in layer order."""
-        return tuple(module.spec for module in self.modules() if isinstance(module, TokenMixer))
+        return tuple(module.spec for module in self.modules() if isinstance(module, CachedModule))
 
     @property
     def attention_kinds(self) -> tuple[AttentionSpec, ...]:

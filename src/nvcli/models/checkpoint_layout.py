@@ -21,7 +21,7 @@ from nvcli.models.gguf.tensors import join_latents
 from nvcli.models.quantisation.join import join_parts, twice
 from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.tensor_info import LowRankChange, RowPlaces, RowsFactor, TensorInfo, TernaryChange, fused_places
-from nvcli.models.tensor_spec import EXPERTS, FUSED, TensorSpec
+from nvcli.models.tensor_spec import EXPERTS, FUSED, PAIRED, TensorSpec
 
 _PART = re.compile(r"^model\.layers\.(\d+)\.(\w+)(?:\.(\d+)(?=\.))?")
 """A layer's number, a name in it, and the number of the part of the layer that it belongs to."""
@@ -157,8 +157,10 @@ class CheckpointLayout:
         start = next(((found, wanted) for found, wanted in self.starts if stored.startswith(found)), ("", ""))
         return start[1] + stored.removeprefix(start[0])
 
-    def num_groups(self, fused: str) -> int:
-        """Return the number of groups in which the parts of a fused tensor lie."""
+    def num_groups(self, fused: str, rows: int) -> int:
+        """Return the number of groups in which the parts of a fused tensor lie. `rows`: those of its first part."""
+        if PAIRED in fused:
+            return rows
         return self.qkv_groups if fused.split(".")[-2] in _FUSED_QKV else 1
 
     def reads_part_of(self, stored: str) -> bool:
@@ -266,11 +268,12 @@ def locate_tensors(
             found[name] = replace(info, shape=shape, stored=replace(info.stored, shape=shape))
     for name in [name for name in found if name not in shapes]:
         if parts := [part for part in fused_parts(name) if part in shapes]:
-            _split(found, found.pop(name), parts, shapes, layout.num_groups(name))
+            _split(found, found.pop(name), parts, shapes, layout.num_groups(name, shapes[parts[0]][0]))
         elif (experts := stacked_parts(name, shapes)) and layout.flattens_experts:
             _unflatten(found, found.pop(name), [name for (name,) in experts], shapes)
         elif experts:
-            _unstack(found, found.pop(name), experts, shapes, layout)
+            info = found.pop(name)
+            _unstack(found, info, experts, shapes, layout, is_paired=layout.interleaves_experts or PAIRED in name)
     products = [
         (name, {factor: found.pop(factor, None) for factor in (f"{beginning}.0.weight", f"{beginning}.1.weight")})
         for name, beginning in layout.products
@@ -330,8 +333,10 @@ def _unstack(
     experts: Sequence[Sequence[str]],
     shapes: Mapping[str, tuple[int, ...]],
     layout: CheckpointLayout,
+    *,
+    is_paired: bool,
 ) -> None:
-    """Put each expert's tensors of a stack into `found`."""
+    """Put each expert's tensors of a stack into `found`. `is_paired`: whether their rows alternate."""
     rows = sum(shapes[part][0] for part in experts[0])
     tells_by_shape = layout.transposes_experts == "some" and info.shape[1:2] != (rows,)
     is_other = layout.interleaves_experts or layout.transposes_experts == "all" or tells_by_shape
@@ -344,7 +349,7 @@ def _unstack(
     for expert, parts in enumerate(experts):
         one = replace(info, shape=tuple(shape), num_bytes=info.num_bytes // num_experts, expert=expert)
         one = replace(one, is_transposed=is_transposed or info.is_transposed)
-        num_groups = rows // len(parts) if layout.interleaves_experts else 1
+        num_groups = rows // len(parts) if is_paired else 1
         _split(found, one, parts, shapes, num_groups)
 
 

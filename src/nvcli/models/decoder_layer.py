@@ -130,11 +130,7 @@ class DecoderLayer(nn.Module):
         if self.adds_sum and delta is not None:
             residual = self.group.add_sum(delta, residual)
             delta = None
-        x = _input(self.before_attention, delta, residual)
-        if before is not None:
-            if self.group.size > 1:
-                x = x.clone()  # a group's result holds until its next call
-            before.copy_(self.group.whole_residual(residual))
+        x = self._input_of_mixer(delta, residual, before)
         self._go_on(residual, x, 0)
         mixed = self.mixer(x, angles, batch)
         other = None if self.beside is None else self.beside(x, angles, batch)
@@ -186,6 +182,15 @@ class DecoderLayer(nn.Module):
             assert own is not None
             self.input(residual, own if rows is None else own[rows], scalar)
         return LayerState(None, residual, late)
+
+    def _input_of_mixer(self, delta: Tensor | None, residual: Tensor, before: Tensor | None) -> Activations:
+        """Compute what the mixer reads, and copy the stream before the layer to `before` if that is given."""
+        x = _input(self.before_attention, delta, residual)
+        if before is not None:
+            if self.group.size > 1:
+                x = x.clone()  # a group's result holds until its next call
+            before.copy_(self.group.whole_residual(residual))
+        return x
 
     def _go_on(self, residual: Tensor, normed: Activations, block: int) -> None:
         """Make the stream what `LayerNorms.stream_factors` says before a block: 0 the mixer, 1 the MLP."""

@@ -30,6 +30,7 @@ from nvcli.models.mixers.experts import (
     RESULT_SCALE,
     TABLE,
     TO_LATENTS,
+    WEIGHED,
     ExpertsConfig,
 )
 from nvcli.models.mixers.mixer import NormConfig
@@ -50,10 +51,15 @@ class MixtureOfExperts(FeedForward):
         self.gate = Router(build, f"{path}.gate", config)
         self.experts = Experts(build, f"{path}.{EXPERTS}", config)
         self.shared_expert: SharedExpert | None = None
-        if config.shared is not None:
+        if config.shared is not None and config.routing.num_shared == 0:
             gate = f"{path}.shared_expert_gate" if config.gates_shared else None
             shared = config.shared.build_at(build, f"{path}.shared_expert", norm)
             self.shared_expert = SharedExpert(build, shared, gate, config.shared_factor)
+        self.weighed_experts = nn.ModuleList()
+        for number in range(config.routing.num_shared):
+            assert config.shared is not None
+            weighed = config.shared.build_at(build, f"{path}.{WEIGHED}.{number}", norm)
+            self.weighed_experts.append(SharedExpert(build, weighed, None))
         self.to_latents: ColumnParallelLinear | None = None
         self.from_latents: ColumnParallelLinear | None = None
         if config.latent_size is not None:
@@ -91,6 +97,9 @@ class MixtureOfExperts(FeedForward):
             _weigh_input(x, routes, self.first_identity, part, batch_invariant=self.batch_invariant)
         if self.shared_expert is not None:
             self.shared_expert(x, parts[-1], adapters)
+        for number, expert in enumerate(self.weighed_experts):
+            assert routes.shared is not None
+            expert(x, parts[number - len(self.weighed_experts)], adapters, routes.shared[:, number, None])
         return self.experts.part_of_sum(parts, routes if self.to_latents is None else None)
 
     def _compute_with_latents(self, latents: Tensor, routes: Routes, out: Tensor, adapters: AdapterRows | None) -> None:
@@ -326,12 +335,15 @@ class SharedExpert(nn.Module):
         self.gate = None if gate is None else SharedGate(build, gate)
         self.factor = factor
 
-    def forward(self, x: Tensor, out: Tensor, adapters: AdapterRows | None) -> None:
-        """Write the result to `out`, which is contiguous."""
+    def forward(self, x: Tensor, out: Tensor, adapters: AdapterRows | None, weights: Tensor | None = None) -> None:
+        """Write the result to `out`, which is contiguous. weights: [T, 1], each token's factor; None: there is
+        none."""
         hidden = self.mlp.hidden(x, adapters)
         assert isinstance(hidden, Tensor), "no scaling was asked for"
         if self.gate is not None:
             self.gate(hidden, x)
+        if weights is not None:
+            hidden.mul_(weights)
         if self.factor != 1.0:
             hidden.mul_(self.factor)
         self.mlp.down_proj.part(hidden, out, adapters)

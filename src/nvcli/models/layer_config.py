@@ -18,6 +18,7 @@ from nvcli.models.altup_config import AltUpConfig
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.draft_head_config import DraftHeadConfig
 from nvcli.models.mixers.mixer import Block, FeedForward, LayerContext, Mixer, NormConfig
+from nvcli.models.mixers.result_convolutions import ResultConvolutions
 from nvcli.models.tensor_spec import Sharding, TensorSpec, matrix, vector
 from nvcli.worker.distributed.stage import Stage
 
@@ -97,6 +98,9 @@ class LayerConfig:
     loop: Literal["first", "again"] | None = None
     """Whether a loop of layers begins with it, the first or another one: the normed stream before the first is added to
     the normed stream here (`interpolated_layer.py`)."""
+    convolutions: ResultConvolutions | None = None
+    """Convolutions of keys, values and results; there is attention then, and nothing beside it. None: there are
+    none."""
     mlp: FeedForward | None
     """The block that computes each token by itself; None: the layer has none."""
     shortcut: FeedForward | None = None
@@ -108,7 +112,8 @@ class LayerConfig:
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
+        """The parts of the layer that keep something in the KV cache."""
+        return (self.mixer, *(other for other in (self.beside, self.convolutions) if other is not None))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -281,6 +286,11 @@ class DecoderConfig:
     def has_loops(self) -> bool:
         """Whether layers go back to the stream before an earlier one."""
         return any(layer.loop is not None for layer in self.layer_kinds)
+
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether layers convolve their results; all of them do, or none."""
+        return any(layer.convolutions is not None for layer in self.layer_kinds)
 
     @property
     def has_shortcuts(self) -> bool:

@@ -25,6 +25,7 @@ from nvcli.attention.forward_batch import AttentionLayer, ForwardBatch
 from nvcli.attention.spec import AttentionCache, AttentionSpec, CacheLayer, CacheSpec
 from nvcli.attention.whole_images import attend_both_ways
 from nvcli.kernels.activation import activate_and_mul
+from nvcli.kernels.distance_bias import DistanceBias
 from nvcli.kernels.fp8 import norm_and_quantise
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
@@ -37,7 +38,7 @@ from nvcli.kernels.rotary import norm_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.grouped_output import GroupedOutput
 from nvcli.models.layer_config import FROM_GATES, TO_GATES
-from nvcli.models.mixers.attention import CHANNEL_ROOTS, GATE, GATE_BIAS, ROW_NORM, AttentionConfig
+from nvcli.models.mixers.attention import CHANNEL_ROOTS, GATE, GATE_BIAS, RELATIVE, ROW_NORM, AttentionConfig
 from nvcli.models.mixers.mixer import NormConfig, Rotation
 from nvcli.models.mixers.mlp import HIDDEN_NORM, MLPConfig
 from nvcli.models.parallel import (
@@ -50,6 +51,7 @@ from nvcli.models.parallel import (
     linear_piece,
 )
 from nvcli.models.qkv import QKVPreparation, query_scale_table
+from nvcli.models.relative_bias import RelativeBias
 from nvcli.models.rope import LearnedAngles, RotaryTable
 from nvcli.models.weights import DerivedModule
 
@@ -198,19 +200,24 @@ class LayerBlock(nn.Module, ABC):
         return None if self.quantised_input is None else getattr(self, self.quantised_input)
 
 
-class TokenMixer(LayerBlock):
-    """The block of a layer that mixes tokens: [T, H] → [T, this rank's features], the input of `o_proj`."""
+class CachedModule(nn.Module):
+    """A module with a part of the KV cache."""
 
     spec: CacheSpec
     cache: CacheLayer[CacheSpec]
-    o_proj: RowParallelLinear | GroupedOutput
-    static_kv_scales: Tensor | None = None
-    """[2] float32, the checkpoint's scales of all keys and all values in an FP8 cache, set when they are loaded; None:
-    each token and head gets its own."""
 
     def __init__(self, cache: CacheLayer[CacheSpec]) -> None:
         super().__init__()
         self.cache, self.spec = cache, cache.spec
+
+
+class TokenMixer(CachedModule, LayerBlock):
+    """The block of a layer that mixes tokens: [T, H] → [T, this rank's features], the input of `o_proj`."""
+
+    o_proj: RowParallelLinear | GroupedOutput
+    static_kv_scales: Tensor | None = None
+    """[2] float32, the checkpoint's scales of all keys and all values in an FP8 cache, set when they are loaded; None:
+    each token and head gets its own."""
 
     @property
     def reads_values(self) -> bool:
@@ -337,6 +344,8 @@ class Attention(TokenMixer):
             projections = *queries, *projections[1:], *gates
         elif config.has_wide_gate:
             projections = *projections, GATE
+        if config.relative is not None:
+            projections = *projections, RELATIVE
         self.qkv_proj = ColumnParallelLinear(build, f"{path}.qkv_proj", projections)
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
         self.head_gates: ColumnParallelLinear | None = None
@@ -360,6 +369,7 @@ class Attention(TokenMixer):
         self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
         self.prepare = QKVPreparation(build, path, config, norm) if QKVPreparation.is_needed(config) else None
         self.query_scales = query_scale_table(config.query_scaling, build.max_positions)
+        self.relative = None if config.relative is None else RelativeBias(build, path)
 
     @property
     def input_proj(self) -> ColumnParallelLinear | None:
@@ -379,6 +389,12 @@ class Attention(TokenMixer):
             gates.view(len(gates), self.spec.num_heads, -1).add_(self.gate_bias.weight.unsqueeze(1))
         if self.config.shares_kv:
             return self._attend_to_cache(qkv, angles, batch)
+        factors = None if self.query_scales is None else self.query_scales(batch.positions)
+        bias: DistanceBias | None = None
+        if self.relative is not None:
+            size = self.spec.num_heads * len(self.relative.weight)
+            qkv, numbers = qkv[:, :-size], qkv[:, -size:]
+            bias = self.relative(numbers, factors, batch.positions)
         scales = batch.kv_cache.scales(self.cache.number)
         q, k, v = qk_norm_rope_store(
             self._prepared(qkv, batch),
@@ -400,11 +416,11 @@ class Attention(TokenMixer):
         )
         if batch.key_copies is not None:
             copy_keys(k_cache, v_cache, scales, batch.key_copies.of_groups[self.spec.kv_group])
-        if self.query_scales is not None:
-            q = (q * self.query_scales(batch.positions)).to(q.dtype)
+        if factors is not None:
+            q = (q * factors).to(q.dtype)
         if self.channel_roots is not None:
             q = (q * self.channel_roots.weight.view(1, *q.shape[1:]).square()).to(q.dtype)
-        attended = self._gated(self._attend(q, k, v, batch), gates)
+        attended = self._gated(self._attend(q, k, v, batch, bias), gates)
         if self.row_norm is None:
             return attended
         normed: Tensor = self.row_norm(attended)
@@ -425,10 +441,12 @@ class Attention(TokenMixer):
         """Return the fused projection [T, …] as heads are stored, but for norms of heads and rotation."""
         return qkv if self.prepare is None else self.prepare(qkv)
 
-    def _attend(self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch, bias: DistanceBias | None = None
+    ) -> Tensor:
         """q: [T, this rank's heads, D]; k, v: as in `AttentionBackend.forward` → [T, this rank's heads × D]."""
         sinks = None if self.sinks is None else self.sinks.weight
-        layer = AttentionLayer(self.spec, self.cache.number, sinks)
+        layer = AttentionLayer(self.spec, self.cache.number, sinks, bias)
         attended = batch.backend.forward(layer, q, k, v, batch)
         if batch.images is not None and batch.images.whole:
             groups = batch.images.whole.get((self.spec.window, self.spec.kv_group), ())

@@ -124,8 +124,10 @@ class QueryScaleTable(DerivedModule):
     def derive(self, device: torch.device) -> None:
         positions = torch.arange(self.table.shape[0], dtype=torch.float32, device=device)
         places = (positions + self.scaling.offset) / self.scaling.length
-        if self.scaling.is_power:
+        if self.scaling.kind == "power":
             self.table = torch.exp(self.scaling.beta * torch.log1p(places))
+        elif self.scaling.kind == "clamped":
+            self.table = 1 + self.scaling.beta * torch.log(places.clamp(min=1.0))
         else:
             self.table = 1 + self.scaling.beta * torch.log(1 + torch.floor(places))
 
@@ -149,6 +151,6 @@ class HeadScales(TensorShards):
 
 def query_scale_table(scaling: QueryScaling | None, max_positions: int) -> QueryScaleTable | None:
     """Return the table for runs of `max_positions` tokens; None: no factor is other than 1."""
-    if scaling is None or (max_positions + scaling.offset <= scaling.length and not scaling.is_power):
+    if scaling is None or (max_positions + scaling.offset <= scaling.length and scaling.kind != "power"):
         return None
     return QueryScaleTable(scaling, max_positions)

@@ -16,11 +16,14 @@ KeptDtype = StoredDtype | Literal["float8_e4m3fn", "int32"]
 DTYPE_BYTES: dict[KeptDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4}
 """Bytes of one element."""
 
+PAIRED = "gate_up_pairs"
+"""A fused projection whose parts' rows alternate."""
 FUSED = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "qvk_proj": ("q_proj", "v_proj", "k_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    PAIRED: ("gate_proj", "up_proj"),
     "in_proj": ("in_proj_z", "in_proj_x", "in_proj_B", "in_proj_C", "in_proj_dt"),
     "qkvzba_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     "xz_proj": ("in_proj_x", "in_proj_z"),

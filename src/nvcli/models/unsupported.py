@@ -53,10 +53,11 @@ _MOST_UNREAD = 2
 """A family that reads all but at most this many keys may fit; the message names those keys."""
 _DSA = "its tokens attend to a sparse choice of keys (DSA) in a form that nvcli does not compute"
 _RECURRENT = "its recurrent layers are of a kind that nvcli does not compute"
-_RELATIVE = "its scores depend on learned distances, and its layers convolve the stream, which nvcli does not compute"
+_ATTENDED_BLOCKS = "its layers attend to the sums of earlier layers, in place of a stream, which nvcli does not compute"
 _SEVERAL_STREAMS = "its layers mix several residual streams in a form that nvcli does not compute"
 _NO_TOWER = "its vision tower is not computed by nvcli"
 _NO_REFERENCE = "transformers has no model of it whose numbers nvcli could be held to"
+_USES = "CausalLM", "ConditionalGeneration"
 _LACKING = {
     "BailingMoeForCausalLM": _NO_REFERENCE,
     "BailingMoeLinearForCausalLM": _NO_REFERENCE,
@@ -68,12 +69,9 @@ _LACKING = {
     "DogeForCausalLM": "its scores depend on a number that each value gives, which nvcli does not compute",
     "Ernie4_5_VLMoeForConditionalGeneration": "the tokens of its images have experts of their own, as nvcli's do not",
     "FastVlmForConditionalGeneration": "its tower is a network of convolutions, which nvcli does not compute",
-    "Idefics2ForConditionalGeneration": "its tower makes images of all sizes equally many tokens, as nvcli's do not",
     "HrmTextForCausalLM": "tokens of its prompts attend both ways, which nvcli computes for images alone",
-    "Inkling2ForCausalLM": _RELATIVE,
-    "Inkling2ForConditionalGeneration": _RELATIVE,
-    "InklingForCausalLM": _RELATIVE,
-    "InklingForConditionalGeneration": _RELATIVE,
+    "Idefics2ForConditionalGeneration": "its tower makes images of all sizes equally many tokens, as nvcli's do not",
+    **{f"Inkling2{kind}For{use}": _ATTENDED_BLOCKS for kind in ("", "Loop") for use in _USES},
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
     "JetMoeForCausalLM": "its attention has experts, which nvcli does not compute",
     "MllamaForConditionalGeneration": "some of its layers attend to images alone, which nvcli does not compute",

@@ -44,7 +44,7 @@ class DecoderNames:
         if name in self.shapes:
             return [Place(name=name, features=RowPlaces())]
         parts = [part for part in fused_parts(name) if part in self.shapes]
-        return self._places(parts, self.layout.num_groups(name))
+        return self._places(parts, self.layout.num_groups(name, self.shapes[parts[0]][0]))
 
     def places_in_stack(self, name: str) -> list[list[Place]]:
         """Return the tensors of each expert in a stack that `find` found."""
@@ -53,8 +53,9 @@ class DecoderNames:
         return [self._places(parts, num_groups) for parts in experts]
 
     def num_routed(self, name: str) -> int:
-        """Return the number of experts that the router of a stack chooses from; some may have no weights."""
-        return self.shapes[f"{name.partition(f'.{EXPERTS}.')[0]}.gate.weight"][0]
+        """Return the number of experts that the router of a stack chooses from; some may have no weights. 0: the stack
+        has no router."""
+        return self.shapes.get(f"{name.partition(f'.{EXPERTS}.')[0]}.gate.weight", (0,))[0]
 
     def is_left(self, name: str) -> bool:
         """Whether a tensor that was not found belongs to another part of the model, which stays on disk."""

@@ -249,7 +249,7 @@ def _beam_attention(config: ModelFile, kind: str) -> AttentionConfig:
     ropes = config.object("rope_parameters")
     if ropes.has(kind) or (kind == SLIDING and not ropes.values):
         return attention
-    return replace(attention, rope=None, query_scaling=QueryScaling(beta=0.1, length=2048, offset=1, is_power=True))
+    return replace(attention, rope=None, query_scaling=QueryScaling(beta=0.1, length=2048, offset=1, kind="power"))
 
 
 BEAM = Family(

@@ -33,6 +33,8 @@ CHANNEL_ROOTS = "sqk"
 """The name of the numbers by whose squares those of queries are multiplied."""
 ROW_NORM = "attn_sub_norm"
 """The name of the norm of the results of all heads."""
+RELATIVE, PROFILES = "r_proj", "rel_logits_proj.proj"
+"""The names of the projection to numbers that weigh profiles over distances, and of these profiles."""
 HEAD_SCALES = "softmax_scaling"
 """The name of the numbers by which queries are scaled head by head."""
 QKNorm = Literal["head", "layer", "own", "row"]
@@ -44,12 +46,13 @@ token together."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScaling:
     """The scaling of queries by their position p: they are multiplied by
-    1 + beta × log(1 + floor((p + offset) / length)), or as a power by (1 + (p + offset) / length)^beta."""
+    1 + beta × log(1 + floor((p + offset) / length)), as a power by (1 + (p + offset) / length)^beta, or clamped by
+    1 + beta × log(max(1, (p + offset) / length))."""
 
     beta: float
     length: int
     offset: int = 0
-    is_power: bool = False
+    kind: Literal["steps", "power", "clamped"] = "steps"
 
 
 def head_scale_tensors(path: str, num_heads: int, sharding: Sharding) -> Iterator[TensorSpec]:
@@ -57,6 +60,17 @@ def head_scale_tensors(path: str, num_heads: int, sharding: Sharding) -> Iterato
     softmax, https://arxiv.org/abs/2501.19399)."""
     for kind in ("scale", "bias"):
         yield vector(f"{path}.{HEAD_SCALES}.{kind}", num_heads, sharding, "attention")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeScores:
+    """Numbers that each token adds to the scores of near keys: each head has some of its own, which weigh profiles over
+    the distances. They are scaled as queries are."""
+
+    size: int
+    """The numbers of a head, and the profiles."""
+    extent: int
+    """The distances of a profile, from 0 on; keys further away get nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +137,17 @@ class AttentionConfig(ChoosingMixer):
     """With it each number of a rotated query is multiplied by the square of a number from the checkpoint times this."""
     gate: OutputGate | None = None
     """None: nothing is multiplied by gates."""
+    relative: RelativeScores | None = None
+    """None: tokens add nothing to scores."""
+    is_convolved: bool = False
+    """Whether the layer convolves keys and values (`ResultConvolutions`)."""
     index: BlockIndexConfig | None = None
     """The choice of blocks of keys by each KV head; it is there without `top_k` where a run makes none."""
 
     @property
     def module(self) -> str:
+        if self.is_convolved:
+            return "nvcli.models.convolved_layer:ConvolvedAttention"
         return "nvcli.models.layers:Attention" if self.top_k is None else "nvcli.models.block_attention:BlockAttention"
 
     @property
@@ -204,6 +224,7 @@ class AttentionConfig(ChoosingMixer):
             window=self.window,
             soft_cap=self.soft_cap,
             has_sinks=self.has_sinks,
+            bias_extent=None if self.relative is None else self.relative.extent,
             kv_group=kv_group,
             value_dim=self.value_dim,
         )
@@ -218,7 +239,7 @@ class AttentionConfig(ChoosingMixer):
 
     def num_kernels(self, ranks: Ranks) -> int:
         of_choice = 0 if self.top_k is None else 7 + 5 * self.kv_heads_per_rank(ranks.size)
-        return Mixer.num_kernels(self, ranks) + of_choice
+        return Mixer.num_kernels(self, ranks) + of_choice + (self.relative is not None)
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         size = ranks.size
@@ -232,6 +253,8 @@ class AttentionConfig(ChoosingMixer):
         queries, results = heads * self.head_dim, heads * self.result_dim
         yield Piece("q_proj", queries, None, queries + results if self.has_wide_gate else queries)
         yield Piece("o_proj", results, "o_proj")
+        if self.relative is not None:
+            yield Piece(RELATIVE, heads * self.relative.size, None, heads * self.relative.size)
         for name, size in (("k_proj", self.head_dim), ("v_proj", self.result_dim)):
             yield Piece(name, kv_heads * size, None, kv_heads * size)
         if self.top_k is not None and self.index is not None:
@@ -241,7 +264,9 @@ class AttentionConfig(ChoosingMixer):
         both = self.head_dim + self.result_dim
         queries, keys = self.num_heads * both // ranks.size, self.kv_heads_per_rank(ranks.size) * both
         of_choice = 0 if self.top_k is None else 2 * queries + 2 * keys  # by head, and what chooses
-        return 3 * hidden_size + (2 if self.has_wide_gate else 1) * queries + 2 * keys + of_choice
+        relative = self.relative
+        of_bias = 0 if relative is None else self.num_heads // ranks.size * (relative.size + relative.extent)
+        return 3 * hidden_size + (2 if self.has_wide_gate else 1) * queries + 2 * keys + of_choice + of_bias
 
     def unused_tensors(self, path: str) -> Iterator[str]:
         names = ("k_proj", "v_proj", "k_norm") if self.shares_kv else ()
@@ -264,6 +289,9 @@ class AttentionConfig(ChoosingMixer):
             rows["q_proj"] *= 2
         elif gate is not None and not gate.is_of_heads:
             fused = (*fused, GATE)
+        if self.relative is not None:
+            assert not self.has_wide_gate, "no family has both"
+            fused = (*fused, RELATIVE)
         for name in names:
             max_shards = None if name == "q_proj" else self.num_kv_heads
             row_order = None if name == "v_proj" else order
@@ -274,6 +302,12 @@ class AttentionConfig(ChoosingMixer):
             yield from reading.input_projection(f"{path}.{GATE}", size, "attention", kept_with)
             if gate.has_bias:
                 yield vector(f"{path}.{GATE_BIAS}", self.num_heads, Sharding.ROWS, "attention")
+        if (relative := self.relative) is not None:
+            yield from context.input_projection(
+                f"{path}.{RELATIVE}", self.num_heads * relative.size, "attention", fused
+            )
+            profiles = vector(f"{path}.{PROFILES}", 0, Sharding.REPLICATED, "attention", context.dtype)
+            yield replace(profiles, shape=(relative.size, relative.extent), in_linear_layer=False)
         if self.index is not None and self.top_k is not None:
             yield from self.index.tensors(path, context, order)
         yield from context.output_projection(f"{path}.o_proj", result_size, "attention", bias=self.o_bias)

@@ -15,6 +15,8 @@ from nvcli.models.tensor_spec import EXPERTS, Sharding, TensorSpec, matrix, vect
 
 TABLE = "tid2eid"
 """The name of the table that says which experts each token id has."""
+WEIGHED = f"shared_expert.{EXPERTS}"
+"""The name of shared experts that the router weighs, which their numbers follow."""
 CORRECTION = "e_score_correction_bias"
 """The name of the numbers that are added to a router's scores when experts are chosen."""
 LATENT_NORM, RESULT_SCALE = "latent_norm", "result_scale"
@@ -63,7 +65,8 @@ class ExpertsConfig(FeedForward):
     router_factor: float = 1.0
     """The router's weight is multiplied by it when it is loaded."""
     shared: MLPConfig | PlainMLPConfig | None = None
-    """The shared expert; several of them form one whose size is their sum."""
+    """The shared expert; several of them form one whose size is their sum, unless the router weighs each by itself
+    (`Routing.num_shared`): then they are all like this one."""
     gates_shared: bool = False
     """Whether the shared expert's output for each token is multiplied by a gate."""
     shared_factor: float = 1.0
@@ -88,11 +91,16 @@ class ExpertsConfig(FeedForward):
         return self.has_norms
 
     @property
+    def num_shared(self) -> int:
+        """The MLPs that all tokens share."""
+        return self.routing.num_shared or int(self.shared is not None)
+
+    @property
     def num_parts(self) -> int:
         """The parts of its result on a single rank: one for each expert of a token, or for all of them after a
-        projection from latents, one of the input and one of the shared expert."""
+        projection from latents, one of the input and one for each shared expert."""
         experts = self.routing.experts_per_token if self.latent_size is None else 1
-        return experts + (self.num_identities > 0) + (self.shared is not None)
+        return experts + (self.num_identities > 0) + self.num_shared
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -101,7 +109,10 @@ class ExpertsConfig(FeedForward):
 
     def num_kernels(self, ranks: Ranks) -> int:
         """Return the number of kernels. Several ranks add up the experts' results in one of its own."""
-        shared = 0 if self.shared is None else self.shared.num_kernels(ranks) - 1 + self.gates_shared
+        shared = 0
+        if self.shared is not None:
+            is_weighed = self.gates_shared or self.routing.num_shared > 0
+            shared = self.num_shared * (self.shared.num_kernels(ranks) - 1 + is_weighed)
         return 7 + shared + (ranks.size > 1) + self.weighs_inputs + 4 * (self.results_eps is not None)
 
     def check(self, ranks: Ranks) -> Iterator[str]:
@@ -149,7 +160,8 @@ class ExpertsConfig(FeedForward):
         num_stored = self.num_stored
         read = hidden if self.latent_size is None else self.latent_size
         router_dtype = "float32" if self.has_wide_router and context.stores_wide_routers else dtype
-        router = matrix(f"{path}.gate", (num_experts, hidden), Sharding.REPLICATED, router_dtype, "MLP")
+        num_logits = num_experts + self.routing.num_shared
+        router = matrix(f"{path}.gate", (num_logits, hidden), Sharding.REPLICATED, router_dtype, "MLP")
         scaled = replace(router, dtype="float32", factor=self.router_factor)  # so that nothing is rounded
         yield router if self.router_factor == 1.0 else scaled
         vectors = {
@@ -180,7 +192,10 @@ class ExpertsConfig(FeedForward):
         if self.results_eps is not None:
             for name in (LATENT_NORM, RESULT_SCALE):
                 yield context.norm_weight(f"{path}.{name}", read, "MLP")
-        if self.shared is not None:
+        for number in range(self.routing.num_shared):
+            assert self.shared is not None
+            yield from self.shared.tensors(f"{path}.{WEIGHED}.{number}", context)
+        if self.shared is not None and self.routing.num_shared == 0:
             yield from self.shared.tensors(f"{path}.shared_expert", context)
             if self.gates_shared:
                 yield matrix(f"{path}.shared_expert_gate", (1, hidden), Sharding.REPLICATED, dtype, "MLP")

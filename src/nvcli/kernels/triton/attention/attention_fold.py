@@ -55,6 +55,8 @@ class AttentionKind:
     """Soft cap × log2(e); 0: none."""
     has_sinks: bool
     """Whether each head has a sink, a score that belongs to no key."""
+    bias_extent: int
+    """The distances at which queries add numbers to scores (`DistanceBias`); 0: they add none."""
     is_invariant: bool
     """Whether weights are summed by a matrix product, so that tiles of any size add them in the same order."""
     loads_ahead: bool
@@ -110,6 +112,16 @@ def soft_capped(scores, CAP: tl.constexpr):
 def load_sinks(sinks, head, is_row):
     """Load the heads' sinks times log2(e), as the kernels' softmax takes powers of 2."""
     return tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
+
+
+@triton.jit
+def bias_rows(bias, token, head, KIND: tl.constexpr):
+    """Return where the numbers begin that queries add to the scores of near keys: [ROWS] pointers; None: they add
+    none."""
+    rows = None
+    if bias is not None:
+        rows = bias + (token * (KIND.num_kv_heads * KIND.group) + head) * KIND.bias_extent
+    return rows
 
 
 @triton.jit
@@ -197,6 +209,8 @@ def fold_keys(
     NUM_STAGES: tl.constexpr,
     MASKED: tl.constexpr,
     IN_WORDS: tl.constexpr,  # values in FP8 are read as words, and there is nothing in `acc` yet
+    bias=None,  # `bias_rows`
+    positions=None,  # [ROWS], those of the queries; only a bias needs them
 ):
     """Fold keys [begin, end) into the running softmax of the rows. Without masks they fill whole tiles, and every row
     sees all of them from its first one on; where blocks hold whole tiles, `begin` is then a multiple of KEYS.
@@ -271,6 +285,12 @@ def fold_keys(
         factor, row_factor = unit[:, None] if IS_FP8 else unit, unit
         if KIND.soft_cap > 0:
             scores = soft_capped(scores * factor, KIND.soft_cap)
+            factor, row_factor = 1.0, 1.0
+        if bias is not None:
+            distance = positions[:, None] - keys[None, :]
+            is_near = (distance >= 0) & (distance < KIND.bias_extent)
+            near = tl.load(bias[:, None] + distance, mask=is_near, other=0.0).to(tl.float32)
+            scores = scores * factor + near * 1.4426950408889634
             factor, row_factor = 1.0, 1.0
         if MASKED:
             is_seen = is_read[None, :] if lasts is None else keys[None, :] <= lasts[:, None]

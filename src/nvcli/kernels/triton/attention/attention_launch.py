@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nvcli.kernels.distance_bias import DistanceBias
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton.attention.attention_fold import LOG2_E, AttentionKind, Tile
 from nvcli.kernels.triton.launch.kept_kernel import KeptKernel
@@ -35,6 +36,8 @@ class AttentionShape:
     has_values: bool = True
     """Whether values lie apart, each at the beginning of a place as large as a key's; otherwise they are the first
     `head_dim` numbers of their keys."""
+    has_bias: bool = False
+    """Whether queries add numbers to scores (`LayerInputs.bias`)."""
     shared_column: int = 0
     """The place in a token's row of the cache of the last 64 numbers of all heads' keys; heads are then as far from
     each other as the cache's strides say. 0: each head has its own."""
@@ -73,6 +76,13 @@ class LayerInputs(NamedTuple):
     soft_cap: float | None = None
     sinks: Tensor | None = None
     """[H] float32, a score for each head that belongs to no key."""
+    bias: DistanceBias | None = None
+    """Numbers that are added to scores; not every kernel takes them."""
+
+    @property
+    def bias_extent(self) -> int:
+        """The distances at which there are such numbers; 0: there are none."""
+        return 0 if self.bias is None else self.bias.values.shape[2]
 
     @property
     def scale_log2(self) -> float:
@@ -121,7 +131,7 @@ class AttentionLauncher:
         # Triton compiles anew for what is a multiple of 16 and what is not.
         addresses = [None if one is None else one.data_ptr() % 16 for one in (q, k_cache, v_cache, *tensors)]
         strides = q.stride(), k_cache.stride(), v_cache.stride()
-        kind = layer.window is None, layer.soft_cap, layer.sinks is None
+        kind = layer.window is None, layer.soft_cap, layer.sinks is None, layer.bias_extent
         key = kernel, tile, constants, kind, q.dtype, *strides, *addresses
         kept = self._kernels.get(key)
         if kept is None:
@@ -143,6 +153,7 @@ class AttentionLauncher:
         assert has_shared or self._has_gaps or strides[1:] == (row_size, key_dim, 1)
         assert not has_shared or self._by_tma is not None
         assert self._by_tma is None or (layer.window is None and strides[0] % row_size == 0)
+        assert layer.bias is None or (layer.soft_cap is None and layer.bias.values.is_contiguous())
         return AttentionKind(
             num_kv_heads=shape.num_kv_heads,
             group=shape.group,
@@ -154,6 +165,7 @@ class AttentionLauncher:
             has_window=layer.window is not None,
             soft_cap=0.0 if layer.soft_cap is None else layer.soft_cap * LOG2_E,
             has_sinks=layer.sinks is not None,
+            bias_extent=layer.bias_extent,
             is_invariant=self._is_invariant,
             loads_ahead=_loads_ahead(shape.device),
             on_gpu=layer.q.is_cuda,

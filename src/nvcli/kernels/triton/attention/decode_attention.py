@@ -75,6 +75,7 @@ def _load_direct_kernel(shape: AttentionShape, align: int) -> JITFunction[...] |
         and has_known_gluon()
         and shape.head_dim in (64, 128)
         and shape.tail_dim == 0
+        and not shape.has_bias
         and shape.group <= 16
         and align % _DIRECT_TILE == 0
         and shape.dtype.itemsize == 2
@@ -129,6 +130,8 @@ class DecodeAttention:
         self._keys = min(64, max(16, tile_bytes // (shape.tile_dim * shape.dtype.itemsize)))
         if not shape.has_values and shape.dtype.itemsize <= 2:
             self._keys = _latent_keys(shape)
+        elif shape.has_bias:  # whose addresses take registers, too
+            self._keys = min(32, self._keys)
         self._is_full_tile = self._keys * shape.tile_dim * shape.kv_dtype.itemsize == tile_bytes
         self._align = self._keys if shape.block_size % self._keys == 0 else 1
         self._is_deep = not shape.has_values and _has_deep_latents(shape) and not is_invariant
@@ -227,6 +230,7 @@ class DecodeAttention:
             waits = not self._is_beside and dependent(shape.device)["DEPENDENT"]
             tile = self._tile(num_rows) if tokens is None else self._draft_tile(width)
             constants = tile, self._is_beside, waits
+            memory = *memory, *(layer.bias or (None, None))
             self._launch(decode_attention_kernel, grid, layer, memory, *constants, launch_pdl=self._is_beside or waits)
 
     def _tile(self, num_rows: int) -> Tile:

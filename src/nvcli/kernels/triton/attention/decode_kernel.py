@@ -19,6 +19,7 @@ import triton.language as tl
 
 from nvcli.kernels.triton.attention.attention_fold import (
     ITEM_FIELDS,
+    bias_rows,
     fold_keys,
     load_query,
     load_query_tail,
@@ -50,6 +51,8 @@ def decode_attention_kernel(
     partial_out,  # [chunks of cut rows, KV, G, D] float32; with `starts` a tile of queries in place of G
     partial_lse,  # the same without D, base 2
     arrivals,  # [B, KV] int32, or [B, KV, tiles of queries], 0 between launches
+    bias,  # `DistanceBias`, its two tensors; None: there is none
+    bias_positions,
     window,
     scale_log2,
     q_stride,
@@ -123,6 +126,10 @@ def decode_attention_kernel(
     tail = None
     if KIND.tail_dim:
         tail = load_query_tail(q, k_cache, token, head, is_query, q_stride, unit, scale_log2, KIND)
+    near = bias_rows(bias, token, head, KIND)
+    positions = None
+    if bias is not None:
+        positions = tl.load(bias_positions + token + 0 * lanes, mask=is_query, other=-1)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc_unit = tl.zeros([ROWS], tl.float32)
     if KIND.has_sinks:
@@ -134,7 +141,7 @@ def decode_attention_kernel(
     highest, weight_sum, acc, acc_unit = fold_keys(
         query, tail, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin, end, None,
         first_seen, firsts, lasts, KIND, TILE.keys, TILE.num_stages, True,
-        IS_FP8 and starts is None and KIND.tail_dim == 0,
+        IS_FP8 and starts is None and KIND.tail_dim == 0, near, positions,
     )  # fmt: skip
     acc = weighted_mean(acc, weight_sum, acc_unit, IS_FP8)
 

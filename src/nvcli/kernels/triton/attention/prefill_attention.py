@@ -28,6 +28,7 @@ from torch import Tensor
 from nvcli.kernels.triton.attention.attention_fold import (
     ITEM_FIELDS,
     Tile,
+    bias_rows,
     fold_keys,
     load_query,
     load_query_tail,
@@ -69,6 +70,7 @@ def _attend_tile(
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
     sinks,  # [H] float32, if heads have them
     log_sums,  # [T, H] float32, log-sum-exp over prefixes, base 2; written with IS_PREFIX, read with IS_REST
+    bias,  # [T, H, distances], `DistanceBias.values`; None: there is none
     window,
     scale_log2,
     q_stride,
@@ -118,6 +120,10 @@ def _attend_tile(
     if not (IS_FP8 and HEAD_DIM > 128):
         last_key = tl.maximum(num_keys - 1, 0)
     table = block_tables + slot.to(tl.int64) * block_table_stride
+    near = bias_rows(bias, flat_token, head, KIND)
+    near_positions = None
+    if bias is not None:
+        near_positions = tl.where(in_chunk, position, -1)  # rows of nobody read nothing
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
@@ -146,7 +152,7 @@ def _attend_tile(
         highest, weight_sum, acc, acc_unit = fold_keys(
             query, tail, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin,
             tl.minimum(middle, seen_by_any), last_key, None, first_seen, position, KIND, MASKED_KEYS, TILE.num_stages,
-            True, False,
+            True, False, near, near_positions,
         )  # fmt: skip
     elif IS_REST:
         middle = first_key
@@ -154,13 +160,20 @@ def _attend_tile(
     else:
         middle = 0
         diagonal = seen_by_all // KEYS * KEYS
+        if bias is not None:
+            # To keys that are far from every row nothing is added.
+            middle = tl.maximum(seen_by_all - KIND.bias_extent, 0) // KEYS * KEYS
+            highest, weight_sum, acc, acc_unit = fold_keys(
+                query, tail, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, 0, middle,
+                last_key, None, None, None, KIND, KEYS, TILE.num_stages, False, False,
+            )  # fmt: skip
     highest, weight_sum, acc, acc_unit = fold_keys(
         query, tail, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, middle, diagonal,
-        last_key, None, None, None, KIND, KEYS, TILE.num_stages, False, False,
+        last_key, None, None, None, KIND, KEYS, TILE.num_stages, False, False, near, near_positions,
     )  # fmt: skip
     highest, weight_sum, acc, acc_unit = fold_keys(
         query, tail, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, diagonal, seen_by_any,
-        last_key, None, first_seen, position, KIND, MASKED_KEYS, TILE.num_stages, True, False,
+        last_key, None, first_seen, position, KIND, MASKED_KEYS, TILE.num_stages, True, False, near, near_positions,
     )  # fmt: skip
     acc = weighted_mean(acc, weight_sum, acc_unit, IS_FP8)
     place = flat_token * (KIND.num_kv_heads * KIND.group) + head
@@ -181,6 +194,7 @@ def prefill_attention_kernel(
     num_tiles,  # [1] int32
     log_sums,
     num_before,  # [1] int32, tiles at the head of the list that another kernel attends; None: there are none
+    bias,
     window,
     scale_log2,
     q_stride,
@@ -202,15 +216,15 @@ def prefill_attention_kernel(
             first_key = tl.load(tiles + index * ITEM_FIELDS + 5)
         _attend_tile(
             tile, first_key, tl.program_id(0) % KIND.num_kv_heads, q, k_cache, v_cache, out, block_tables, sinks,
-            log_sums, window, scale_log2, q_stride, block_table_stride, KIND, TILE, IS_PREFIX, IS_REST,
+            log_sums, bias, window, scale_log2, q_stride, block_table_stride, KIND, TILE, IS_PREFIX, IS_REST,
         )  # fmt: skip
     else:
         first = tl.load(num_before) * KIND.num_kv_heads + tl.program_id(0)
         for item in range(first, tl.load(num_tiles) * KIND.num_kv_heads, tl.num_programs(0)):
             _attend_tile(
                 read_tile(tiles, item // KIND.num_kv_heads), 0, item % KIND.num_kv_heads, q, k_cache, v_cache, out,
-                block_tables, sinks, log_sums, window, scale_log2, q_stride, block_table_stride, KIND, TILE, False,
-                False,
+                block_tables, sinks, log_sums, bias, window, scale_log2, q_stride, block_table_stride, KIND, TILE,
+                False, False,
             )  # fmt: skip
 
 
@@ -252,6 +266,8 @@ def _choose_tile(shape: AttentionShape) -> Tile:
             return Tile(rows=128, keys=64, num_warps=8, num_stages=2)
         return Tile(rows=64, keys=32, num_warps=4, num_stages=2)
     stages = 3 if head_dim <= 64 or shared_memory >= 112 else 2
+    if shape.has_bias:  # whose addresses take registers, too
+        return Tile(rows=64, keys=32, num_warps=4, num_stages=stages)
     if is_fp8:
         return Tile(rows=128, keys=64, masked_keys=32, num_warps=8, num_stages=stages)
     if head_dim <= 64:
@@ -313,4 +329,5 @@ class PrefillAttention:
             if tiles.num_before is not None:
                 programs = min(programs, _PROGRAMS_FOR_THE_REST)
             constants = self._tile, is_prefix, is_rest
-            self._launch(self._kernel, (programs,), layer, (*memory, tiles.num_before), *constants)
+            bias = None if layer.bias is None else layer.bias.values
+            self._launch(self._kernel, (programs,), layer, (*memory, tiles.num_before, bias), *constants)

@@ -60,6 +60,7 @@ def prefill_kernel(
         and not batch_invariant
         and (copies or reads)
         and shape.tail_dim == 0
+        and not shape.has_bias
         and shape.block_size % 64 == 0
         and shape.dtype.itemsize == 2
         and torch.cuda.get_device_capability(shape.device) == (9, 0)
