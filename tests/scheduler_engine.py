@@ -53,26 +53,41 @@ class SchedulerEngine:
         self._core = EngineCore(self.scheduler, steps, max_in_flight=config.max_steps_in_flight)
         self._outputs: list[RequestOutput] = []
         self._changed: WeightsChanged | None = None
-        self._event = os.eventfd(1)
+        self._event, self._is_awake = os.eventfd(1), True
 
     def fileno(self) -> int:
+        """Readable while there is something to do, as that of an engine in a process of its own: whoever waits for it
+        beside other processes leaves these the core."""
         return self._event
+
+    def _wake(self, is_awake: bool = True) -> None:
+        if is_awake and not self._is_awake:
+            os.eventfd_write(self._event, 1)
+        elif self._is_awake and not is_awake:
+            os.eventfd_read(self._event)
+        self._is_awake = is_awake
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
         return self._ready
 
     def add(self, requests: list[Request]) -> None:
         self._core.scheduler.add(requests)
+        self._wake()
 
     def abort(self, request_ids: Sequence[int]) -> None:
         self._core.scheduler.abort(request_ids)
+        self._wake()
 
     def poll(self, timeout: float) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []
-        return outputs + (self._core.step() if self._core.has_work else [])
+        if self._core.has_work:
+            outputs += self._core.step()
+        self._wake(self._core.has_work)
+        return outputs
 
     def change_weights(self, change: WeightsChange) -> None:
         self._outputs, self._changed = self._core.change_weights(change)
+        self._wake()
 
     def take_changed(self) -> WeightsChanged | None:
         changed, self._changed = self._changed, None
