@@ -60,12 +60,13 @@ def make_view(
     all_read: bool = False,
     bytes_total: int | None = 1000,
     rows_resumed: int = 0,
+    is_idle: bool = False,
     clock: Clock | None = None,
 ) -> RunView:
     """40 rows of 10 and 100 tokens were read, half of the input; 20 are done with 10 and 50 tokens, 2 have failed, and
     6 run with 20 tokens each.
 
-    `rows_resumed`: others that came before them.
+    `rows_resumed`: others that came before them. `is_idle`: nothing runs, and nothing waits.
     """
     counts = Counts()
     counts.rows_resumed = rows_resumed
@@ -87,6 +88,8 @@ def make_view(
         running_lengths=pack([20, 100, 10] * 3),
     )
     counts.replicas = [stats] * 2
+    if is_idle:
+        counts.num_planned, counts.replicas = 0, []
     reader: Any = FakeReader()
     reader.bytes_total = bytes_total
     reader.rows_read += rows_resumed
@@ -125,6 +128,14 @@ def test_the_time_left_of_a_job_that_is_continued() -> None:
     # 400 rows were read, half of the input, and 360 of them were answered before: 400 of the 440 are unread.
     assert eta_of(rows_resumed=360) == pytest.approx(10 * 414 * 50 / 1120, rel=0.35)
     assert eta_of(rows_resumed=360, limit=480) == pytest.approx(10 * 94 * 50 / 1120, rel=0.35)
+
+
+def test_where_nothing_is_computed_reading_decides() -> None:
+    """All other rows may be equal to these: the bar stood still, and no time was left."""
+    status = make_view(is_idle=True).status()
+    assert status.share_done is not None
+    assert status.share_done >= 0.5
+    assert eta_of(is_idle=True) >= 10.0  # as long as the first half took
 
 
 def test_rates_are_of_the_last_minute() -> None:

@@ -293,17 +293,29 @@ class RunView:
         low, middle, high = map(self._speed.seconds, left)
         if low is None or middle is None or high is None:
             return None
+        if self._waits_for_rows:  # most of them are equal to others, so that little is computed
+            reading = (self._clock() - (counts.started_at or 0.0)) * (1 / share_read - 1)
+            low, middle, high = (max(each, reading) for each in (low, middle, high))
         unsure = _SPEED_SHARE + _FIRST_SPEED_SHARE / math.sqrt(1 + (self._clock() - (counts.started_at or 0.0)))
         return Range(min(low, middle) * (1 - unsure), middle, max(middle, high) * (1 + unsure))
 
     def _move_bar(self, work: Work) -> None:
-        """Advance the bar by the share of the work done since, of all that was left when it last moved."""
+        """Advance the bar by the share of the work done since, of all that was left when it last moved; where nothing
+        is left to be done of the rows that were read, to their share."""
+        if self._waits_for_rows and (share_read := self._share_read()):
+            self._share_done = max(self._share_done or 0.0, share_read)
         done = self._speed.seconds(work.minus(self._work_shown))
         if self._left is None or not done or done < 0:
             return
         share = self._share_done or 0.0
         self._share_done = share + (1 - share) * done / max(1e-9, done + self._left.middle)
         self._work_shown = work
+
+    @property
+    def _waits_for_rows(self) -> bool:
+        """Whether the replicas have nothing to do until more rows are read."""
+        counts = self._counts
+        return not (counts.num_running or counts.num_waiting or self._feeder.all_read)
 
     def _num_slots(self) -> int:
         """Return how many samples run at a time: the present number, or a recent higher one if others wait."""
