@@ -393,6 +393,10 @@ def test_bitnet_rounds_what_its_layers_read(mode: str, tmp_path: Path) -> None:
         config.check_tensor_parallel(2)
     with pytest.raises(ConfigError, match="use quantization: none"):
         config.with_quantization("fp8")
+    section = {"quant_method": "bitnet", "linear_class": "autobitlinear", "modules_to_not_convert": ["model.layers.1"]}
+    edit_json(path / "config.json", quantization_config=section)
+    with pytest.raises(LoadError, match=r"modules_to_not_convert`: model.layers.1 is not supported"):
+        load_model_config(path)
 
 
 def _rounded(x: Tensor) -> Tensor:

@@ -397,12 +397,14 @@ def _split(
 
 
 def _share(found: dict[str, TensorInfo], shared: Sequence[tuple[str, str]]) -> None:
-    """Put tensors under the names of all layers that have them (`CheckpointLayout.shared`)."""
+    """Put tensors under the names of all layers that have them (`CheckpointLayout.shared`), in place of copies that
+    files may have there."""
     stored = dict(found)
     by_beginning = {beginning: [name for name in stored if name.startswith(beginning)] for _, beginning in shared}
-    for names in by_beginning.values():
-        for name in names:
-            found.pop(name, None)
+    beginnings = tuple({beginning for pair in shared for beginning in pair})
+    for name in stored:
+        if name.startswith(beginnings):
+            del found[name]
     for beginning, stored_beginning in shared:
         for name in by_beginning[stored_beginning]:
             found[beginning + name.removeprefix(stored_beginning)] = stored[name]

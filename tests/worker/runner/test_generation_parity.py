@@ -62,9 +62,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     ),
     "zamba-2": shape_of(
         "zamba 2, shared blocks",
-        num_hidden_layers=3,
-        layers_block_type=["linear_attention", "hybrid", "hybrid"],
-        num_mem_blocks=1,
+        num_hidden_layers=2,
+        layers_block_type=["linear_attention", "hybrid"],
         seed=16,
     ),
     "mamba-2": shape_of("mamba 2", num_hidden_layers=2, seed=10),

@@ -38,7 +38,8 @@ def read(config: ModelFile) -> DecoderConfig:
         raise config.error("layers_block_type", "missing")
     bias = config.get("add_bias_linear", bool, False)
     hidden = config.positive("hidden_size")
-    mamba = read_mamba(config.replacing(hidden_act="silu", rms_norm_eps=_MAMBA_EPS, mamba_proj_bias=bias))
+    of_mamba = {"hidden_act": "silu", "rms_norm_eps": _MAMBA_EPS, "mamba_proj_bias": bias, "time_step_limit": None}
+    mamba = read_mamba(config.replacing(**of_mamba))
     alone = LayerConfig(mixer=mamba, mlp=None, norms=LayerNorms(before_mlp=None))
     hybrid = LayerConfig(
         mixer=_attention(config.replacing(head_dim=None, hidden_size=2 * hidden)),

@@ -6,10 +6,14 @@ from __future__ import annotations
 from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFile, WeightParts
 from nvcli.models.tensor_info import TERNARY
 
+_HEAD = "lm_head"
+
 
 def read_bitnet(config: QuantisationFile) -> Quantisation:
-    """Read the layers of Microsoft's files. Raises LoadError for those that divide by their scales, and for norms of
-    their own before projections."""
+    """Read the layers of Microsoft's files. Raises LoadError for those that divide by their scales, for norms of their
+    own before projections, and for layers that are left alone: all but the LM head round their input."""
+    if others := [name for name in config.names("modules_to_not_convert") if name != _HEAD]:
+        raise config.error("modules_to_not_convert", f"{others[0]} is not supported; supported: {_HEAD}")
     config.one_of("linear_class", "bitlinear", ("autobitlinear",))
     config.only(use_rms_norm=False)
     is_online = config.one_of("quantization_mode", "offline", ("offline", "online")) == "online"
@@ -22,5 +26,4 @@ def read_bitnet(config: QuantisationFile) -> Quantisation:
         parts=() if is_online else (packed,),
         makes_ternary=is_online,
         rounds_inputs=True,
-        left_alone=config.names("modules_to_not_convert"),
     )
