@@ -414,6 +414,9 @@ _WHOLE: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [2, 4, 5, 6],
         "qformer_config": {
             "model_type": "blip_2_qformer",
+            "hidden_size": 128,
+            "encoder_hidden_size": 128,
+            "num_attention_heads": 2,
             "num_hidden_layers": 1,
             "intermediate_size": 24,
             "cross_attention_frequency": 1,
@@ -488,7 +491,7 @@ SINCE = {
     **dict.fromkeys(("AXK2", "BailingHybrid", "HyperCLOVAXVisionV2", "MiMoV2Flash", "Step3p7"), "5.23"),
     **dict.fromkeys(("DeepseekV2", "Ernie4_5_Moe", "Gemma4", "Gemma4Unified", "GraniteMoeHybrid"), "5.17"),
     **dict.fromkeys(("Laguna", "Mellum", "MiniCPM3", "Mistral4", "MuseGlimmer", "NemotronH", "PaddleOCRVL"), "5.17"),
-    **dict.fromkeys(("AXK1", "Dbrx", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
+    **dict.fromkeys(("AXK1", "Dbrx", "DeepseekOcr2", "GraniteMoeSWA", "GraniteSWA", "Kimi_K25"), "5.17"),
     **dict.fromkeys(
         ("DeepseekV32", "Glm5Next", "GlmMoeDsa", "GraniteDocling", "HYV4", "HunYuanVL", "KimiLinear", "Lfm3Vl"), "5.23"
     ),
@@ -505,6 +508,7 @@ _UNKNOWN_BEFORE = {
         "BailingHybrid",
         "Beam",
         "CohereCompass",
+        "DeepseekOcr2",
         "Dory",
         "Dots3Note",
         "DeepseekV32",
