@@ -204,6 +204,35 @@ def _chunk_kernel(
         tl.store(out_ptr + (first + index).to(tl.int64) * NUM_CHANNELS, nothing, mask=inside & is_nobody)
 
 
+@triton.jit
+def _keep_inputs(
+    x_ptr,  # as in _decode_kernel, at its channels
+    pool_ptr,
+    start,
+    end,
+    source,
+    block,
+    x_stride,
+    pool_stride,
+    inside,
+    STATE_WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """Store the last inputs before token `end` of a row that begins at token `start`. As in _decode_kernel, no entry is
+    read after it was overwritten."""
+    for place in tl.static_range(1, TAPS):
+        at = end - (TAPS - place)
+        own = tl.load(x_ptr + at.to(tl.int64) * x_stride, mask=inside & (at >= start), other=0.0)
+        before = tl.load(
+            pool_ptr + source * pool_stride + (place + end - 1 - start) * STATE_WIDTH,
+            mask=inside & (at < start) & (source > 0),
+            other=0.0,
+        )
+        tl.debug_barrier()
+        value = own.to(pool_ptr.dtype.element_ty) + before
+        tl.store(pool_ptr + block * pool_stride + (place - 1) * STATE_WIDTH, value, mask=inside)
+
+
 @triton.jit(do_not_specialize=["first_row"])
 def _keep_inputs_kernel(
     x_ptr,  # as in _decode_kernel
@@ -218,29 +247,25 @@ def _keep_inputs_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """Program (row - first_row, tile of channels): stores the last inputs of each of the row's columns that has a
-    block."""
+    block. The block that the row has read from comes last: inputs before the row may be in the state of any column."""
     row = tl.program_id(0) + first_row
     start, end, before, source = row_of(row, rows, BLOCK_SIZE)
     channel = tl.program_id(1) * _CHANNELS + tl.arange(0, _CHANNELS)
     inside = channel < NUM_CHANNELS
+    x_ptr += channel
+    pool_ptr += channel
     first = start
+    end_in_source = start
     while first < end:
         first = tl.minimum(first + BLOCK_SIZE - (before + first - start) % BLOCK_SIZE, end)
         block = tl.load(rows.places + first - 1) // BLOCK_SIZE
-        if block > 0:
-            # As in _decode_kernel, no entry is read after it was overwritten.
-            for tap in tl.static_range(1, TAPS):
-                at = first - (TAPS - tap)
-                value = tl.load(
-                    x_ptr + at.to(tl.int64) * x_stride + channel, mask=inside & (at >= start), other=0.0
-                ).to(pool_ptr.dtype.element_ty)
-                value += tl.load(
-                    pool_ptr + source * pool_stride + (tap + first - 1 - start) * STATE_WIDTH + channel,
-                    mask=inside & (at < start) & (source > 0),
-                    other=0.0,
-                )
-                tl.debug_barrier()
-                tl.store(pool_ptr + block * pool_stride + (tap - 1) * STATE_WIDTH + channel, value, mask=inside)
+        if (block > 0) & (block != source):
+            _keep_inputs(x_ptr, pool_ptr, start, first, source, block, x_stride, pool_stride, inside, STATE_WIDTH, TAPS)
+        end_in_source = tl.where((block > 0) & (block == source), first, end_in_source)
+    if end_in_source > start:
+        _keep_inputs(
+            x_ptr, pool_ptr, start, end_in_source, source, source, x_stride, pool_stride, inside, STATE_WIDTH, TAPS
+        )
 
 
 def causal_conv(
