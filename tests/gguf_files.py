@@ -53,6 +53,7 @@ _ARCHITECTURES = {
     "MiniMaxM2": "minimax-m2",
     "Olmoe": "olmoe",
     "Afmoe": "afmoe",
+    "MiMoV2Flash": "mimo2",
     "Ernie4_5": "ernie4_5",
     "Ernie4_5_Moe": "ernie4_5-moe",
     "HunYuanDenseV1": "hunyuan-dense",
@@ -226,6 +227,8 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         found |= _nemotron(config)
     if architecture == "gemma4":
         found |= _gemma4(config)
+    if architecture == "mimo2":
+        found |= _mimo2(config)
     if architecture == "kimi-linear":
         found |= _latents(config, rope)
         found["attention.head_count_kv"] = [int(kind == "full_attention") for kind in config["layer_types"]]
@@ -305,6 +308,18 @@ def _gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": full,
         "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
         "feed_forward_length": [size] * (count - shared) + [2 * size] * shared if shared else size,
+    }
+
+
+def _mimo2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of MiMo-V2, of which published files have windows that count one key less."""
+    heads = {"full_attention": config["num_key_value_heads"], "sliding_attention": 2 * config["num_key_value_heads"]}
+    return {
+        "attention.head_count_kv": [heads[kind] for kind in config["layer_types"]],
+        "attention.value_length": config["v_head_dim"],
+        "attention.value_scale": config["attention_value_scale"],
+        "attention.sliding_window": config["sliding_window"] - 1,
+        "rope.freq_base_swa": float(config["rope_parameters"]["sliding_attention"]["rope_theta"]),
     }
 
 
@@ -411,7 +426,7 @@ def _renamed(names: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tenso
     if name.endswith("per_expert_scale"):
         yield name.replace("model.layers", "blk").replace("router.per_expert_scale", "ffn_down_exps.scale"), tensor
         return
-    name = f"{name}.weight" if name.endswith("layer_scalar") else name
+    name = f"{name}.weight" if name.endswith(("layer_scalar", "attention_sink_bias")) else name
     if name.endswith(("e_score_correction_bias", "dt_bias")):  # which the converter spells in another way
         name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace("dt_bias", "dt_proj.bias")
     name = f"{name}.bias" if name.endswith("expert_bias") else _BY_NUMBER.sub(r"\1.feed_forward.experts.\2", name)

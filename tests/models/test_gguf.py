@@ -128,6 +128,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral 4": ("Mistral4", {**EXPERT_SHAPES["mistral 4"][1], "rope_parameters": MSCALE4}),
     "llama 4": ("Llama4Text", LLAMA4),
     "afmoe": ("Afmoe", {**EXPERT_SHAPES["afmoe"][1], "global_attn_every_n_layers": 4}),
+    "mimo v2 flash": EXPERT_SHAPES["mimo v2 flash"],
     "hunyuan v1": ("HunYuanDenseV1", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
     "nemotron-h": ("NemotronH", {**NEMOTRON, "layers_block_type": [LINEAR, "mlp", FULL, "mlp"]}),
     "nemotron 3 super": (

@@ -61,8 +61,9 @@ class ChangedInput:
 
     @property
     def is_none(self) -> bool:
-        """Whether the rows are the same."""
-        return self._changes.is_none
+        """Whether the rows are the same, as far as they were read."""
+        changes = self._changes
+        return changes.is_none or (changes.keeps_all and not changes.num_new and not self._differences)
 
     @property
     def note(self) -> str:

@@ -273,8 +273,8 @@ _SINKS = (".self_attn.attention_sink_bias", ".self_attn.sinks")
 
 
 def read_mimo(config: ModelFile) -> DecoderConfig:
-    """Read the published file, or one of transformers. The first of the layers for multi-token prediction makes a
-    head; the others stay on disk."""
+    """Read the published file, or one of transformers. The first of the layers for multi-token prediction, if there
+    are any, makes a head; the others stay on disk."""
     config.only(scoring_func="sigmoid", topk_method="noaux_tc")
     attention = {FULL: _mimo_attention(config, FULL), SLIDING: _mimo_attention(_section_of_windows(config), SLIDING)}
     has_window = config.of_layers("hybrid_layer_pattern", (0, 1))
@@ -287,8 +287,9 @@ def read_mimo(config: ModelFile) -> DecoderConfig:
     layer = LayerConfig(mixer=attention[SLIDING], mlp=config.mlp(), norms=norms)
     names = (*names_of_layer(layer, _HEAD), (f"{_HEAD}final_layernorm.", f"{NORM}."))
     head = MTPConfig(layer=layer, norm=config.rms_norm(), stored_names=names)
+    has_head = config.get("num_nextn_predict_layers", int, 1) > 0
     layout = CheckpointLayout(renamed=(_SINKS,), left=(_PREDICTIONS,))
-    return config.decoder(layers, layout=layout, mtp=head)
+    return config.decoder(layers, layout=layout, mtp=head if has_head else None)
 
 
 def _mimo_attention(config: ModelFile, kind: str) -> AttentionConfig:

@@ -285,6 +285,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": Architecture(name="DeepseekV3ForCausalLM", config=expert_configs.deepseek2, names=_LATENTS),
     "kimi-linear": Architecture(name="KimiLinearForCausalLM", config=hybrid_configs.kimi_linear, names=_KIMI_DELTA),
     "afmoe": Architecture(name="AfmoeForCausalLM", config=expert_configs.afmoe, names=_AFMOE),
+    "mimo2": Architecture(name="MiMoV2FlashForCausalLM", config=expert_configs.mimo2),
     "dots1": Architecture(name="Dots1ForCausalLM", config=expert_configs.dots1),
     "exaone-moe": Architecture(name="ExaoneMoeForCausalLM", config=expert_configs.exaone_moe),
     "lfm2": Architecture(name="Lfm2ForCausalLM", config=hybrid_configs.lfm2, names=_SHORT_CONVOLUTIONS),

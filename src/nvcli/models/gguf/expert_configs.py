@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from nvcli.models.gguf.configs import qwen2
-from nvcli.models.gguf.settings import Settings, common, experts
+from nvcli.models.gguf.settings import FULL, KV_HEADS, SLIDING, Settings, common, experts
 
 _SIGMOID = 2
 """llama.cpp's number of experts that are chosen by sigmoid scores; 1: by a softmax."""
@@ -166,6 +166,31 @@ def hunyuan_moe(found: Settings) -> dict[str, Any]:
 
 def dots1(found: Settings) -> dict[str, Any]:
     return {**common(found), **shared_experts(found)}
+
+
+def mimo2(found: Settings) -> dict[str, Any]:
+    """Return MiMo-V2's config.json. Layers with windows have other numbers of heads of keys and values than those
+    without; values are smaller than keys."""
+    keys, config = found.keys, {**common(found), **shared_experts(found), **found.window_types()}
+    kinds = config.get("layer_types", [])[: found.num_layers]
+    heads = dict(zip(kinds, found.of_layers(KV_HEADS), strict=False))
+    rope = config["rope_parameters"]
+    of_windows = {**rope, "rope_theta": keys.positive_number("rope.freq_base_swa", 10_000.0)}
+    return {
+        **config,
+        "layer_types": kinds,
+        "mlp_layer_types": [
+            "sparse" if found.has(f"blk.{number}.ffn_gate_inp.weight") else "dense"
+            for number in range(found.num_layers)
+        ],
+        "num_key_value_heads": heads.get(FULL, config["num_key_value_heads"]),
+        "swa_num_key_value_heads": heads.get(SLIDING, config["num_key_value_heads"]),
+        "norm_topk_prob": True,
+        "v_head_dim": keys.positive("attention.value_length"),
+        "attention_value_scale": keys.positive_number("attention.value_scale", 0.707),
+        "sliding_window_size": keys.positive("attention.sliding_window"),
+        "rope_parameters": {FULL: rope, SLIDING: of_windows},
+    }
 
 
 def afmoe(found: Settings) -> dict[str, Any]:
