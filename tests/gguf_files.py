@@ -59,6 +59,7 @@ _ARCHITECTURES = {
     "HunYuanDenseV1": "hunyuan-dense",
     "HunYuanMoEV1": "hunyuan-moe",
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu"), "deepseek2"),
+    "GlmMoeDsa": "glm-dsa",
     "Cohere2": "cohere2",
 }
 """llama.cpp's names, by transformers'."""
@@ -227,6 +228,9 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         found |= _nemotron(config)
     if architecture == "gemma4":
         found |= _gemma4(config)
+    if architecture == "glm-dsa":
+        sizes = {"head_count": "index_n_heads", "key_length": "index_head_dim", "top_k": "index_topk"}
+        found |= {f"attention.indexer.{key}": config[name] for key, name in sizes.items()}
     if architecture == "mimo2":
         found |= _mimo2(config)
     if architecture == "kimi-linear":

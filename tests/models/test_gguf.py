@@ -129,6 +129,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 4": ("Llama4Text", LLAMA4),
     "afmoe": ("Afmoe", {**EXPERT_SHAPES["afmoe"][1], "global_attn_every_n_layers": 4}),
     "mimo v2 flash": EXPERT_SHAPES["mimo v2 flash"],
+    "glm 5": EXPERT_SHAPES["glm 5, shared choices"],
     "hunyuan v1": ("HunYuanDenseV1", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
     "nemotron-h": ("NemotronH", {**NEMOTRON, "layers_block_type": [LINEAR, "mlp", FULL, "mlp"]}),
     "nemotron 3 super": (

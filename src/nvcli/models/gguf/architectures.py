@@ -221,6 +221,14 @@ def _value_heads(keys: JsonFile, size: int | None) -> GGUFOrder:
     return GGUFOrder(num_keys, num_values // num_keys, all_values // num_values, size - all_values)
 
 
+_INDEXED_LATENTS = {
+    **_LATENTS,
+    "indexer.attn_q_b.weight": "self_attn.indexer.wq_b.weight",
+    "indexer.attn_k.weight": "self_attn.indexer.wk.weight",
+    "indexer.k_norm.weight": "self_attn.indexer.k_norm.weight",
+    "indexer.k_norm.bias": "self_attn.indexer.k_norm.bias",
+    "indexer.proj.weight": "self_attn.indexer.weights_proj.weight",
+}
 _AFMOE = {
     **_SECOND_NORM,
     "attn_gate": "self_attn.g_proj",
@@ -283,6 +291,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4moe": Architecture(name="Glm4MoeForCausalLM", config=expert_configs.glm4_moe, names=_SECOND_NORM),
     "gpt-oss": Architecture(name="GptOssForCausalLM", config=expert_configs.gpt_oss, names=_SECOND_NORM),
     "deepseek2": Architecture(name="DeepseekV3ForCausalLM", config=expert_configs.deepseek2, names=_LATENTS),
+    "glm-dsa": Architecture(name="GlmMoeDsaForCausalLM", config=expert_configs.glm_dsa, names=_INDEXED_LATENTS),
     "kimi-linear": Architecture(name="KimiLinearForCausalLM", config=hybrid_configs.kimi_linear, names=_KIMI_DELTA),
     "afmoe": Architecture(name="AfmoeForCausalLM", config=expert_configs.afmoe, names=_AFMOE),
     "mimo2": Architecture(name="MiMoV2FlashForCausalLM", config=expert_configs.mimo2),

@@ -67,6 +67,20 @@ def deepseek2(found: Settings) -> dict[str, Any]:
     return {**config, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": kind}
 
 
+def glm_dsa(found: Settings) -> dict[str, Any]:
+    """Return GLM-5's config.json. Layers without an indexer take the choice of the layer before them."""
+    indexer = found.keys.positive
+    layers = (found.has(f"blk.{number}.indexer.attn_k.weight") for number in range(found.num_layers))
+    return {
+        **latent_attention(found),
+        **shared_experts(found),
+        "index_n_heads": indexer("attention.indexer.head_count"),
+        "index_head_dim": indexer("attention.indexer.key_length"),
+        "index_topk": indexer("attention.indexer.top_k"),
+        "indexer_types": ["full" if chooses else "shared" for chooses in layers],
+    }
+
+
 def latent_attention(found: Settings) -> dict[str, Any]:
     """Return what latent attention has. In newer files the sizes of heads that it projects to have keys of their own,
     beside those of the latents."""
