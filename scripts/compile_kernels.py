@@ -68,6 +68,7 @@ _FEW_EXPERTS = {"n_routed_experts": 16, "num_hidden_layers": 4}
 _GGUF = {
     "quant_method": "gguf_affine",
     "type": "Q4_K",
+    "bits": 4,
     "modules_in_8_bits": ["model.layers.1", "model.layers.2"],
     "modules_in_groups_of_16": ["model.layers.2"],
 }

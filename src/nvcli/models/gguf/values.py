@@ -62,7 +62,7 @@ def read_codes(
         places = _places(order, columns)
         columns = slice(int(places.min()), int(places.max()) + 1)
     blocks, first = _read_blocks(files, info, (rows, columns), BLOCK_TYPES[info.form.blocks], device)
-    taken = (torch.arange(columns.start, columns.stop) if places is None else places) - first
+    taken = (torch.arange(columns.start, columns.stop, device="cpu") if places is None else places) - first
     found = codes_of_blocks(blocks.flatten(0, 1), info.form.blocks)
     codes = found.codes.view(len(blocks), -1)
     grids = [None if grid is None else grid.view(len(blocks), -1) for grid in found[1:]]
