@@ -145,6 +145,17 @@ _OLMO_HYBRID = {
     "num_key_value_heads": 30,
     "rope_theta": None,
 }
+_QWEN4 = {
+    "architectures": ["Qwen4ExpForCausalLM"],
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+    "indexer_head_dim": 128,
+    "indexer_n_heads": 16,
+    "ngram_vocab_size_base": 20_000,
+    "num_experts": 32,
+    "num_hidden_layers": 4,
+    "ple_layer_ids": [2],
+}
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "0.6B": ("qwen3-0.6b", {}),
     "0.6B in float32": ("qwen3-0.6b", {"dtype": "float32"}),
@@ -191,6 +202,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3": ("gemma-3-27b", {}),
     "Gemma 4 E4B": ("gemma-4-e4b", {}),
     "Qwen3.5-35B-A3B with its head": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="mtp")}),
+    "Qwen4-Exp with drafts": (
+        "qwen3.5-35b-a3b",
+        {"speculation": SpeculationConfig(method="lookup"), "hf_overrides": _QWEN4},
+    ),
     "Nemotron-3-Nano": ("nemotron-3-nano-30b-a3b", {}),
     "Ling 3 with drafts": (
         "kimi-linear-48b-a3b",

@@ -87,6 +87,11 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3_5Vision",
         {**_QWEN_OR_GLM, "depth": 1, "intermediate_size": 16, "num_position_embeddings": 16},
     ),
+    "Qwen4Exp": (
+        "Qwen4ExpText",
+        "Qwen4ExpVision",
+        {**_QWEN_OR_GLM, "depth": 1, "intermediate_size": 16, "num_position_embeddings": 16},
+    ),
     "Qwen2_5_VL": (
         "Qwen2_5_VLText",
         "Qwen2_5_VLVision",
@@ -497,7 +502,7 @@ SINCE = {
     ),
     **dict.fromkeys(("MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "NemotronH_Omni_Reasoning_V3"), "5.23"),
     **dict.fromkeys(("CohereCompass", "Dots3Note", "MiniMaxM3VL", "MistralLarge4", "MuseSpark", "Zamba2"), "5.23"),
-    **dict.fromkeys(("Apertus1p5", "Dory", "HYV4VL", "Inkling", "LaraMini"), "5.24"),
+    **dict.fromkeys(("Apertus1p5", "Dory", "HYV4VL", "Inkling", "LaraMini", "Qwen4Exp"), "5.24"),
 }
 """The first version of transformers, of 5.10, 5.17, 5.23 and 5.24, that computes a family as it was published: 5.17
 leaves MiniMax-M2's `rotary_dim` unread, and norms all groups of Bamba and Mamba-2 at once."""
@@ -538,6 +543,7 @@ _UNKNOWN_BEFORE = {
         "MiniMaxM3VL",
         "MistralLarge4",
         "MuseSpark",
+        "Qwen4Exp",
         "Step3p7",
     ),
     *("MiniCPM3", "MuseGlimmer", "NemotronH", "Olmo3"),

@@ -141,6 +141,19 @@ def test_keys_chosen_by_pools(pool: int, monkeypatch: pytest.MonkeyPatch) -> Non
         assert row[len(row) - rest :] == list(range(whole * pool, count))
 
 
+@pytest.mark.parametrize("pool", [3, 8])
+def test_means_of_pools(pool: int) -> None:
+    """Tokens that fill no pool keep their angles."""
+    results, size = [], 20
+    for module, device in ((reference, CPU), (pools, DEVICE)):
+        cache, tokens = random(NUM_BLOCKS, BLOCK_SIZE, 2 * size).to(device), token_keys(device)
+        module.average_keys(cache, tokens, random(size, seed=3).to(device), 1e-6, pool)
+        results.append(cache.cpu())
+    torch.testing.assert_close(results[1], results[0])
+    changed = (results[0] != random(NUM_BLOCKS, BLOCK_SIZE, 2 * size)).any(2)
+    assert int(changed.sum()) == sum(count > 0 and count % pool == 0 for count in SEEN) > 0
+
+
 @pytest.mark.parametrize("num_last", [1, 5])
 def test_keys_chosen_by_the_best_of_pools(num_last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token gets the pools that hold its best keys, and in any case its last keys from a pool's start on."""

@@ -66,6 +66,25 @@ def test_streams(settings: StreamSettings, size: int, dtype: torch.dtype) -> Non
     assert expected[6].shape == (37, 0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_end", [False, True])
+def test_streams_through_gates(is_end: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_GATED", 32)
+    settings = StreamSettings(count=3, norm_eps=1e-6, eps=0.0, factor=2.0, gate_rank=8)
+    streams, gates = (random(37, 3 * 70, dtype=dtype, seed=seed) for seed in range(2))
+    logits, weight = random(37, 11, dtype=dtype, seed=2)[:, 11 if is_end else 8 :], random(3 * 70, seed=3)
+    parts, kept = random(2, 37, 70, seed=4), random(37, 3, seed=5)
+    results = []
+    for module, device in ((reference, torch.device("cpu")), (kernels, DEVICE)):
+        own = streams.to(device, copy=True)
+        of_block = (None, None) if is_end else (parts.to(device), kept.to(device))
+        normed = module.norm_streams(own, *of_block, settings, weight.to(device), 1e-6)
+        results.append([own, normed, *module.gate_streams(normed, gates.to(device), logits.to(device), settings)])
+    for actual, wanted in zip(*reversed(results), strict=True):
+        assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
+        torch.testing.assert_close(actual.cpu(), wanted, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 def test_shares_of_streams_in_each_other_add_up_to_1() -> None:
     settings = StreamSettings(count=4, norm_eps=1e-5, eps=1e-6, factor=2.0, iterations=20)
     shares = weights(settings.num_shares, 3, 4 * 16)

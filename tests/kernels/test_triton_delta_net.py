@@ -17,6 +17,7 @@ from nvcli.kernels import advance_states as advance_reference
 from nvcli.kernels import causal_conv as conv_reference
 from nvcli.kernels import channel_scan as channel_reference
 from nvcli.kernels import delta_net as reference
+from nvcli.kernels import ngrams as ngrams_reference
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import selective_scan as scan_reference
 from nvcli.kernels.kept_inputs import KeptInputs, PendingTokens
@@ -30,6 +31,7 @@ from nvcli.kernels.triton.recurrent import (
     channel_walk,
     chunk_walk,
     delta_chunks,
+    ngrams,
     rules,
 )
 from nvcli.models.lightning import FixedGates
@@ -120,20 +122,21 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize(("taps", "dilation"), [(2, 1), (4, 1), (3, 3)])
 @pytest.mark.parametrize("step", STEPS)
-def test_causal_conv(step: str, taps: int, dtype: torch.dtype) -> None:
+def test_causal_conv(step: str, taps: int, dilation: int, dtype: torch.dtype) -> None:
     work, tables, block_size, num_single, padding = STEPS[step]
     rows = make_rows(work, tables, block_size=block_size, num_single=num_single, padding=padding)
     wide, weight = rand(len(rows.slot_mapping), 200, dtype=dtype), rand(150, taps, dtype=dtype, seed=1)
-    x, whole_pool = wide[:, 20:170], rand(NUM_BLOCKS, taps - 1, 170, dtype=dtype, seed=2)
+    history = dilation * (taps - 1)
+    x, whole_pool = wide[:, 20:170], rand(NUM_BLOCKS, history, 170, dtype=dtype, seed=2)
     pool = whole_pool[:, :, :150] if taps == 2 else whole_pool[:, :, 16:166]  # of a state that has others, too
     whole_found, moved = whole_pool.to(DEVICE, copy=True), wide.to(DEVICE)[:, 20:170]
     found_pool = whole_found[:, :, :150] if taps == 2 else whole_found[:, :, 16:166]
     bias = rand(150, dtype=dtype, seed=3) if taps == 2 else None
     moved_bias = None if bias is None else bias.to(DEVICE)
-    ways: dict[str, Any] = {"activates": taps > 2, "adds_input": taps == 2}
-    factor = torch.tensor([0.6]) if taps == 2 else None
+    ways: dict[str, Any] = {"activates": taps > 2, "adds_input": taps < 4, "dilation": dilation}
+    factor = torch.tensor([0.6]) if taps < 4 else None
     moved_factor = None if factor is None else factor.to(DEVICE)
     found = causal_conv.causal_conv(
         moved, weight.to(DEVICE), found_pool, on_device(rows), bias=moved_bias, factor=moved_factor, **ways
@@ -187,7 +190,9 @@ def test_rows_with_drafts(step: str, heads: RecurrentHeads, dtype: torch.dtype) 
     x, weight = rand(num_tokens, channels, dtype=dtype), rand(channels, 4, dtype=dtype, seed=1)
     both = rand(num_tokens, num_heads + num_steps(heads), dtype=dtype, seed=2)
     of_heads, bias = rand(3, num_steps(heads), dtype=dtype, seed=3), rand(channels, dtype=dtype, seed=4)
-    conv_pools, pools = rand(2, 6, 3, channels, dtype=dtype, seed=5), rand(2, 6, *state, dtype=torch.float32, seed=6)
+    dilation = 2 if step == "beside chunks" else 1
+    conv_pools = rand(2, 6, 3 * dilation, channels, dtype=dtype, seed=5)
+    pools = rand(2, 6, *state, dtype=torch.float32, seed=6)
     counts = torch.tensor([*accepted, *[0] * (len(work) - num_drafts)], dtype=torch.int32)
 
     chosen = torch.tensor([num_drafts - 1, 0], dtype=torch.int32)
@@ -202,7 +207,9 @@ def test_rows_with_drafts(step: str, heads: RecurrentHeads, dtype: torch.dtype) 
         for _ in range(3):  # the second step goes on from what the first one keeps of its rows in another order
             for layer in range(2):
                 own = kept.layer(layer)
-                outs += [conv(x.to(device), weight.to(device), conv_pool[layer], moved, own, bias.to(device))]
+                taps, biases = weight.to(device), bias.to(device)
+                ways = {"dilation": dilation, "adds_input": dilation > 1}
+                outs += [conv(x.to(device), taps, conv_pool[layer], moved, own, biases, **ways)]
                 inputs = inputs_of(heads, x, both, (1 + layer) * of_heads, device)
                 outs += [rule(*inputs, pool[layer], moved, heads, own)]
             end(kept, conv_pool, moved, counts.to(device))
@@ -295,6 +302,39 @@ def test_gated_norm(shape: tuple[int, ...], settings: dict[str, Any], dtype: tor
     found = norm.gated_rms_norm(x.to(DEVICE), moved, weight.to(DEVICE), 1e-6, **settings)
     expected = norm_reference.gated_rms_norm(x, gate, weight, 1e-6, **settings)
     assert_close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("step", ["single rows", "chunks", "small blocks", "columns without a block"])
+def test_rows_of_ngrams(step: str, dtype: torch.dtype) -> None:
+    """Ids from the step and from states, with separators among them, and requests that begin."""
+    work, tables, block_size, num_single, padding = STEPS[step]
+    rows = make_rows(work, tables, block_size=block_size, num_single=num_single, padding=padding)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 9, (len(rows.slot_mapping),), generator=generator, dtype=torch.int32)
+    pool = torch.randint(0, 3, (NUM_BLOCKS, 6, 8), generator=generator).to(dtype)
+    numbers = ([3, 2**40 + 1, 2**45 + 7, 5], [7, 11, 13, 17, 19, 23], [0, 7, 18, 31, 48, 67])
+    hashes = ngrams_reference.NGramHashes(*map(torch.tensor, numbers))
+    expected = ngrams_reference.ngram_rows(ids, pool[..., 2:5], rows, hashes, 4)
+    moved = ngrams_reference.NGramHashes(*(one.to(DEVICE) for one in hashes))
+    found = ngrams.ngram_rows(ids.to(DEVICE), pool.to(DEVICE)[..., 2:5], on_device(rows), moved, 4)
+    assert torch.equal(found.cpu(), expected)
+    assert len(expected.unique(dim=0)) > 1
+
+
+def test_gates_of_lookups(dtype: torch.dtype) -> None:
+    size, count, num_tokens = 20, 3, 7
+    projected, streams = rand(num_tokens, 90, dtype=dtype)[:, :80], rand(num_tokens, 60, dtype=dtype, seed=1)
+    projected[0, :size] = 0.0  # a product of 0 has a gate of 0
+    norms = ngrams_reference.LookupNorms(*(rand(60, dtype=torch.float32, seed=seed) for seed in (2, 3, 4)))
+    ids = torch.tensor([0, 254, 255, 65535, 65536, 248319, 2**24 - 2], dtype=torch.int32)
+    expected = ngrams_reference.gate_lookup(projected, streams, ids, norms, 1e-6, 8)
+    moved = ngrams_reference.LookupNorms(*(one.to(DEVICE) for one in norms))
+    found = ngrams.gate_lookup(*(one.to(DEVICE) for one in (projected, streams, ids)), moved, 1e-6, 8)
+    for one, wanted in zip(found, expected, strict=True):
+        assert_close(one, wanted, dtype)
+    digits = expected[1][:, count * size :].long()
+    assert torch.equal((digits[:, :3] << torch.tensor([0, 8, 16])).sum(1) - 1, ids.long())
+    assert not digits[:, 3:].any()
 
 
 @pytest.mark.parametrize("has_weight", [True, False])

@@ -780,6 +780,27 @@ def test_minimax_m3_that_is_not_computed(changes: dict[str, Any], problem: str, 
 
 
 @pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"indexer_kv_heads": 2}, "`indexer_kv_heads`: 2 is not supported"),
+        ({"indexer_budget": 13}, "`indexer_budget`: 13 keys are no whole number of pools of 3"),
+        ({"indexer_budget": None}, "`indexer_budget`: null"),
+        ({"indexer_head_dim": 2}, "`indexer_head_dim`: 2 is too small; allowed: from 4 on"),
+        ({"indexer_head_dim": 7}, "`indexer_head_dim`: 7 is odd"),
+        ({"output_gate_type": "relu"}, '`output_gate_type`: "relu" is not supported; supported: silu, sigmoid'),
+        ({"ple_layer_ids": [5]}, "`ple_layer_ids`: [5] is not a list of numbers from 1 to 4"),
+        ({"ple_embed_dim": 25}, "`ple_embed_dim`: 6 hashes of n-grams do not divide 25"),
+        ({"eos_token_id": []}, "`eos_token_id`: [] has no id, by which texts are parted"),
+        ({"split_ngram_parts": 10**9}, "`split_ngram_parts`: 1000000000 is too large"),
+    ],
+)
+def test_qwen4_that_is_not_computed(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(LoadError) as error:
+        read(tmp_path, "Qwen4ExpForCausalLM", **{**EXPERT_SHAPES["qwen 4-exp with vision"][1], **changes})
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("architecture", "changes", "problem"),
     [
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "`norm_topk_prob`: true is not supported"),

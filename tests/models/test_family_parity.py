@@ -266,7 +266,10 @@ def test_logits(name: str, checkpoint_of: Checkpoints) -> None:
     for group in range(driver.kv_cache.spec.num_groups):
         driver.blocks.grow(first.tables[group], 32, 4 * driver.blocks.spans.get(group, 1))
     second = RequestState(length=32, tables={group: list(table) for group, table in first.tables.items()})
-    found, found_other = driver.step((first, PROMPT), (second, OTHER[32:]))
+    steps = [((first, PROMPT),), ((second, OTHER[32:]),)]
+    if not name.startswith("qwen 4"):  # which reads ids from states as they are before a step, as kernels do
+        steps = [sum(steps, ())]
+    found, found_other = (logits for work in steps for logits in driver.step(*work))
     assert_close(found, expected, name=name)
     assert_close(found_other, expected_other[32:], name=name)
     if "with vision" in name:

@@ -174,7 +174,7 @@ def test_states_have_blocks_of_their_own(tp: int, tmp_path: Path) -> None:
         planned = block_bytes(config, "bfloat16", block_size=block_size, tensor_parallel_size=tp)
         assert spec.block_bytes == planned
         cache = KVCache(spec, 3, torch.device("cpu"))
-        conv, recurrent = cache.state(1)
+        conv, recurrent = cache.state(1, layers[1].kv_group)
         assert conv.shape == (3, 3, 96 // tp)
         assert recurrent.shape == (3, 4 // tp, 8, 16)
         recurrent[1], conv[1] = 2.0, 3.0

@@ -55,6 +55,7 @@ FAMILIES = [
     "qwen 2.5-omni",
     "qwen 3-omni",
     "qwen 3.5 with vision",
+    "qwen 4-exp with vision",
     "minicpm-v 4.6",
     "minicpm-v 4.7",
     "minicpm-ocr",

@@ -60,7 +60,7 @@ class ChoiceSizes:
         return cls(
             most_scores=max((max(1, number) for number in scored), default=0),
             top_k=max((spec.top_k or 0 for spec in choosing), default=0),
-            num_choices=max(1, *(spec.row_heads for spec in attended)),
+            num_choices=max(spec.num_choices for spec in attended),
             pools=max((spec.index_pools for spec in attended), key=lambda pools: pools.size),
             rates=tuple(dict.fromkeys(spec.rate for spec in attended if spec.rate > 1)),
             num_lists=len({ChoiceKind.of(spec) for spec in beside if not spec.row_heads}),

@@ -27,6 +27,7 @@ from nvcli.kernels.chosen_keys import (
     TokenKeys,
     WindowKeys,
     attend_chosen,
+    average_keys,
     choose_keys,
     expand_pools,
     expand_rows,
@@ -98,6 +99,12 @@ class ChosenKeys:
         tokens = self._tokens(cache.spec, batch, self._seen[: batch.num_tokens])
         pool_keys(_index_numbers(cache, batch), tokens, bias)
 
+    def average_pools(self, cache: AttentionCache, weight: Tensor, eps: float, batch: ForwardBatch) -> None:
+        """Store the index keys of the pools that a step's tokens fill, in a layer whose index keys and angles are
+        stored already. weight, eps: as for `average_keys`."""
+        tokens = self._tokens(cache.spec, batch, self._seen[: batch.num_tokens])
+        average_keys(_index_numbers(cache, batch), tokens, weight, eps, cache.spec.index_pools.size)
+
     def store_compressed(
         self, cache: AttentionCache, rows: Tensor, kinds: Sequence[KeyWeights], angles: Tensor, batch: ForwardBatch
     ) -> None:
@@ -162,14 +169,14 @@ class ChosenKeys:
         return out
 
     def _attend_by_heads(self, layer: AttentionLayer, queries: Tensor, batch: ForwardBatch) -> Tensor:
-        """Attend as `attend` does, where each KV head has made its own choice."""
+        """Attend as `attend` does, where the keys of several KV heads stand side by side."""
         spec = layer.spec
         keys, values = split_rows(batch.kv_cache.layer(layer.number)[0][:, :, 0, : spec.key_dim], spec.row_heads)
         by_head = queries.view(len(queries), spec.row_heads, -1, spec.row_dim).transpose(0, 1).contiguous()
         out = torch.empty_like(by_head)
         tokens = self._tokens(spec, batch, self._counts[: len(queries)])
         for head, of_head in enumerate(by_head):
-            chosen = self._chosen[head, : len(queries), : spec.top_k]
+            chosen = self._chosen[0 if spec.shares_choice else head, : len(queries), : spec.top_k]
             attend_chosen(
                 of_head, keys[:, :, head], tokens, chosen, out[head], scale=spec.scale, values=values[:, :, head]
             )

@@ -143,6 +143,9 @@ class ChosenAttention(Protocol):
     def store_pools(self, cache: AttentionCache, bias: Tensor, batch: ForwardBatch) -> None:
         """Store the index keys of the pools that a step's tokens fill; see `ChosenKeys.store_pools`."""
 
+    def average_pools(self, cache: AttentionCache, weight: Tensor, eps: float, batch: ForwardBatch) -> None:
+        """Store the index keys of the pools that a step's tokens fill; see `ChosenKeys.average_pools`."""
+
     def store_compressed(
         self, cache: AttentionCache, rows: Tensor, kinds: Sequence[KeyWeights], angles: Tensor, batch: ForwardBatch
     ) -> None:
@@ -254,8 +257,9 @@ class ForwardBatch:
     def states(self, cache: StateCache) -> tuple[Tensor, Tensor, StateRows, KeptInputs | None]:
         """Return what `KVCache.state` returns for a layer, where the rows find their states in its KV group and leave
         them, and what is kept of drafts."""
-        kept = None if self.kept_states is None else self.kept_states.layer(cache.number)
-        return *self.kv_cache.state(cache.number), self.state_rows(cache.spec.kv_group), kept
+        number, group = cache.number, cache.spec.kv_group
+        kept = None if self.kept_states is None else self.kept_states.layer(number, group)
+        return *self.kv_cache.state(number, group), self.state_rows(group), kept
 
     def state_rows(self, group: int) -> StateRows:
         """Return where the rows find their recurrent states in a KV group, and leave them."""

@@ -38,16 +38,16 @@ class KeptStates:
             group: state.has_unit_keys for group, state in enumerate(spec.group_states) if state is not None
         }
         self._of_layer = {
-            layer: kept.layer(place)
+            (layer, group): kept.layer(place)
             for group, kept in self._of_group.items()
             for place, layer in enumerate(spec.group_layers[group])
         }
         self._turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._pending = {group: PendingTokens.empty(max_rows, self._turn) for group in self._of_group}
 
-    def layer(self, index: int) -> KeptInputs:
-        """Return the numbers of one layer, counted from the rank's first."""
-        return self._of_layer[index]
+    def layer(self, index: int, group: int) -> KeptInputs:
+        """Return the numbers of one layer, counted from the rank's first, in a KV group."""
+        return self._of_layer[index, group]
 
     def pending(self, group: int, earlier: Tensor) -> PendingTokens:
         """Return what the states of a KV group do not have yet. earlier: [R] int32, see `begin`."""

@@ -214,7 +214,7 @@ class KVCache:
                     self._add_layer(layer, number, parts)
         self._group_states = dict(self._lay_out_states())
         self._states = {
-            layer: (conv[place], recurrent[place])
+            (layer, group): (conv[place], recurrent[place])
             for group, (conv, recurrent) in self._group_states.items()
             for place, layer in enumerate(spec.group_layers[group])
         }
@@ -249,10 +249,10 @@ class KVCache:
         """Return the scales of one layer's keys and values, or None where the cache's type has none."""
         return self._scales.get(index)
 
-    def state(self, index: int) -> tuple[Tensor, Tensor]:
+    def state(self, index: int, group: int) -> tuple[Tensor, Tensor]:
         """Return the convolution's inputs [num_blocks, inputs, channels] and the recurrent state
-        [num_blocks, heads, key size, value size] float32 of one layer, counted from the rank's first."""
-        return self._states[index]
+        [num_blocks, heads, key size, value size] float32 of one layer, counted from the rank's first, in a KV group."""
+        return self._states[index, group]
 
     def group_states(self, group: int) -> tuple[Tensor, Tensor]:
         """Return `state` of all layers of a KV group, with the layers as leading dimension."""

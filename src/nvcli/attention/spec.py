@@ -86,11 +86,14 @@ class AttentionSpec:
     """The range of them that the layer's own choice reads; the others belong to layers that read the same keys. None:
     all are its own."""
     index_pools: Pools = SINGLE_KEYS
-    """Neighbouring keys that are chosen together; `top_k` also counts the keys that are always chosen. In latent
-    attention a token's index numbers are then its key, its gates and the key of the pool that it fills."""
+    """Neighbouring keys that are chosen together; `top_k` also counts the keys that are always chosen. With one choice
+    a token's index numbers are then its key, its gates in latent attention or its angles, and, behind or in place of
+    these, the key of the pool that it fills."""
     row_heads: int = 0
-    """The KV heads, each with a choice of its own, whose keys and then values of `row_dim` numbers stand side by side
-    in what is kept of a token as one key; 0: a key is that of one head."""
+    """The KV heads whose keys and then values of `row_dim` numbers stand side by side in what is kept of a token as one
+    key; 0: a key is that of one head."""
+    shares_choice: bool = False
+    """Whether these heads attend to the same keys; otherwise each has a choice of its own."""
     rate: int = 1
     """The tokens that have one key together, from the last of them on."""
     compressed: CompressedKeys | None = None
@@ -100,6 +103,11 @@ class AttentionSpec:
     def kept(self) -> tuple[AttentionSpec, ...]:
         """The specs of all that its layers keep, each in a KV group of its own: the keys of tokens first."""
         return (self,) if self.compressed is None else (self, *self.compressed)
+
+    @property
+    def num_choices(self) -> int:
+        """The choices of a layer: one, or one of each KV head."""
+        return 1 if self.shares_choice else max(1, self.row_heads)
 
     @property
     def is_beside_backends(self) -> bool:

@@ -3,8 +3,9 @@ index keys by which they are chosen, the choice, and attention to what is chosen
 torch is the reference; CUDA tensors take the Triton kernels that are held to it.
 
 Neighbouring keys may be chosen together, by pools of them, and the last ones, which fill no pool, in any case. A pool's
-index key lies where its last token's keys are, behind that token's own; or a pool counts by the best of its keys, and
-each head has a choice of its own (MiniMax Sparse Attention).
+index key lies where its last token's keys are, behind that token's own: a mean that gates weigh, or the mean itself,
+normed and rotated (Qwen4). Or a pool counts by the best of its keys, and each head has a choice of its own (MiniMax
+Sparse Attention).
 
 Shapes: T tokens, K most keys of a token, I index heads of E numbers, R rotated numbers, N heads, D numbers of a key,
 V of a value, which are its key's first unless values are given apart, P keys of a pool.
@@ -120,6 +121,25 @@ def pool_keys(cache: Tensor, tokens: TokenKeys, bias: Tensor) -> None:
     shares = (found[..., size : 2 * size] + bias).softmax(dim=1).to(cache.dtype).float()
     pooled = (shares * found[..., :size]).sum(dim=1)
     cache[blocks[:, -1], positions[:, -1] % block_size, 2 * size :] = pooled.to(cache.dtype)
+
+
+@with_kernel("attention.pool_keys")
+def average_keys(cache: Tensor, tokens: TokenKeys, weight: Tensor, eps: float, pool: int) -> None:
+    """Store the index keys of the pools that the tokens fill: means of P keys, normed, and rotated by the angles of a
+    pool's first token.
+
+    cache: [blocks, block_size, 2 E], a token's key and its angles, cosines then sines, whose place the key of the pool
+    takes where the token is the last of one; weight: [E], that of the norm; pool: P, from 2 on.
+    """
+    size, block_size = len(weight), cache.shape[1]
+    tables, slots, seen = tokens.tables, tokens.slots, tokens.seen
+    fills = (seen > 0) & (seen % pool == 0)
+    positions = seen[fills].long().unsqueeze(1) - torch.arange(pool, 0, -1, device=seen.device)
+    blocks = tables[slots[fills].unsqueeze(1), positions // block_size].long()
+    found = cache[blocks, positions % block_size].float()  # [pools, P, 2 E]
+    means = found[..., :size].mean(dim=1).to(cache.dtype)
+    keys = apply_rope(rms_norm(means, weight, eps).unsqueeze(1), found[:, 0, size:]).squeeze(1)
+    cache[blocks[:, -1], positions[:, -1] % block_size, size:] = keys.to(cache.dtype)
 
 
 @with_kernel("attention.pool_keys")

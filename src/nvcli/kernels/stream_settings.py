@@ -26,6 +26,15 @@ class StreamSettings:
 
     ends_with_mean: bool = False
     """Whether the mean of the streams follows the last layer, and not a sum with shares."""
+    gate_rank: int = 0
+    """With it a block reads the mean of the streams, each normed with weights of its own and multiplied number by
+    number by gates, which matrices of this rank make (`streams.gate_streams`), and shares have no weights in float32;
+    0: it reads a sum with shares."""
+
+    @property
+    def num_kernels(self) -> int:
+        """The kernels by which a block reads and changes them, besides the one of a norm."""
+        return 4 if self.gate_rank else 1
 
     @property
     def num_kept(self) -> int:

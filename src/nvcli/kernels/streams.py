@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels.dispatch import with_kernel
-from nvcli.kernels.norm import rms_norm
+from nvcli.kernels.norm import norm_parts, rms_norm
 from nvcli.kernels.stream_settings import StreamSettings
 
 
@@ -74,6 +74,30 @@ def read_streams(
     if of_streams.shape[1]:
         of_streams = _balance(of_streams.reshape(-1, count, count).softmax(dim=2), settings).flatten(1)
     return rms_norm(x, norm_weight, norm_eps), torch.cat((of_result, of_streams), dim=1)
+
+
+@with_kernel("elementwise.streams")
+def norm_streams(
+    streams: Tensor, result: Tensor | None, kept: Tensor | None, settings: StreamSettings, weight: Tensor, eps: float
+) -> Tensor:
+    """Add the result of the block before to the streams in place, unless it is None (see `add_to_streams`), and return
+    the norm of each stream, [T, N × H]. weight: [N × H]. Streams go on by themselves."""
+    if result is not None:
+        assert kept is not None
+        add_to_streams(streams, result, kept, settings)
+    return norm_parts(streams, weight, eps, (streams.shape[1] // settings.count,) * settings.count)
+
+
+@with_kernel("elementwise.streams")
+def gate_streams(normed: Tensor, gates: Tensor, logits: Tensor, settings: StreamSettings) -> tuple[Tensor, Tensor]:
+    """Return the mean of the normed streams, each number times the sigmoid of its gate, [T, H], and the shares of a
+    block's result, [T, N] float32, or [T, 0] if there is no block.
+
+    normed, gates: [T, N × H], contiguous; logits: [T, N], or [T, 0], rows may be strided.
+    """
+    count = settings.count
+    x = (normed.float() * gates.float().sigmoid()).unflatten(1, (count, -1)).mean(dim=1)  # type: ignore[no-untyped-call]
+    return x.to(normed.dtype), settings.factor * logits.float().sigmoid() + settings.result_eps
 
 
 def _balance(shares: Tensor, settings: StreamSettings) -> Tensor:

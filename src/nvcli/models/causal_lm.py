@@ -81,7 +81,7 @@ class Decoder(nn.Module):
         of_head = () if config.draft_head is None else config.draft_head.mixers
         mixers = *(layers[number].mixer for number in numbers), *of_head
         axes = config.vision.axes if config.has_tower and config.vision is not None else ()
-        self.rotary = RotaryTables(build, (mixer.rotation for mixer in mixers), axes)
+        self.rotary = RotaryTables(build, (rotation for mixer in mixers for rotation in mixer.rotations), axes)
         specs_of_layers, self.num_streams = iter(specs), decoder.num_streams
         self.start: AltUpStart | None = None
         self.end: StreamEnd | AltUpEnd | None = None

@@ -60,6 +60,7 @@ class GatedDeltaNet(TokenMixer):
         self.log_rate = TensorShard(build, f"{path}.A_log")
         self.step_bias = TensorShard(build, f"{path}.dt_bias")
         self.norm = Norm(build, f"{path}.norm", replace(norm, weight_offset=0.0, eps=config.norm_eps or norm.eps))
+        self.gate = config.gate
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
@@ -83,7 +84,7 @@ class GatedDeltaNet(TokenMixer):
             (projected.stride(0), heads.value_dim, 1),
             projected.storage_offset() + heads.num_channels,
         )
-        return gated_rms_norm(out, output_gate, self.norm.weight, self.norm.eps).flatten(1)
+        return gated_rms_norm(out, output_gate, self.norm.weight, self.norm.eps, function=self.gate).flatten(1)
 
 
 def _parts(config: DeltaNetConfig, rank: int, size: int) -> tuple[slice, slice, slice]:

@@ -15,15 +15,18 @@ from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import (
+    FROM_STREAM_GATES,
     GATE_OF_MIXER,
     GATE_OF_MLP,
     PREDICTION,
     RATE_OF_MIXER,
     RATE_OF_MLP,
+    RESULT_SHARES,
     SCALE_OF_MLP,
     STREAMS_AT_END,
     STREAMS_OF_MIXER,
     STREAMS_OF_MLP,
+    TO_STREAM_GATES,
     LayerConfig,
 )
 from nvcli.models.mixers.mixer import LayerContext
@@ -115,6 +118,7 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         expert_parallel=config.expert_parallel,
         attention_dp=config.attention_dp,
         stores_wide_routers=config.stores_wide_routers,
+        normed_streams=decoder.num_streams if decoder.streams is not None and decoder.streams.gate_rank else 1,
     )
     embedding = matrix(EMBEDDING, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "embeddings")
     if stage.is_first:
@@ -137,8 +141,8 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
     layers, streams, altup = decoder.layers, decoder.streams, decoder.altup
     if altup is not None:
         yield from altup.tensors(context, is_first=stage.is_first, is_last=stage.is_last)
-    rotations = {layers[number].mixer.rotation for number in decoder.stage_layers(stage)}
-    for rope, head_dim in filter(None, rotations):
+    rotations = {rotation for number in decoder.stage_layers(stage) for rotation in layers[number].mixer.rotations}
+    for rope, head_dim in rotations:
         if rope.is_learned:
             yield vector(LEARNED_FREQUENCIES, head_dim // 2, Sharding.REPLICATED, "attention")
     for number in decoder.stage_layers(stage):
@@ -146,8 +150,7 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         yield from _layer(path, layers[number], context, inputs.size if inputs else None)
         if streams is not None:
             for name, part in _STREAMS_OF_LAYER:
-                sizes = streams.num_shares, streams.num_scales
-                yield from _share_tensors(f"{path}.{name}", streams, hidden, *sizes, part)
+                yield from _share_tensors(f"{path}.{name}", streams, context, part)
         if altup is not None:
             yield from altup.layer_tensors(path, context)
         if decoder.rate_factor is not None:
@@ -163,7 +166,7 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         of_last = replace(context, norm=decoder.last_norm or decoder.norm)
         yield from of_last.norm_tensors("model.norm", factor=decoder.logit_scale)
         if streams is not None and not streams.ends_with_mean:
-            yield from _share_tensors(f"model.{STREAMS_AT_END}", streams, hidden, streams.count, 1, "MLP")
+            yield from _share_tensors(f"model.{STREAMS_AT_END}", streams, context, "MLP", is_end=True)
         if not config.tie_word_embeddings:
             yield matrix(HEAD, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "LM head")
         elif not stage.is_first:
@@ -194,10 +197,22 @@ def _layer(path: str, layer: LayerConfig, context: LayerContext, input_size: int
 
 
 def _share_tensors(
-    path: str, streams: StreamSettings, hidden: int, num_shares: int, num_scales: int, part: Part
+    path: str, streams: StreamSettings, context: LayerContext, part: Part, *, is_end: bool = False
 ) -> Iterator[TensorSpec]:
-    """Yield the weights of shares of residual streams, in float32 (`kernels.streams.ShareWeights`)."""
+    """Yield the weights by which residual streams are read and changed: those of gates, or of shares in float32
+    (`kernels.streams.ShareWeights`). `is_end`: no block's result is added to the streams after that."""
+    width = streams.count * context.hidden_size
+    if streams.gate_rank:
+        shapes = {TO_STREAM_GATES: (streams.gate_rank, width), FROM_STREAM_GATES: (width, streams.gate_rank)}
+        shapes |= {} if is_end else {RESULT_SHARES: (streams.count, width)}
+        for name, shape in shapes.items():
+            # What gates and shares are made of is divided by the number of streams.
+            factor = 1.0 if name == FROM_STREAM_GATES else 1 / streams.count
+            weight = matrix(f"{path}.{name}", shape, Sharding.REPLICATED, context.dtype, part)
+            yield replace(weight, in_linear_layer=False, factor=factor)
+        return
+    num_shares, num_scales = (streams.count, 1) if is_end else (streams.num_shares, streams.num_scales)
     base = vector(f"{path}.base", num_shares, Sharding.REPLICATED, part)
-    yield replace(base, name=f"{path}.fn", shape=(num_shares, streams.count * hidden), in_linear_layer=False)
+    yield replace(base, name=f"{path}.fn", shape=(num_shares, width), in_linear_layer=False)
     yield base
     yield vector(f"{path}.scale", num_scales, Sharding.REPLICATED, part)

@@ -87,17 +87,18 @@ def layer_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = W
     size = config.attention_ranks(tensor_parallel_size)
     owners = [*config.decoder.kv_owners, *range(config.num_layers, len(mixers))]
     group_of = {
-        (layer, of_group.place, group.is_state): number
+        (layer, of_group.place, of_group.spec() if group.is_state else None): number
         for number, (group, of_group) in enumerate(zip(kv_groups(config, stage), _whole_groups(config), strict=True))
         for layer in group.layers
     }
 
     def spec_of(mixer: Mixer, number: int) -> CacheSpec:
         layer = owners[number] - numbers.start
-        spec = mixer.kv_spec(size, group_of[layer, 0, mixer.kv_spec().is_state])
+        state = whole if isinstance(whole := mixer.kv_spec(), StateSpec) else None
+        spec = mixer.kv_spec(size, group_of[layer, 0, state])
         if isinstance(spec, StateSpec) or spec.compressed is None:
             return spec
-        kept = [replace(one, kv_group=group_of[layer, place, False]) for place, one in enumerate(spec.compressed, 1)]
+        kept = [replace(one, kv_group=group_of[layer, place, None]) for place, one in enumerate(spec.compressed, 1)]
         return replace(spec, compressed=CompressedKeys(*kept))
 
     return tuple(spec_of(mixer, number) for number in numbers for mixer in mixers[number])

@@ -18,6 +18,7 @@ from nvcli.models.altup_config import AltUpConfig
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.draft_head_config import DraftHeadConfig
 from nvcli.models.mixers.mixer import Block, FeedForward, LayerContext, Mixer, NormConfig
+from nvcli.models.mixers.ngram_lookup import NGramLookupConfig
 from nvcli.models.mixers.result_convolutions import ResultConvolutions
 from nvcli.models.tensor_spec import Sharding, TensorSpec, matrix, vector
 from nvcli.worker.distributed.stage import Stage
@@ -40,6 +41,10 @@ SCALE_OF_MLP = "post_feedforward_layernorm"
 """The name of what an MLP's result is multiplied by before it is normed for its gate."""
 STREAMS_OF_MIXER, STREAMS_OF_MLP, STREAMS_AT_END = "attn_hc", "ffn_hc", "hc_head"
 """The names of the weights of shares of residual streams, before a layer's blocks and after the last layer."""
+TO_STREAM_GATES, FROM_STREAM_GATES = "input_mix_weight_down", "input_mix_weight_up"
+"""The matrices of the streams' gates."""
+RESULT_SHARES = "block_inject_weight"
+"""The matrix of the shares of a block's result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +111,8 @@ class LayerConfig:
     shortcut: FeedForward | None = None
     """Another such block, which reads the same normed input as `mlp`. Its result is added to the stream after the next
     layer, so that it can be computed beside that (Shortcut-connected MoE, https://arxiv.org/abs/2404.05019)."""
+    lookup: NGramLookupConfig | None = None
+    """The block that adds vectors of n-grams to the residual streams before the others; None: there is none."""
     norms: LayerNorms = LayerNorms()
     has_scalar: bool = False
     """Whether the residual stream is multiplied by a number from the checkpoint at the end of the layer."""
@@ -113,7 +120,8 @@ class LayerConfig:
     @property
     def mixers(self) -> tuple[Mixer, ...]:
         """The parts of the layer that keep something in the KV cache."""
-        return (self.mixer, *(other for other in (self.beside, self.convolutions) if other is not None))
+        others = self.beside, self.lookup, self.convolutions
+        return (self.mixer, *(other for other in others if other is not None))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -146,8 +154,10 @@ class LayerConfig:
         whatever their place."""
         for name, block in self.named_blocks:
             tensors = block.tensors(f"{path}.{name}", context)
-            is_whole = context.attention_dp and isinstance(block, Mixer)
-            yield from (tensor.whole() for tensor in tensors) if is_whole else tensors
+            for tensor in tensors:
+                # Tables of ids stay cut.
+                is_whole = context.attention_dp and isinstance(block, Mixer) and tensor.sharding is not Sharding.VOCAB
+                yield tensor.whole() if is_whole else tensor
         pairs = replace(context, hidden_size=2 * context.hidden_size)
         for name, factor in self.norms.factors():
             is_wide = self.reads_embeddings and name == self.norms.before_attention
@@ -275,7 +285,9 @@ class DecoderConfig:
     @property
     def stream_kernels(self) -> int:
         """The number of kernels by which several residual streams are read and changed, for each block of a layer."""
-        return int(self.streams is not None) if self.altup is None else self.altup.num_kernels
+        if self.altup is not None:
+            return self.altup.num_kernels
+        return 0 if self.streams is None else self.streams.num_kernels
 
     @property
     def keeps_embeddings(self) -> bool:
@@ -313,8 +325,8 @@ class DecoderConfig:
     @property
     def angles_per_position(self) -> int:
         """The number of cosines and sines per position in tables, over all rotations of the model."""
-        rotations = {layer.mixer.rotation for layer in self.layer_kinds}
-        return sum(head_dim for rope, head_dim in filter(None, rotations) if not rope.is_learned)
+        rotations = {rotation for layer in self.layer_kinds for rotation in layer.mixer.rotations}
+        return sum(head_dim for rope, head_dim in rotations if not rope.is_learned)
 
 
 def index_kinds(layers: Iterable[LayerConfig]) -> tuple[tuple[LayerConfig, ...], tuple[int, ...]]:

@@ -303,10 +303,10 @@ class Angles:
 class RotaryTables(nn.Module):
     """A stage's tables of angles, one for each rotation of its layers."""
 
-    def __init__(self, build: BuildContext, rotations: Iterator[Rotation | None], axes: tuple[int, ...] = ()) -> None:
+    def __init__(self, build: BuildContext, rotations: Iterator[Rotation], axes: tuple[int, ...] = ()) -> None:
         """`axes`: those of `RotaryTable`."""
         super().__init__()
-        self.keys = tuple(dict.fromkeys(rotation for rotation in rotations if rotation is not None))
+        self.keys = tuple(dict.fromkeys(rotations))
         self.tables = nn.ModuleList(
             LearnedAngles(build, rope, head_dim)
             if rope.is_learned
@@ -378,12 +378,8 @@ class Attention(TokenMixer):
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Store the tokens' keys and values, and attend: [T, H] → [T, this rank's heads × D], the input of `o_proj`."""
         k_cache, v_cache = batch.kv_cache.layer(self.cache.number)
-        qkv = self.qkv_proj(x, batch.token_adapters)
-        gates: Tensor | None = None
-        if self.config.has_wide_gate:
-            gates = qkv[:, -self.spec.num_heads * self.spec.result_dim :]
-            qkv = qkv[:, : -gates.shape[1]]
-        elif self.head_gates is not None:
+        qkv, gates = self.split_gates(self.qkv_proj(x, batch.token_adapters))
+        if self.head_gates is not None:
             gates = self.head_gates(x, batch.token_adapters)
         if gates is not None and self.gate_bias is not None:
             gates.view(len(gates), self.spec.num_heads, -1).add_(self.gate_bias.weight.unsqueeze(1))
@@ -436,6 +432,14 @@ class Attention(TokenMixer):
             attended, gates = attended.view(by_head), gates.view(by_head)
             return gated_rms_norm(attended, gates, self.o_norm.weight, self.o_norm.eps, function="sigmoid").flatten(1)
         return gate_values(attended, gates, self.config.gate.function)
+
+    def split_gates(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Split the product of queries, keys and values [T, …] from the gate of each number of the results, which may
+        stand behind it."""
+        if not self.config.has_wide_gate:
+            return projected, None
+        qkv, gates = projected.tensor_split((-self.spec.num_heads * self.spec.result_dim,), dim=1)
+        return qkv, gates
 
     def _prepared(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the fused projection [T, …] as heads are stored, but for norms of heads and rotation."""

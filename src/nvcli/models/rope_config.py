@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from nvcli.core.validation import show
@@ -54,6 +54,12 @@ class RopeConfig:
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of a head's dimensions that are rotated, which is even."""
         return head_dim if self.rope_type == "proportional" else int(head_dim * self.partial_rotary_factor)
+
+    def for_head(self, turned: int, head_dim: int) -> RopeConfig:
+        """Return the same rotation of `turned` dimensions, of a head that has `head_dim`."""
+        part = turned / head_dim
+        part = part if int(head_dim * part) == turned else math.nextafter(part, math.inf)
+        return replace(self, partial_rotary_factor=part)
 
     def row_order(self, head_dim: int) -> tuple[int, ...] | None:
         """Return the order of a head's dimensions in which dimension i is paired with i + head_dim / 2; None: as they

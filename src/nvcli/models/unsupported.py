@@ -54,7 +54,6 @@ _MOST_UNREAD = 2
 _DSA = "its tokens attend to a sparse choice of keys (DSA) in a form that nvcli does not compute"
 _RECURRENT = "its recurrent layers are of a kind that nvcli does not compute"
 _ATTENDED_BLOCKS = "its layers attend to the sums of earlier layers, in place of a stream, which nvcli does not compute"
-_SEVERAL_STREAMS = "its layers mix several residual streams in a form that nvcli does not compute"
 _NO_TOWER = "its vision tower is not computed by nvcli"
 _NO_REFERENCE = "transformers has no model of it whose numbers nvcli could be held to"
 _USES = "CausalLM", "ConditionalGeneration"
@@ -79,8 +78,6 @@ _LACKING = {
     "OLMoForCausalLM": "its files are those of its own code; allenai's checkpoints whose names end in -hf run",
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
     "PerceptionLMForConditionalGeneration": "its tower is one of timm's, which nvcli does not compute",
-    "Qwen4ExpForCausalLM": _SEVERAL_STREAMS,
-    "Qwen4ExpForConditionalGeneration": _SEVERAL_STREAMS,
     "RwkvForCausalLM": _RECURRENT,
     "xLSTMForCausalLM": _RECURRENT,
     "ZayaForCausalLM": "its attention convolves queries and keys (CCA), which nvcli does not compute",

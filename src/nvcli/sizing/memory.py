@@ -146,6 +146,8 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
     most += model.decoder.keeps_embeddings * 5 * hidden  # they, the stream beside them, and two copies of it
     if model.decoder.altup is not None:  # whose layers keep the streams, and what they guess of them beside these
         most += model.decoder.num_streams * hidden
+    if model.decoder.streams is not None and model.decoder.streams.gate_rank:  # streams, their norms, and gates
+        most = max(most, (3 * model.decoder.num_streams + 1) * hidden)
     inputs = model.decoder.layer_inputs
     if inputs is not None:  # those of all layers live through the pass; making them takes four times as much
         width = model.num_layers * inputs.size

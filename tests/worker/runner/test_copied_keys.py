@@ -77,13 +77,16 @@ def check(found: list[np.ndarray], expected: list[np.ndarray], atol: float = 1e-
         np.testing.assert_allclose(one, other, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["qwen 3", "gemma 2", "gpt-oss", "glm 5.3 flash with vision"])
+@pytest.mark.parametrize(
+    "name", ["qwen 3", "gemma 2", "gpt-oss", "glm 5.3 flash with vision", "qwen 4-exp with vision"]
+)
 def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """With windows, soft caps, sinks and pools of keys; in steps that hold a part of a row."""
     family, settings = {"qwen 3": ("Qwen3", {}), **SHAPES, **EXPERT_SHAPES}[name]
-    if name.startswith("glm"):  # without recurrent states, which are not copied
+    if name.startswith(("glm", "qwen 4")):  # without recurrent states, which are not copied
         settings = {**settings, "num_hidden_layers": 2, "layer_types": ["indexed_attention"] * 2}
-        settings |= {"indexer_types": ["full"] * 2, "mlp_layer_types": ["dense"] * 2}
+        own = {"indexer_types": ["full"] * 2, "mlp_layer_types": ["dense"] * 2}
+        settings |= own if name.startswith("glm") else {"ple_layer_ids": None}
     path = write_tiny_model(tmp_path / "model", family, **settings)
     found, steps = run(path)
     check(found, expected_logprobs(path))

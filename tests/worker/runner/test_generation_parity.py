@@ -87,6 +87,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         mlp_layer_types=["dense"] * 2,
         seed=15,
     ),
+    "qwen-4-exp": shape_of(
+        "qwen 4-exp with vision",
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "indexed_attention"],
+        ple_layer_ids=[1],
+        seed=16,
+    ),
     "mistral-large-4": shape_of(
         "mistral large 4 with vision, shared keys",
         num_hidden_layers=2,
@@ -123,7 +130,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 ATTENTION = [field.name for field in fields(AttentionSpec) if field.default is None or field.default is False]
 """What some kinds of attention have and others have not."""
-OF_NEWER_FAMILIES = {"ResultConvolutions", "bias_extent"}
+OF_NEWER_FAMILIES = {"ResultConvolutions", "bias_extent", "NGramLookupConfig", "shares_choice"}
 """Kinds that only checkpoints of newer versions of transformers have."""
 TWO_RANKS = {"tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 64}
 """How the layers of other checkpoints are cut is a test of models."""

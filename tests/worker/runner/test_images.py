@@ -24,6 +24,7 @@ from vision_model import write_vision_model
 FAMILIES = [
     "qwen 2.5-vl",
     "qwen 3-vl",
+    "qwen 4-exp with vision",
     "minicpm-v 4.6",
     "minicpm-v 4.7",
     "nemotron 3 omni",

@@ -8,10 +8,10 @@ from importlib import import_module
 from nvcli.models.families.family import Family
 
 MODULES = """
-    llama llama4 qwen qwen_hybrid mistral gemma recurrent_gemma gemma3n gemma4 phi3 olmo glm glm5_next vision_models
-    granite mamba_hybrids pure_mamba zamba2 lfm2 gpt_oss minicpm deepseek deepseek_v4 kimi_linear longcat cohere2
-    minimax step ernie hunyuan exaone dbrx dots windowed_experts muse inkling lara dory aria bitnet plain_mlps
-    nemotron_h modernbert_decoder gpt_neox gpt2 bloom opt
+    llama llama4 qwen qwen_hybrid qwen4 mistral gemma recurrent_gemma gemma3n gemma4 phi3 olmo glm glm5_next
+    vision_models granite mamba_hybrids pure_mamba zamba2 lfm2 gpt_oss minicpm deepseek deepseek_v4 kimi_linear
+    longcat cohere2 minimax step ernie hunyuan exaone dbrx dots windowed_experts muse inkling lara dory aria bitnet
+    plain_mlps nemotron_h modernbert_decoder gpt_neox gpt2 bloom opt
 """
 """The modules of families, of which the common ones come first."""
 

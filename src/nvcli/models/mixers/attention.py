@@ -22,6 +22,7 @@ from nvcli.models.mixers.mixer import (
     Rotation,
     choice_dependence,
 )
+from nvcli.models.mixers.pooled_index import PooledIndexConfig
 from nvcli.models.rope_config import RopeConfig
 from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, matrix, vector
 
@@ -141,14 +142,14 @@ class AttentionConfig(ChoosingMixer):
     """None: tokens add nothing to scores."""
     is_convolved: bool = False
     """Whether the layer convolves keys and values (`ResultConvolutions`)."""
-    index: BlockIndexConfig | None = None
-    """The choice of blocks of keys by each KV head; it is there without `top_k` where a run makes none."""
+    index: BlockIndexConfig | PooledIndexConfig | None = None
+    """How blocks or pools of keys are chosen; it is there without `top_k` where a run makes no choice."""
 
     @property
     def module(self) -> str:
         if self.is_convolved:
             return "nvcli.models.convolved_layer:ConvolvedAttention"
-        return "nvcli.models.layers:Attention" if self.top_k is None else "nvcli.models.block_attention:BlockAttention"
+        return "nvcli.models.layers:Attention" if self.top_k is None or self.index is None else self.index.module
 
     @property
     def note(self) -> str | None:
@@ -179,6 +180,11 @@ class AttentionConfig(ChoosingMixer):
         return None if self.rope is None else (self.rope, self.head_dim)
 
     @property
+    def rotations(self) -> tuple[Rotation, ...]:
+        of_choice = () if self.top_k is None or self.index is None else self.index.rotations
+        return *super(AttentionConfig, self).rotations, *of_choice
+
+    @property
     def batch_dependence(self) -> str | None:
         if self.top_k is not None:
             return choice_dependence(self.top_k)
@@ -196,22 +202,22 @@ class AttentionConfig(ChoosingMixer):
         return replace(
             plain,
             num_kv_heads=1,
-            head_dim=row_dim + self.index.head_dim,
+            head_dim=row_dim + self.index.kept_dim,
             value_dim=row_dim,
             has_values=False,
             top_k=self.top_k,
-            index_dim=self.index.head_dim,
+            index_dim=self.index.kept_dim,
             index_pools=self.index.pools,
             row_heads=plain.num_kv_heads,
+            shares_choice=self.index.shares_choice,
         )
 
     def choice_costs(self, num_layers: int, kv_dtype: KVDtype) -> MixerCosts | None:
         if self.top_k is None or self.index is None:
             return None
-        size = self.index.head_dim
         return MixerCosts(
-            kv_bytes_per_token=num_layers * token_bytes(1, size, kv_dtype),
-            flops_per_pair=num_layers * 2 * self.index.num_heads * size,
+            kv_bytes_per_token=num_layers * token_bytes(1, self.index.read_dim, kv_dtype),
+            flops_per_pair=num_layers * 2 * self.index.read_dim * self.index.num_heads,
         )
 
     def _plain_spec(self, tensor_parallel_size: int, kv_group: int = 0) -> AttentionSpec:
@@ -238,7 +244,9 @@ class AttentionConfig(ChoosingMixer):
         )
 
     def num_kernels(self, ranks: Ranks) -> int:
-        of_choice = 0 if self.top_k is None else 7 + 5 * self.kv_heads_per_rank(ranks.size)
+        of_choice = 0
+        if self.top_k is not None and self.index is not None:
+            of_choice = self.index.num_kernels(self.kv_heads_per_rank(ranks.size))
         return Mixer.num_kernels(self, ranks) + of_choice + (self.relative is not None)
 
     def check(self, ranks: Ranks) -> Iterator[str]:
@@ -258,7 +266,7 @@ class AttentionConfig(ChoosingMixer):
         for name, size in (("k_proj", self.head_dim), ("v_proj", self.result_dim)):
             yield Piece(name, kv_heads * size, None, kv_heads * size)
         if self.top_k is not None and self.index is not None:
-            yield Piece("index_q_proj", kv_heads * self.head_dim, None, (kv_heads + 1) * self.head_dim)
+            yield from self.index.pieces(kv_heads)
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         both = self.head_dim + self.result_dim

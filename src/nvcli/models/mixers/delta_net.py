@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
+from nvcli.kernels.elementwise_settings import NormGate
 from nvcli.models.mixers.mixer import ConvolvedMixer, LayerContext, Piece, Ranks
 from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, vector
 
@@ -32,6 +33,8 @@ class DeltaNetConfig(ConvolvedMixer):
     stored: StoredProjections = "qkv"
     beta_scale: float = 1.0
     """See `RecurrentHeads`."""
+    gate: NormGate = "silu"
+    """The function of the gates by which the heads' normed results are multiplied."""
     norm_eps: float | None = None
     """The epsilon of the norm of the heads' results; None: that of the decoder's norms."""
 

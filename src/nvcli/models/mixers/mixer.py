@@ -72,6 +72,8 @@ class LayerContext:
     """Whether each rank has all weights of token mixers (`ModelConfig.attention_dp`)."""
     stores_wide_routers: bool = False
     """Whether the checkpoint stores routers in float32 (`ModelConfig.stores_wide_routers`)."""
+    normed_streams: int = 1
+    """The residual streams that its norms have weights for."""
 
     def input_projection(
         self, name: str, size: int, part: Part, kept_with: tuple[str, ...] = (), *, bias: bool = False
@@ -92,7 +94,7 @@ class LayerContext:
         if not self.norm.has_weight:
             assert factor == 1.0, "no family has one"
             return
-        weight = self.norm_weight(name, self.hidden_size, factor=factor)
+        weight = self.norm_weight(name, self.normed_streams * self.hidden_size, factor=factor)
         yield weight
         if self.norm.has_bias:
             yield replace(weight, name=f"{name}.bias", offset=0.0)
@@ -267,6 +269,11 @@ class Mixer(Block):
     def rotation(self) -> Rotation | None:
         """How it rotates queries and keys; None: not at all."""
         return None
+
+    @property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """All rotations of its queries and keys, and of those by which keys are chosen."""
+        return () if self.rotation is None else (self.rotation,)
 
     @abstractmethod
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> CacheSpec:

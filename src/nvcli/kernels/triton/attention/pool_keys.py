@@ -55,6 +55,51 @@ def _pool_keys_kernel(
     tl.store(cache + last + 2 * SIZE + number, pooled.to(cache.dtype.element_ty), mask=is_number)
 
 
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables"])
+def _average_keys_kernel(
+    cache,  # blocks cache_block_stride apart, tokens CACHE_ROW: key, and angles, or the pool's key, which is written
+    seen,  # [T] int32
+    slots,  # [T] int64
+    tables,  # [slots, ...] int32, rows table_stride apart
+    weight,  # [SIZE]
+    eps,
+    cache_block_stride: tl.int64,
+    table_stride,
+    SIZE: tl.constexpr,
+    POOL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CACHE_ROW: tl.constexpr,
+):
+    """Program (token). The halves of a key, which are rotated as pairs, are computed side by side."""
+    HALF: tl.constexpr = SIZE // 2
+    token = tl.program_id(0).to(tl.int64)
+    count = tl.load(seen + token)
+    if (count == 0) | (count % POOL != 0):
+        return
+    lane, number = tl.arange(0, triton.next_power_of_2(POOL)), tl.arange(0, triton.next_power_of_2(HALF))
+    is_key, is_number = lane < POOL, number < HALF
+    position = count - POOL + tl.where(is_key, lane, 0)
+    table = tables + tl.load(slots + token) * table_stride
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    place = block * cache_block_stride + position % BLOCK_SIZE * CACHE_ROW
+    inside = is_key[:, None] & is_number[None, :]
+    keys = cache + place[:, None] + number[None, :]
+    dtype = cache.dtype.element_ty
+    a = tl.sum(tl.load(keys, mask=inside, other=0.0).to(tl.float32), 0) / POOL
+    b = tl.sum(tl.load(keys + HALF, mask=inside, other=0.0).to(tl.float32), 0) / POOL
+    a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+    factor = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / SIZE + eps)
+    a *= factor * tl.load(weight + number, mask=is_number, other=0.0).to(tl.float32)
+    b *= factor * tl.load(weight + HALF + number, mask=is_number, other=0.0).to(tl.float32)
+    a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+    first = cache + tl.sum(tl.where(lane == 0, place, 0), 0) + SIZE + number
+    cosine = tl.load(first, mask=is_number, other=0.0).to(tl.float32)
+    sine = tl.load(first + HALF, mask=is_number, other=0.0).to(tl.float32)
+    last = cache + tl.sum(tl.where(lane == POOL - 1, place, 0), 0) + SIZE + number
+    tl.store(last, (a * cosine - b * sine).to(dtype), mask=is_number)
+    tl.store(last + HALF, (b * cosine + a * sine).to(dtype), mask=is_number)
+
+
 @triton.jit
 def _expand_pools_kernel(
     pools,  # [T, MOST] int32, rows pool_stride apart
@@ -92,6 +137,23 @@ def pool_keys(cache: Tensor, tokens: TokenKeys, bias: Tensor) -> None:
         cache.stride(0),
         tokens.tables.stride(0),
         SIZE=size,
+        POOL=pool,
+        BLOCK_SIZE=cache.shape[1],
+        CACHE_ROW=cache.stride(1),
+    )
+
+
+def average_keys(cache: Tensor, tokens: TokenKeys, weight: Tensor, eps: float, pool: int) -> None:
+    """See `nvcli.kernels.chosen_keys.average_keys`."""
+    assert cache.stride(2) == tokens.tables.stride(1) == 1
+    _average_keys_kernel[(len(tokens.seen),)](
+        cache,
+        *tokens,
+        weight,
+        eps,
+        cache.stride(0),
+        tokens.tables.stride(0),
+        SIZE=len(weight),
         POOL=pool,
         BLOCK_SIZE=cache.shape[1],
         CACHE_ROW=cache.stride(1),

@@ -28,6 +28,9 @@ _FEW_PARTS, _BALANCED = 8, 16
 """With at most _FEW_PARTS parts of a token's sums, as in prompts, a program makes the shares of streams in each other
 of _BALANCED tokens; otherwise of one."""
 
+_GATED = 512
+"""Columns of each stream that a program multiplies by gates."""
+
 
 @triton.jit
 def _multiply(values, weight, products):
@@ -239,6 +242,138 @@ def _share_kernel(
         tl.store(kept + token * (SHARES - COUNT) + stream, of_result, mask=is_stream)
 
 
+@triton.jit(do_not_specialize=["result_part_stride", "result_stride"])
+def _norm_kernel(
+    streams,  # [T, COUNT × SIZE], contiguous; written, with a result
+    result,  # as in _advance_kernel
+    kept,  # with a result [T, COUNT] float32
+    weight,  # [COUNT × SIZE]
+    out,  # [T, COUNT × SIZE], contiguous, written
+    eps,
+    result_part_stride,
+    result_stride,
+    COUNT: tl.constexpr,
+    SIZE: tl.constexpr,
+    RESULT_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,  # SIZE, rounded up to a power of two
+    DEPENDENT: tl.constexpr,
+):
+    """Program (token, stream)."""
+    await_kernel_before(DEPENDENT)
+    token, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    own = stream * SIZE + column
+    values = tl.load(streams + token * (COUNT * SIZE) + own, mask=inside, other=0.0)
+    if result is not None:
+        addend = tl.zeros([BLOCK], tl.float32)
+        for index in tl.static_range(RESULT_PARTS):
+            of_part = result + index * result_part_stride + token * result_stride
+            addend += tl.load(of_part + column, mask=inside, other=0.0).to(tl.float32)
+        share = tl.load(kept + token * COUNT + stream)
+        values = (values.to(tl.float32) + share * addend).to(streams.dtype.element_ty)
+        tl.store(streams + token * (COUNT * SIZE) + own, values, mask=inside)
+    normed = values.to(tl.float32)
+    normed *= tl.rsqrt(tl.sum(normed * normed, axis=0) / SIZE + eps)
+    normed *= tl.load(weight + own, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * (COUNT * SIZE) + own, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["logit_stride"])
+def _gate_kernel(
+    normed,  # [T, COUNT × SIZE], contiguous
+    gates,  # likewise
+    logits,  # [T, COUNT], rows logit_stride apart
+    out,  # [T, SIZE], contiguous, written
+    kept,  # [T, COUNT] float32, written; None: there is no block
+    logit_stride,
+    SETTINGS: tl.constexpr,  # `StreamSettings`
+    SIZE: tl.constexpr,
+    STREAMS: tl.constexpr,  # the streams, rounded up to a power of two
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (token, BLOCK columns of each stream)."""
+    COUNT: tl.constexpr = SETTINGS.count
+    await_kernel_before(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    total = tl.zeros([BLOCK], tl.float32)
+    for index in tl.static_range(COUNT):
+        places = token * (COUNT * SIZE) + index * SIZE + column
+        gate = tl.load(gates + places, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sigmoid(gate) * tl.load(normed + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * SIZE + column, (total / COUNT).to(out.dtype.element_ty), mask=inside)
+    if kept is not None:
+        stream = tl.arange(0, STREAMS)
+        is_share = (stream < COUNT) & (tl.program_id(1) == 0)
+        logit = tl.load(logits + token * logit_stride + stream, mask=is_share, other=0.0).to(tl.float32)
+        share = SETTINGS.factor * tl.sigmoid(logit) + SETTINGS.result_eps
+        tl.store(kept + token * COUNT + stream, share, mask=is_share)
+
+
+def norm_streams(
+    streams: Tensor, result: Tensor | None, kept: Tensor | None, settings: StreamSettings, weight: Tensor, eps: float
+) -> Tensor:
+    """See `nvcli.kernels.streams.norm_streams`."""
+    assert streams.is_contiguous()
+    result, strides = _parts_of(result, kept)
+    size = streams.shape[1] // settings.count
+    out, block = torch.empty_like(streams), next_power_of_2(size)
+    _norm_kernel[len(streams), settings.count](
+        streams,
+        result,
+        kept,
+        weight,
+        out,
+        eps,
+        *strides,
+        COUNT=settings.count,
+        SIZE=size,
+        RESULT_PARTS=0 if result is None else len(result),
+        BLOCK=block,
+        num_warps=warps_of_row(block),
+        **dependent(streams.device),
+    )
+    return out
+
+
+def _parts_of(result: Tensor | None, kept: Tensor | None) -> tuple[Tensor | None, tuple[int, int]]:
+    """Return a result as its parts [P, T, H], and how far these and their rows are apart."""
+    if result is None:
+        return None, (0, 0)
+    result = result if result.dim() == 3 else result.unsqueeze(0)
+    assert result.stride(2) == 1
+    assert kept is not None
+    assert kept.is_contiguous()
+    return result, (result.stride(0), result.stride(1))
+
+
+def gate_streams(normed: Tensor, gates: Tensor, logits: Tensor, settings: StreamSettings) -> tuple[Tensor, Tensor]:
+    """See `nvcli.kernels.streams.gate_streams`."""
+    assert normed.is_contiguous()
+    assert gates.is_contiguous()
+    num_tokens, size = len(normed), normed.shape[1] // settings.count
+    out = torch.empty(num_tokens, size, dtype=normed.dtype, device=normed.device)
+    kept = torch.empty(num_tokens, logits.shape[1], dtype=torch.float32, device=normed.device)
+    block = min(_GATED, next_power_of_2(size))
+    _gate_kernel[num_tokens, ceil_div(size, block)](
+        normed,
+        gates,
+        logits,
+        out,
+        kept if logits.shape[1] else None,
+        logits.stride(0),
+        SETTINGS=settings,
+        SIZE=size,
+        STREAMS=next_power_of_2(settings.count),
+        BLOCK=block,
+        **dependent(normed.device),
+    )
+    return out, kept
+
+
 def add_to_streams(streams: Tensor, result: Tensor, kept: Tensor, settings: StreamSettings) -> None:
     """See `nvcli.kernels.streams.add_to_streams`."""
     _advance(streams, result, kept, None, settings)
@@ -295,13 +430,7 @@ def _advance(
     None without a weight."""
     assert streams.is_contiguous()
     num_tokens, size = len(streams), streams.shape[1] // settings.count
-    strides = 0, 0
-    if result is not None:
-        result = result if result.dim() == 3 else result.unsqueeze(0)
-        assert result.stride(2) == 1
-        assert kept is not None
-        assert kept.is_contiguous()
-        strides = result.stride(0), result.stride(1)
+    result, strides = _parts_of(result, kept)
     tiles, most_parts = ceil_div(num_tokens, _TOKENS), ceil_div(size, _COLUMNS)
     wanted = ceil_div(_PROGRAMS * num_multiprocessors(streams.device), tiles)
     num_parts = min(most_parts, next_power_of_2(wanted))

@@ -69,3 +69,16 @@ def chunk_tokens(chunk, start, end, before, BLOCK_SIZE: tl.constexpr, CHUNK: tl.
     last = tl.minimum(tl.minimum(first + CHUNK, block + BLOCK_SIZE), before + end - start)
     first = tl.maximum(first, before)
     return start + first - before, last - first
+
+
+@triton.jit
+def row_of_token(token, starts_ptr, first_row, num_rows, num_halvings):
+    """Return the last of rows `first_row` to `num_rows` that begins at or before a token."""
+    low = first_row
+    high = num_rows
+    for _ in range(num_halvings):
+        middle = (low + high) // 2
+        begins = tl.load(starts_ptr + middle) <= token
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+    return low
