@@ -134,7 +134,7 @@ def routes_of(
 
 def first_of(case: Case, num_tokens: int) -> Case:
     """Return the case with fewer tokens."""
-    routes = Routes(*(tensor[:num_tokens].contiguous() for tensor in case.routes))
+    routes = Routes(*(tensor[:num_tokens].contiguous() for tensor in case.routes[:2]))
     return case._replace(x=case.x[:num_tokens].contiguous(), routes=routes)
 
 

@@ -109,7 +109,9 @@ def make_weight(kind: Kind, rows: int, columns: int, dtype: torch.dtype) -> Weig
     return weight
 
 
-def make_affine(kind: Affine, rows: int, columns: int, device: torch.device | str = DEVICE) -> tuple[Tensor, Tensor, Tensor, W4Format]:
+def make_affine(
+    kind: Affine, rows: int, columns: int, device: torch.device | str = DEVICE
+) -> tuple[Tensor, Tensor, Tensor, W4Format]:
     """Make words, the numbers that they stand for, scales and the format, in groups as large as columns allow."""
     generator = torch.Generator(device).manual_seed(0)
     format = W4Format(kind, 16 if columns % 32 else 32).for_rows(rows // 2)

@@ -6,8 +6,8 @@ codes. The other ones multiply: each turns the words of its features into number
 time, which are the first factor of Hopper's matrix units, and the activations are the second one. While a quarter is
 multiplied, the next one is turned into numbers. A weight is read and turned into numbers once for 128 rows.
 
-The scales of integers have 16 bits, and those of affine codes 11. They are multiplied in two halves, so that a number
-is rounded once, as it is where a weight is turned into 16 bits in memory, but for the offset of affine codes.
+The scales of integers have 16 bits. They are multiplied in two halves, so that a number is rounded once, as it is where
+a weight is turned into 16 bits in memory. Those of affine codes are rounded before (`w4_codes.affine_numbers`).
 
 Gate and up projection are multiplied together: in a block of 64 rows of a weight lie 8 of the gate, the 8 of the up
 projection with the same features, the next 8 of the gate, and so on. This is how the matrix units give both results of
@@ -187,14 +187,14 @@ def _factors(pairs, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
         low_scales = _twice(exact - exact.to(DTYPE).to(gl.float32), DTYPE)
         zeros = (pairs & 255) * 65537 + (0x43004300 if gl.bfloat16 == DTYPE else 0x64006400)
     elif FORMAT == "affine":
-        if gl.bfloat16 == DTYPE:
-            scales, low_scales, zeros = gl.inline_asm_elementwise(
-                BF16_HALVES, "=&r,=&r,=&r,r", [pairs], dtype=(gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
-            )
-        else:
-            scales, zeros = gl.inline_asm_elementwise(
-                F16_HALVES, "=&r,=&r,r", [pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-            )
+        scales, zeros = gl.inline_asm_elementwise(
+            BF16_HALVES if gl.bfloat16 == DTYPE else F16_HALVES,
+            "=&r,=&r,r",
+            [pairs],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
     return scales, low_scales, zeros
 
 
@@ -207,30 +207,21 @@ def _numbers(words, scales, low_scales, zeros, part: gl.constexpr, FORMAT: gl.co
         numbers = gl.inline_asm_elementwise(
             _FP4_NUMBERS[part], "=r,r,r,r", [words, factors[:, None]], dtype=gl.bfloat16, is_pure=True, pack=2
         )
-    elif FORMAT == "affine" and gl.float16 == DTYPE:
+    elif FORMAT == "affine":
         numbers = gl.inline_asm_elementwise(
-            F16_AFFINE[part],
+            BF16_AFFINE[part] if gl.bfloat16 == DTYPE else F16_AFFINE[part],
             "=r,r,r,r,r,r",
             [words, scales[:, None], zeros[:, None]],
-            dtype=gl.float16,
-            is_pure=True,
-            pack=2,
-        )
-    elif gl.bfloat16 == DTYPE:
-        numbers = gl.inline_asm_elementwise(
-            BF16_AFFINE[part] if FORMAT == "affine" else _BF16_INTEGERS[part],
-            "=r,r,r,r,r,r,r,r",
-            [words, scales[:, None], low_scales[:, None], zeros[:, None]],
-            dtype=gl.bfloat16,
+            dtype=gl.bfloat16 if gl.bfloat16 == DTYPE else gl.float16,
             is_pure=True,
             pack=2,
         )
     else:
         numbers = gl.inline_asm_elementwise(
-            _F16_INTEGERS[part],
+            _BF16_INTEGERS[part] if gl.bfloat16 == DTYPE else _F16_INTEGERS[part],
             "=r,r,r,r,r,r,r,r",
             [words, scales[:, None], low_scales[:, None], zeros[:, None]],
-            dtype=gl.float16,
+            dtype=gl.bfloat16 if gl.bfloat16 == DTYPE else gl.float16,
             is_pure=True,
             pack=2,
         )

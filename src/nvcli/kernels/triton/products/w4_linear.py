@@ -41,12 +41,12 @@ the library multiplies; for `gated`: a plain product, then the activation."""
 
 LINEAR: Mapping[Kind, Ranges] = {
     "plain": (
-        (16, ProductLaunch(16, 128, 128, 4, 4)),
+        (16, ProductLaunch(16, 64, 128, 4, 2)),
         (32, ProductLaunch(32, 128, 128, 4, 4)),
         (256, ProductLaunch(64, 128, 128, 3, 4)),
     ),
     "sum": (
-        (16, ProductLaunch(16, 128, 128, 4, 4)),
+        (16, ProductLaunch(16, 64, 128, 4, 2)),
         (64, ProductLaunch(64, 128, 128, 3, 4)),
         (128, ProductLaunch(128, 128, 128, 3, 8)),
         (256, ProductLaunch(64, 128, 128, 3, 4)),
