@@ -67,6 +67,15 @@ def test_an_embedding_in_openais_form() -> None:
     assert Page(is_coloured=False).format(row, None) == " 2  id e  embedding  4 + 0 tokens \n[0.5, 1]\n\n"
 
 
+@pytest.mark.parametrize("score", [0.75, "0.75"])  # JSON, CSV
+def test_a_class(score: float | str) -> None:
+    answer = {"id": "a", "index": 2, "label": "good", "score": score, "classes": [], "error": None, "topic": "x"}
+    row = read_shown_row(json.dumps(answer).encode())
+    assert row is not None
+    shown = Page(is_coloured=False).format(row, None)
+    assert shown == ' 2  id a  score 0.7500  0 + 0 tokens \ngood\ntopic: "x"\n\n'
+
+
 def test_options(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = CliRunner()
     monkeypatch.setenv("HOME", str(output.parent))

@@ -192,6 +192,6 @@ def _embedding(raw: msgspec.Raw) -> _Choice:
 
 
 def _class(label: msgspec.Raw, score: msgspec.Raw) -> _Choice:
-    """Return the class of a row as an answer."""
-    number = msgspec.json.decode(score, type=float)
+    """Return the class of a row as an answer. In a table of texts its score is one, too."""
+    number = msgspec.json.decode(score, type=float, strict=False)
     return _Choice(text=msgspec.json.decode(label, type=str), finish_reason=f"score {number:,.4f}")
