@@ -76,7 +76,9 @@ def test_classes(tmp_path: Path, keys: dict[str, Any], labels: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"id2label": {"0": 5}}, '`id2label`: {"0": 5} holds names that are not texts'),
+        ({"id2label": {"0": 5}}, "`id2label.0`: 5 is not text"),
+        ({"id2label": {"0": "a", "1": "\ud800"}}, "`id2label.1`: it holds the lone surrogate"),
+        ({"id2label": dict.fromkeys(map(str, range(65_537)), "a")}, "`id2label`: 65,537 names are too many"),
         ({"id2label": ["a"]}, '`id2label`: ["a"] is not an object'),
         ({"num_labels": 0}, "`num_labels`: 0 is not positive"),
         ({"problem_type": "ranking"}, '`problem_type`: "ranking" is not supported; supported: regression, single_l'),

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from nvcli.core.config_types import MAX_INT32
 from nvcli.core.task_config import Activation, Classifier
-from nvcli.core.validation import is_integer, show
+from nvcli.core.validation import describe_surrogate, is_integer
 from nvcli.models.embedding_files import check_causal
 from nvcli.models.json_file import JsonFile
 
@@ -23,11 +23,14 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 def read_classifier(config: JsonFile, text: JsonFile) -> Classifier:
     """Read the classes from config.json, and padding from its settings of the text model (`text`). Raises LoadError."""
     check_causal(text)
-    names = config.object("id2label").values
-    count = config.positive("num_labels", len(names) or 2, most=MAX_CLASSES)  # transformers writes no two of its own
-    labels = tuple(names.get(str(number), f"LABEL_{number}") for number in range(count))
-    if not all(isinstance(label, str) for label in labels):
-        raise config.error("id2label", f"{show(dict(names))} holds names that are not texts")
+    names = config.object("id2label")
+    if len(names.values) > MAX_CLASSES:
+        raise config.error("id2label", f"{len(names.values):,} names are too many; allowed: up to {MAX_CLASSES:,}")
+    count = config.positive("num_labels", len(names.values) or 2, most=MAX_CLASSES)  # transformers writes no two
+    labels = tuple(names.get(str(number), str, f"LABEL_{number}") for number in range(count))
+    for number, label in enumerate(labels):
+        if (surrogate := describe_surrogate(label)) is not None:
+            raise names.error(str(number), surrogate)
     activation = config.choice("problem_type", _ACTIVATIONS, "single_label_classification")
     pad_id = text.values.get("pad_token_id")
     return Classifier(
