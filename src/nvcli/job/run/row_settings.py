@@ -146,7 +146,8 @@ def _task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows
     if classifier is None and run.task == "classify":
         raise ConfigError(
             f"{run.model} is a {model.architecture}, which has no classes; use `nvcli score` or `nvcli embed`, or a "
-            f"model whose architecture ends in {CLASSIFIER}"
+            f"model whose architecture ends in {CLASSIFIER} (if an adapter brings the head, `hf_overrides` names it: "
+            "see `nvcli classify --help`)"
         )
     if classifier is not None:
         if run.task != "classify":
