@@ -83,10 +83,14 @@ def test_classes(tmp_path: Path, keys: dict[str, Any], labels: tuple[str, ...], 
         ({"num_labels": 0}, "`num_labels`: 0 is not positive"),
         ({"problem_type": "ranking"}, '`problem_type`: "ranking" is not supported; supported: regression, single_l'),
         ({"is_causal": False}, "`is_causal`: false: a model that attends in both directions is not supported"),
+        (
+            {"architectures": ["ModernBertDecoderForSequenceClassification"]},
+            "a classifier with a prediction head is not",
+        ),
     ],
 )
 def test_classes_that_cannot_be_read(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
-    assert_refused(write(tmp_path, architectures=["Qwen3ForSequenceClassification"], **keys), told)
+    assert_refused(write(tmp_path, **{"architectures": ["Qwen3ForSequenceClassification"], **keys}), told)
 
 
 def test_reading_needs_no_torch() -> None:

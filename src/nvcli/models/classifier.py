@@ -11,6 +11,7 @@ from nvcli.core.task_config import Activation, Classifier
 from nvcli.core.validation import describe_surrogate, is_integer
 from nvcli.models.embedding_files import check_causal
 from nvcli.models.json_file import JsonFile
+from nvcli.models.layer_config import DecoderConfig
 
 MAX_CLASSES = 65_536
 """Maximum number of classes; messages from the ranks have room for them."""
@@ -20,9 +21,14 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 """The values of `problem_type`."""
 
 
-def read_classifier(config: JsonFile, text: JsonFile) -> Classifier:
+def read_classifier(config: JsonFile, text: JsonFile, decoder: DecoderConfig) -> Classifier:
     """Read the classes from config.json, and padding from its settings of the text model (`text`). Raises LoadError."""
     check_causal(text)
+    if decoder.prediction_head is not None:
+        raise config.error(
+            "architectures",
+            "a classifier with a prediction head is not supported; supported: the model with an LM head",
+        )
     names = config.object("id2label")
     if len(names.values) > MAX_CLASSES:
         raise config.error("id2label", f"{len(names.values):,} names are too many; allowed: up to {MAX_CLASSES:,}")

@@ -402,7 +402,7 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
         not_applied=_not_applied(generation),
         quantisation=quantisation,
         has_head=architecture in family.architectures,
-        classifier=read_classifier(config, text) if architecture.endswith(CLASSIFIER) else None,
+        classifier=read_classifier(config, text, decoder) if architecture.endswith(CLASSIFIER) else None,
     )
     return model if model.has_head else model.headless()
 
