@@ -22,7 +22,8 @@ class ModelEngine(SchedulerEngine):
     def __init__(self, config: EngineConfig) -> None:
         runner = ModelRunner(config, RankContext(rank=0, report_phase=lambda phase: None))
         num_blocks = min(NUM_BLOCKS, runner.ready.num_blocks)
-        super().__init__(config, num_blocks=num_blocks, executor=RankExecutor(runner))
+        executor = RankExecutor(runner)
+        super().__init__(config, num_blocks=num_blocks, executor=executor, kv_groups=runner.ready.kv_groups)
 
 
 def write_byte_model(folder: Path, **settings: Any) -> Path:

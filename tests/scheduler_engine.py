@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.messages import EngineReady, StepInput, StepOutput, unpack
+from nvcli.core.messages import EngineReady, KVGroup, StepInput, StepOutput, unpack
 from nvcli.core.weight_changes import WeightsChange, WeightsChanged
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore, StepExecutor
@@ -35,9 +35,16 @@ class InstantExecutor:
 
 
 class SchedulerEngine:
-    """Takes a step with each poll. `num_blocks`: size of the KV cache."""
+    """Takes a step with each poll. `num_blocks`: size of the KV cache; `kv_groups`: those of the model."""
 
-    def __init__(self, config: EngineConfig, *, num_blocks: int, executor: StepExecutor | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        num_blocks: int,
+        executor: StepExecutor | None = None,
+        kv_groups: Sequence[KVGroup] = (KVGroup(),),
+    ) -> None:
         self._ready = EngineReady(
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -46,6 +53,7 @@ class SchedulerEngine:
             weight_bytes=0,
             attention_backend="none",
             seconds={},
+            kv_groups=list(kv_groups),
         )
         blocks = BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(scheduler_limits(config, self._ready), blocks)
