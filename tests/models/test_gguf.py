@@ -287,6 +287,7 @@ def test_ranks_keep_the_numbers_of_blocks(family: str, tmp_path: Path) -> None:
         ("Llama", "Q4_K"),
         ("Phi3", "Q4_0"),
         ("Qwen3_5Text", "Q4_1"),
+        ("Lfm2", "Q5_0"),
         ("Qwen3Moe", "Q5_K"),
         ("Qwen3Moe", "MXFP4"),
         ("GptOss", "MXFP4"),
@@ -301,6 +302,8 @@ def test_ranks_keep_blocks_as_they_are(family: str, blocks: str, tmp_path: Path)
     settings: dict[str, Any] = {"head_dim": max(16, size // 4), "num_hidden_layers": 3}
     if family == "Qwen3_5Text":  # whose values lie in another order, by rows and by columns
         settings = {**FAMILIES["qwen 3.5"][1], "linear_value_head_dim": 32}
+    if family == "Lfm2":  # whose files have other names than the decoder
+        settings = dict(FAMILIES["lfm2"][1])
     settings |= {"hidden_size": size, "intermediate_size": width, "vocab_size": 97}
     path = write_tiny_model(tmp_path / "model", family, **settings, **experts)
     others = {"token_embd.weight": Type.Q8_0, "blk.1.ffn_down.weight": Type.Q4_1, "blk.1.attn_q.weight": Type.F16}
@@ -311,7 +314,11 @@ def test_ranks_keep_blocks_as_they_are(family: str, blocks: str, tmp_path: Path)
         others |= {"blk.2.ffn_gate_exps.weight": Type.Q3_K, "blk.2.ffn_up_exps.weight": Type.IQ4_XS}
 
     def choose(name: str) -> Type:
-        is_plain = "gate_inp" in name or "conv1d" in name or (blocks == "MXFP4" and not name.endswith("exps.weight"))
+        is_plain = (
+            "gate_inp" in name
+            or name.endswith(("conv1d.weight", "conv.weight"))
+            or (blocks == "MXFP4" and not name.endswith("exps.weight"))
+        )
         return others.get(name, Type.F32 if is_plain else Type[blocks])
 
     folder = resolve_model(str(write_gguf(path, tmp_path / "model.gguf", choose=choose, **TOKENIZER)))

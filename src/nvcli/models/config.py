@@ -386,6 +386,8 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
     if family.read_vision is not None and part.values.get(_VISION) is not None:
         vision = family.read_vision(part, vision_section(part), text)
         layout = replace(layout, tower=vision.names)
+    if quantisation is not None and quantisation.names_decoder:
+        quantisation = quantisation.renamed(layout.decoder_name)
     vocab_size, eos_ids = text.positive("vocab_size"), _eos_token_ids(generation, config, text)
     longest = text.positive("max_position_embeddings", least=2)  # a prompt and its answer
     model = ModelConfig(

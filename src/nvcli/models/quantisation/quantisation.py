@@ -6,7 +6,8 @@ checkpoint, and `models/stored_values.py` decodes them; neither knows any format
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nvcli.core.config_types import KeptWeights
@@ -153,7 +154,18 @@ class Quantisation:
     narrow_groups: tuple[str, ...] = ()
     """Patterns of the layers whose affine codes are in groups of 16 rather than 32."""
     names_decoder: bool = False
-    """Whether patterns are of the decoder's own names, whatever other files of the family call its modules."""
+    """Whether patterns are names of modules alone, which are renamed as tensors are (`renamed`)."""
+
+    def renamed(self, decoder_name: Callable[[str], str | None]) -> Quantisation:
+        """Return the same, with the decoder's names in the lists of modules. `decoder_name` gives the name in the
+        decoder of a tensor in the files; None: it has none."""
+
+        def names(modules: tuple[str, ...]) -> tuple[str, ...]:
+            found = (decoder_name(f"{module}.weight") for module in modules)
+            return tuple(name.removesuffix(".weight") for name in found if name is not None)
+
+        wide, narrow = names(self.wide), names(self.narrow_groups)
+        return replace(self, left_alone=names(self.left_alone), wide=wide, narrow_groups=narrow)
 
     @property
     def kept_as(self) -> KeptWeights:
