@@ -109,10 +109,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ),
     ] = "auto"
     """Format of the weights of linear layers. none: `dtype`, whatever the checkpoint's format; fp8: 8 bits, with
-    activations quantised on the fly; w4a16: the 4 bits of the checkpoint, with activations in `dtype`; w4a8: those
-    of experts in MXFP4, with activations quantised to FP8. auto: fp8
-    for a checkpoint in FP8 on GPUs with FP8 units, w4a16 (MXFP4: w4a8) for one in 4 bits where 16 (of FP4: 8) would
-    take too much of a GPU's memory, else none."""
+    activations quantised on the fly; w4a16: the bits of a checkpoint in 4, or in GGUF, with activations in `dtype`;
+    w4a8: those of experts in MXFP4, with activations quantised to FP8. auto: fp8 for a checkpoint in FP8 on GPUs with
+    FP8 units, w4a16 (MXFP4: w4a8) for one in 4 bits or in GGUF where 16 (of FP4: 8) would take too much of a GPU's
+    memory, else none."""
     fp8_accumulation: FP8Accumulation = "exact"
     """Accumulation of FP8 products. exact: in float32, at least every 256 terms of a sum; fast:
     in the FP8 units, which keep about 14 bits, for the whole sum if weights have a scale for each row or tensor."""

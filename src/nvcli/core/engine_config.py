@@ -155,7 +155,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def weights_type(self) -> str:
         """The type of the weights, for people."""
         return self.dtype + {"none": "", "fp8": ", linear layers in FP8"}.get(
-            self.quantization, ", linear layers in 4 bits"
+            self.quantization, ", linear layers in the checkpoint's bits"
         )
 
     @property

@@ -102,7 +102,7 @@ def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
     run = RunConfig(model="m", device="cuda")
     model, config, *_ = resolve_engines(run, tmp_path, load_checkpoint(run, tmp_path), gpus=gpus_of(48 * GIB))
     assert model.quantization == config.quantization == "w4a16"
-    assert config.weights_type == "bfloat16, linear layers in 4 bits"
+    assert config.weights_type == "bfloat16, linear layers in the checkpoint's bits"
     with pytest.raises(ConfigError, match=r"is w4a16.* this one is not quantised: use quantization: none"):
         keep_weights(RunConfig(model="m", quantization="w4a16"), shape("qwen3-8b", tmp_path, "none"), "cpu")
 

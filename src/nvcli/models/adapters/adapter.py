@@ -65,7 +65,7 @@ class Adapter:
         return replace(model, tie_word_embeddings=False) if self.unties_head else model
 
     def check_kept(self, model: ModelConfig) -> None:
-        """Raise ConfigError if ranks are to keep a weight in the checkpoint's 4 bits that the adapter changes."""
+        """Raise ConfigError if ranks are to keep a weight in the checkpoint's bits that the adapter changes."""
         for tensor in model_tensors(model, model.dtype):
             if tensor.w4 is None:
                 continue
@@ -73,7 +73,7 @@ class Adapter:
             if changed is not None:
                 raise ConfigError(
                     f"`quantization` is {model.quantization}, and the adapter (`lora`) changes {changed}, whose new "
-                    "values the checkpoint's 4 bits do not hold: use quantization: none, or fp8, which quantises the "
+                    "values the checkpoint's bits do not hold: use quantization: none, or fp8, which quantises the "
                     "new values"
                 )
 

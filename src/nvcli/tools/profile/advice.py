@@ -133,7 +133,7 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
     if _takes_fp8(config):
         yield fp8
     if _can_keep("w4a16", config, model):
-        yield {"quantization": "w4a16"}, "linear layers in the checkpoint's 4 bits; large batches get slower"
+        yield {"quantization": "w4a16"}, "linear layers in the checkpoint's bits; large batches get slower"
     if _can_keep("fp8", config, model):
         yield {"quantization": "fp8"}, "linear layers in 8 bits; `nvcli compare-quality` says what that changes"
     for size in (2 * config.tensor_parallel_size, 4 * config.tensor_parallel_size, 8 * config.tensor_parallel_size):
