@@ -260,7 +260,10 @@ def _framed_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     file.with_defaults({"tile_size": 768}).only(tile_size=tile)
     size = _object(file, "size").with_defaults({"height": 1024, "width": 1024})
     size.only(height=edge, width=edge)
-    red, green, blue = (int(value) for value in _channels(file, "background_color", (127.0, 127.0, 127.0)))
+    colour = _channels(file, key := "background_color", (127.0, 127.0, 127.0))
+    if not all(0 <= value <= 255 for value in colour):
+        raise file.error(key, f"{show(file.values[key])} is no colour: numbers are from 0 to 255")
+    red, green, blue = map(int, colour)
     return FramedRule(
         side=vision.token_pixels,
         edge=edge,
