@@ -45,8 +45,11 @@ def test_ranges(kind: Kind) -> None:
         assert isinstance(choose(kind, rows), HopperW4Launch)
         assert isinstance(choose(kind, rows, dtype=torch.float16), HopperW4Launch)
         assert isinstance(choose(kind, rows, format=W4Format("affine", 32)), HopperW4Launch)
-    for rows in (1, least):
-        assert choose(kind, rows) == of_table(kind, rows)
+    assert choose(kind, least) == of_table(kind, least)
+    nvfp4, in_groups = W4Format("nvfp4", 16), W4Format("integer", 32)
+    for format in (nvfp4, in_groups, GROUP_128, W4Format("affine", 32)):
+        is_narrow = kind != "gated" and format not in (nvfp4, in_groups)
+        assert (choose(kind, 1, format=format) == of_table(kind, 1)) != is_narrow
     assert choose(kind, 4096) is None, "the library multiplies many rows"
     wide, narrow = W4Format("affine in 8 bits", 32), W4Format("affine", 16)
     formats = [{"format": one} for one in (W4Format("integer", 64), GROUP_128.for_rows(6160), wide, narrow)]
