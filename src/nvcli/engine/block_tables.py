@@ -17,6 +17,7 @@ with recurrent states have rules of their own (`state_blocks.py`).
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -113,6 +114,10 @@ class BlockTables:
             return True
         needed = sum(group.most_blocks(num_tokens, self.block_size) for group in self._groups)
         return needed <= self.block_manager.num_blocks
+
+    def most_tokens(self, limit: int) -> int:
+        """Return the most tokens, below `limit`, that a request that runs alone can compute."""
+        return bisect(range(limit), False, key=lambda count: not self.can_fit(count)) - 1
 
     def reserve(self, num_requests: int) -> int:
         """Return the most blocks that `num_requests` decoding requests need for one more token each: one in each group,

@@ -52,11 +52,11 @@ def of_token(token: int, state: RequestState) -> Failure:
     return _not_finite(state) if token == NOT_FINITE else _constraint_failed(state)
 
 
-def too_large(num_tokens: int, capacity: int) -> Failure:
-    """Make the failure of a request that needs `num_tokens` tokens, more than the whole KV cache's `capacity`."""
+def too_large(num_tokens: int, most_tokens: int) -> Failure:
+    """Make the failure of a request that needs `num_tokens` tokens; the whole KV cache holds `most_tokens` of one."""
     return Failure(
         "kv_cache_too_small",
-        f"{num_tokens} tokens do not fit the KV cache, which holds {capacity}; "
+        f"{num_tokens:,} tokens do not fit the KV cache, which holds {most_tokens:,} of one request; "
         "raise gpu_memory_utilization or kv_cache_memory, or lower max_tokens",
     )
 

@@ -441,8 +441,8 @@ class Scheduler:
         self._waiting.appendleft(state)
 
     def _finish_too_large(self, state: RequestState, num_tokens: int) -> None:
-        capacity = self.block_manager.num_blocks * self.limits.block_size  # every home has as many
-        self._finish(state, "error", failure=failures.too_large(num_tokens, capacity))
+        most = self._homes[0].tables.most_tokens(num_tokens)  # every home has as many blocks
+        self._finish(state, "error", failure=failures.too_large(num_tokens, most))
 
     def _fail(self, state: RequestState) -> None:
         """End a request whose last id stands for a failure."""
