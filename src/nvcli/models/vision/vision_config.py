@@ -89,19 +89,7 @@ MergerKind = Literal[
 class MergerConfig:
     """The way from the square of patches that make up a token to its embedding."""
 
-    kind: Literal[
-        "squares",
-        "linear",
-        "pool",
-        "project",
-        "patches",
-        "gated",
-        "bordered",
-        "ended",
-        "placed",
-        "convolved",
-        "queries",
-    ]
+    kind: MergerKind
     """squares: their vectors side by side go through an MLP; linear: they are projected; pool: their mean is normed and
     projected; project: likewise, with a norm that has no weights; patches: they are normed and merged before an MLP;
     gated: they are merged and normed before a gated MLP; bordered: they are normed and merged, then projected twice and

@@ -18,6 +18,18 @@ _PLACES = 1024
 """The chosen keys that a program lists."""
 
 
+@triton.jit
+def _keys_of_pool(
+    count, table, block_stride: tl.int64, POOL: tl.constexpr, BLOCK_SIZE: tl.constexpr, CACHE_ROW: tl.constexpr
+):
+    """Return lanes, which of them are keys of the pool that the last of `count` keys fills, and where these are."""
+    lane = tl.arange(0, triton.next_power_of_2(POOL))
+    is_key = lane < POOL
+    position = count - POOL + tl.where(is_key, lane, 0)
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    return lane, is_key, block * block_stride + position % BLOCK_SIZE * CACHE_ROW
+
+
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables"])
 def _pool_keys_kernel(
     cache,  # blocks cache_block_stride apart, tokens CACHE_ROW: key, gates, and the pool's key, which is written
@@ -37,12 +49,10 @@ def _pool_keys_kernel(
     count = tl.load(seen + token)
     if (count == 0) | (count % POOL != 0):
         return
-    lane, number = tl.arange(0, triton.next_power_of_2(POOL)), tl.arange(0, triton.next_power_of_2(SIZE))
-    is_key, is_number = lane < POOL, number < SIZE
-    position = count - POOL + tl.where(is_key, lane, 0)
     table = tables + tl.load(slots + token) * table_stride
-    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    place = block * cache_block_stride + position % BLOCK_SIZE * CACHE_ROW
+    lane, is_key, place = _keys_of_pool(count, table, cache_block_stride, POOL, BLOCK_SIZE, CACHE_ROW)
+    number = tl.arange(0, triton.next_power_of_2(SIZE))
+    is_number = number < SIZE
     inside = is_key[:, None] & is_number[None, :]
     key = tl.load(cache + place[:, None] + number[None, :], mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(cache + place[:, None] + SIZE + number[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -76,12 +86,10 @@ def _average_keys_kernel(
     count = tl.load(seen + token)
     if (count == 0) | (count % POOL != 0):
         return
-    lane, number = tl.arange(0, triton.next_power_of_2(POOL)), tl.arange(0, triton.next_power_of_2(HALF))
-    is_key, is_number = lane < POOL, number < HALF
-    position = count - POOL + tl.where(is_key, lane, 0)
     table = tables + tl.load(slots + token) * table_stride
-    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    place = block * cache_block_stride + position % BLOCK_SIZE * CACHE_ROW
+    lane, is_key, place = _keys_of_pool(count, table, cache_block_stride, POOL, BLOCK_SIZE, CACHE_ROW)
+    number = tl.arange(0, triton.next_power_of_2(HALF))
+    is_number = number < HALF
     inside = is_key[:, None] & is_number[None, :]
     keys = cache + place[:, None] + number[None, :]
     dtype = cache.dtype.element_ty
