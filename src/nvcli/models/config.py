@@ -1,7 +1,8 @@
 """ModelConfig: what nvcli needs to know about a checkpoint, read from config.json and generation_config.json.
 
-The one place that knows how transformers' versions spell these files. Torch-free and cheap to import. Everything that
-cannot be served is refused here, by name, before any process is started or weight is read.
+With `generation_config.py` it is the one place that knows how transformers' versions spell these files. Torch-free and
+cheap to import. Everything that cannot be served is refused here, by name, before any process is started or weight is
+read.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from nvcli.core.config_types import FOUR_BITS, MAX_INT32, KeptWeights
+from nvcli.core.config_types import FOUR_BITS, KeptWeights
 from nvcli.core.task_config import Classifier
-from nvcli.core.validation import is_integer, show
+from nvcli.core.validation import show
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import AFFINE_GROUPS, FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT
@@ -23,6 +24,7 @@ from nvcli.models.draft_head_config import DraftHeadConfig
 from nvcli.models.families.catalogue import CLASSIFIER, find_family
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
+from nvcli.models.generation_config import GENERATION_CONFIG_FILE, eos_token_ids, generation_defaults, not_applied
 from nvcli.models.json_file import JsonFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mixer import Block, Mixer, Piece, Ranks
@@ -38,31 +40,8 @@ from nvcli.models.vision.vision_file import vision_section
 from nvcli.worker.distributed.stage import Stage
 
 CONFIG_FILE = "config.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
-MAX_EOS_IDS = 64
-"""The most end-of-sequence ids; messages to the ranks have room for this many."""
 _TEXT, _VISION, _TIED = "text_config", "vision_config", "tie_word_embeddings"
 _LIST_OF_MODELS = "`nvcli models` lists what is supported"
-_DRAWN_KEYS = ("temperature", "top_p", "top_k", "min_p")
-_SAMPLING_KEYS = {
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop_strings": "stop",
-}
-"""Keys of generation_config.json, also where tokens are not drawn, and `SamplingParams`' names for them."""
-_NOT_APPLIED = {
-    **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), 1),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    "min_length": 0,
-    **dict.fromkeys(("begin_suppress_tokens", "sequence_bias")),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
-    **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "watermarking_config")),
-}
-"""Keys of generation_config.json by which transformers chooses tokens and nvcli does not, with the value that
-changes nothing; an empty list changes nothing either."""
-_NOT_APPLIED_GREEDY = {"penalty_alpha": 0}
-_NOT_APPLIED_DRAWN = {"typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +59,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     """The end-of-sequence ids of both files, each once."""
     generation_defaults: Mapping[str, Any] = field(hash=False)
-    """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `_generation_defaults`. They are
+    """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `generation_config.py`. They are
     not checked: a run may ignore them (`generation_config: none`)."""
     not_applied: Mapping[str, Any] = field(hash=False)
     """Keys of generation_config.json that choose tokens in transformers and have no effect here, with their values."""
@@ -388,7 +367,7 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
         layout = replace(layout, tower=vision.names)
     if quantisation is not None and quantisation.names_decoder:
         quantisation = quantisation.renamed(layout.decoder_name)
-    vocab_size, eos_ids = text.positive("vocab_size"), _eos_token_ids(generation, config, text)
+    vocab_size, eos_ids = text.positive("vocab_size"), eos_token_ids(generation, config, text)
     longest = text.positive("max_position_embeddings", least=2)  # a prompt and its answer
     model = ModelConfig(
         architecture=architecture,
@@ -400,8 +379,8 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
         max_position_embeddings=min(longest, decoder.max_positions or longest),
         dtype=_dtype(config, part, text),
         eos_token_ids=eos_ids,
-        generation_defaults=_generation_defaults(generation, vocab_size, eos_ids),
-        not_applied=_not_applied(generation),
+        generation_defaults=generation_defaults(generation, vocab_size, eos_ids),
+        not_applied=not_applied(generation),
         quantisation=quantisation,
         has_head=architecture in family.architectures,
         classifier=read_classifier(config, text, decoder) if architecture.endswith(CLASSIFIER) else None,
@@ -454,58 +433,3 @@ def _dtype(*files: JsonFile) -> StoredDtype:
         if name == dtype:
             return dtype  # type: ignore[no-any-return]
     raise config.error(key, f"{show(name)} is not supported; supported: {', '.join(get_args(StoredDtype))}")
-
-
-def _eos_token_ids(*files: JsonFile) -> tuple[int, ...]:
-    ids: dict[int, None] = {}
-    for file in files:
-        value = file.values.get("eos_token_id")
-        for token in value if isinstance(value, list) else [] if value is None else [value]:
-            if not is_integer(token, 0, MAX_INT32):
-                raise file.error("eos_token_id", f"{show(value)} is not a token id or a list of them")
-            ids[token] = None
-        if len(ids) > MAX_EOS_IDS:
-            raise file.error("eos_token_id", f"{len(ids):,} ids end an answer; allowed: up to {MAX_EOS_IDS}")
-    return tuple(ids)
-
-
-def _generation_defaults(generation: JsonFile, vocab_size: int, eos_ids: tuple[int, ...]) -> dict[str, Any]:
-    """Read the sampling defaults of generation_config.json.
-
-    `do_sample: false` asks for greedy decoding, whatever the temperature. Where `do_sample` is absent, the keys that
-    are present count. Absent keys take nvcli's own defaults, as in vLLM, and not transformers' (greedy, top_k 50).
-    """
-    values = generation.values
-    greedy = values.get("do_sample") is False
-    names = _SAMPLING_KEYS | ({} if greedy else {key: key for key in _DRAWN_KEYS})
-    defaults: dict[str, Any] = {"temperature": 0.0} if greedy else {}
-    defaults.update({name: values[key] for key, name in names.items() if values.get(key) is not None})
-    if words := _bad_words(values, vocab_size, eos_ids):
-        defaults["bad_words"] = words
-    return defaults
-
-
-def _bad_words(values: Mapping[str, Any], vocab_size: int, eos_ids: tuple[int, ...]) -> list[Any]:
-    """Read the tokens and sequences that are never chosen, except those with tokens that the model does not have.
-
-    As in transformers, `bad_words_ids` do not forbid the end of an answer, and `suppress_tokens` may.
-    """
-    suppressed, words = (values.get(key) or [] for key in ("suppress_tokens", "bad_words_ids"))
-    if not isinstance(suppressed, list) or not isinstance(words, list):
-        return suppressed or words  # refused by a run that takes these defaults
-    ends = [[token] for token in eos_ids]
-    words = [[token] for token in suppressed] + [word for word in words if word not in ends]
-
-    def is_known(token: object) -> bool:
-        return not is_integer(token) or 0 <= token < vocab_size
-
-    return [word for word in words if not isinstance(word, list) or all(map(is_known, word))]
-
-
-def _not_applied(generation: JsonFile) -> dict[str, Any]:
-    """Read the keys of generation_config.json that choose tokens in transformers alone."""
-    values = generation.values
-    draws = values.get("do_sample")
-    neutral = _NOT_APPLIED | (_NOT_APPLIED_GREEDY if draws is not True else {})
-    neutral |= _NOT_APPLIED_DRAWN if draws is not False else {}
-    return {key: values[key] for key, value in neutral.items() if values.get(key) not in (None, [], value)}

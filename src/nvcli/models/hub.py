@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from nvcli.core.system.hub_access import HUB_TIMEOUT, DownloadSize, hub_problem, missing_size, no_progress
 from nvcli.errors import ConfigError, LoadError, reworded
-from nvcli.models.config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_model_config
+from nvcli.models.config import CONFIG_FILE, load_model_config
 from nvcli.models.config_overrides import NO_OVERRIDES
+from nvcli.models.generation_config import GENERATION_CONFIG_FILE
 from nvcli.models.gguf.architectures import check_supported
 from nvcli.models.gguf.files import check_parts, choose_model, models_among
 from nvcli.models.gguf.folder import model_folder

@@ -32,9 +32,10 @@ from nvcli.job.rows.task_rows import ClassifyRows, EmbedRows, ScoreRows, TaskRow
 from nvcli.job.run.chat_choice import choose_chat
 from nvcli.job.run.settings import SetterOf, Setting, sampling_settings, unknown_setter
 from nvcli.job.text.tokenizer import has_chat_template
-from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig
+from nvcli.models.config import ModelConfig
 from nvcli.models.embedding_files import read_embedding_files
 from nvcli.models.families.catalogue import CLASSIFIER, find_family
+from nvcli.models.generation_config import GENERATION_CONFIG_FILE
 
 _POSITIONS: dict[PoolingName, Literal["last", "first", "all"]] = {"last": "last", "mean": "all", "cls": "first"}
 

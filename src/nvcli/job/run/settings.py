@@ -10,7 +10,7 @@ import msgspec
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import Path
-from nvcli.models.config import GENERATION_CONFIG_FILE
+from nvcli.models.generation_config import GENERATION_CONFIG_FILE
 
 SetterOf = Callable[[Path], str | None]
 """Names the file and line, or the flag, that set the key at a path; None for a default (`ConfigSource.setter`)."""

@@ -22,8 +22,9 @@ from nvcli.job.run.row_settings import describe_not_applied
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_local_adapter
 from nvcli.models.checkpoint import find_model, parts_in_cache, read_file, read_tensors, weight_files
-from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig
+from nvcli.models.config import ModelConfig
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
+from nvcli.models.generation_config import GENERATION_CONFIG_FILE
 from nvcli.models.hub import check_reachable, download_size, split_quantisation
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.tools.doctor.findings import Finding, format_gib, note, ok, problem, warning
