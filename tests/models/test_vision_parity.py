@@ -154,6 +154,20 @@ def test_towers_are_those_of_transformers(name: str, driver_of) -> None:
     assert whole.std() > 0.1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_towers_on_a_gpu_compute_what_they_do_on_a_cpu(name: str, driver_of) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    path, driver, _ = driver_of(name)
+    on_gpu = ModelDriver(path, device=torch.device("cuda"), has_tower=True)
+    sizes = [allowed_size(driver.model.config.vision, *size) for size in SIZES]
+    images = [torch.from_numpy(make_image(*size, seed)) for seed, size in enumerate(sizes)]
+    with torch.inference_mode():
+        expected = torch.cat(driver.model.vision(images, PROCESSOR))
+        found = torch.cat(on_gpu.model.vision([image.cuda() for image in images], PROCESSOR))
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "in chunks that end inside images"])
 def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, driver_of) -> None:

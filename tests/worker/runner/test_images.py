@@ -56,6 +56,10 @@ MORE_ON_GPUS = [
     "muse glimmer with vision",
     "cohere compass with vision",
     "hunyuan v4 with vision",
+    "qianfan-ocr",
+    "granite docling",
+    "paligemma",
+    "paligemma 2",
 ]
 """Families of which CPUs compare logits alone (`test_vision_parity.py`)."""
 Checkpoint = tuple[Path, ImageRequests, list[list[int]]]
@@ -240,6 +244,8 @@ def test_stages_do_not_change_the_answers(
 def test_answers_on_a_gpu_are_those_of_transformers(
     name: str, batched_tokens: int, enforce_eager: bool, checkpoint_of: Callable[[str], Checkpoint]
 ) -> None:
+    if name.startswith("paligemma") and batched_tokens < 512:
+        pytest.skip("its prompts attend both ways, so none is cut")
     torch.backends.cuda.matmul.allow_tf32 = False
     path, requests, expected = checkpoint_of(name)
     runner = runner_of(path, "cuda", max_num_batched_tokens=batched_tokens, enforce_eager=enforce_eager)
