@@ -201,6 +201,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Gemma 2": ("gemma-2-9b", {}),
     "Gemma 3": ("gemma-3-27b", {}),
     "Gemma 4 E4B": ("gemma-4-e4b", {}),
+    "Gemma 3n E4B": ("gemma-3n-e4b", {}),
     "Qwen3.5-35B-A3B with its head": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="mtp")}),
     "Qwen4-Exp with drafts": (
         "qwen3.5-35b-a3b",

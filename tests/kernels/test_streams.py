@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
+from nvcli.kernels import altup
 from nvcli.kernels import streams as reference
 from nvcli.kernels.stream_settings import StreamSettings
 from nvcli.kernels.streams import ShareWeights
+from nvcli.kernels.triton.elementwise import altup as altup_kernels
 from nvcli.kernels.triton.elementwise import streams as kernels
 
 pytestmark = MARKS
@@ -46,7 +48,7 @@ def results_of(module: Any, device: torch.device, settings: StreamSettings, size
     before = streams.clone()
     result = random(num_tokens, size + 5, dtype=dtype, seed=4).to(device)[:, :size]
     last, nothing = module.read_streams(streams, result, next_kept, of_end, *rest)
-    module.add_to_streams(streams, result, next_kept, settings)
+    module.add_to_streams(streams, result, next_kept, settings.count)
     return [first, kept, second, next_kept, before, last, nothing, streams]
 
 
@@ -83,6 +85,23 @@ def test_streams_through_gates(is_end: bool, dtype: torch.dtype, monkeypatch: py
     for actual, wanted in zip(*reversed(results), strict=True):
         assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
         torch.testing.assert_close(actual.cpu(), wanted, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [3, 4])
+def test_shares_by_what_a_router_says(count: int, dtype: torch.dtype) -> None:
+    x, router = random(37, 2 * 70, dtype=dtype)[:, :70], 30 * random(count, 70, dtype=dtype, seed=1)
+    norm_weight = random(70, dtype=dtype, seed=2)
+    of_guesses, of_corrections = random(count * count, count, seed=3), random(count, count, seed=4)
+    results = []
+    for module, device in ((altup, torch.device("cpu")), (altup_kernels, DEVICE)):
+        own = altup.StreamRouter(router.to(device), norm_weight.to(device), 1e-6)
+        guessed = module.guessed_shares(x.to(device), own, of_guesses.to(device))
+        results.append([guessed, module.corrected_shares(x.to(device), own, of_corrections.to(device))])
+    for wanted, actual in zip(*results, strict=True):
+        assert (actual.dtype, actual.shape) == (torch.float32, (37, count + count * count))
+        torch.testing.assert_close(actual.cpu(), wanted, atol=1e-5, rtol=1e-5)
+        assert wanted.std() > 0.5
 
 
 def test_shares_of_streams_in_each_other_add_up_to_1() -> None:

@@ -11,7 +11,14 @@ from expert_cases import CLAMPED_SILU
 from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import rotary as rotary_reference
-from nvcli.kernels.activation import activate_and_mul, gelu_tanh_and_mul, gelu_tanh_times, silu_and_mul
+from nvcli.kernels.activation import (
+    activate_and_mul,
+    gelu_tanh_above_and_mul,
+    gelu_tanh_and_mul,
+    gelu_tanh_times,
+    silu_and_mul,
+    sums_of_gates,
+)
 from nvcli.kernels.bounds import clamp_parts, clamp_to_each, soft_cap
 from nvcli.kernels.chosen_keys import split_rows
 from nvcli.kernels.elementwise_settings import PlainActivation
@@ -172,6 +179,11 @@ def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
 def test_gelu_tanh_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = rand(3, 2 * size, dtype=dtype)
     assert_close(activation.gelu_tanh_and_mul(gate_up.to(DEVICE)), gelu_tanh_and_mul(gate_up))
+    sums = sums_of_gates(gate_up)
+    assert_close(activation.sums_of_gates(gate_up.to(DEVICE)), sums)
+    of_both_ranks = 2 * sums, 2 * size, 0.7
+    found = activation.gelu_tanh_above_and_mul(gate_up.to(DEVICE), of_both_ranks[0].to(DEVICE), *of_both_ranks[1:])
+    assert_close(found, gelu_tanh_above_and_mul(gate_up, *of_both_ranks))
 
 
 def test_gelu_times_rows_that_lie_apart(dtype: torch.dtype) -> None:

@@ -54,6 +54,26 @@ def gelu_tanh_times(gate: Tensor, values: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(values)
 
 
+@with_kernel("elementwise.activation")
+def sums_of_gates(gate_up: Tensor) -> Tensor:
+    """Return the sum of each token's gates, and that of their squares. [T, 2 I] → [T, 2] float32."""
+    gate = gate_up.chunk(2, dim=-1)[0].float()
+    return torch.stack((gate.sum(dim=1), gate.square().sum(dim=1)), dim=1)
+
+
+@with_kernel("elementwise.activation")
+def gelu_tanh_above_and_mul(gate_up: Tensor, sums: Tensor, count: int, deviations: float) -> Tensor:
+    """Compute gelu(relu(gate - cut)) × up with GELU's tanh approximation, where `cut` is so many standard deviations
+    above the mean of a token's gates. [T, 2 I] → [T, I].
+
+    `sums`: [T, 2] float32, those of `sums_of_gates`, added up over all ranks; `count`: the gates of all ranks.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    mean, mean_square = (sums / count).tensor_split((1,), dim=1)
+    cut = mean + deviations * (mean_square - mean.square()).clamp_(min=0.0).sqrt_()
+    return F.gelu(F.relu(gate.float() - cut), approximate="tanh").to(up.dtype).mul_(up)
+
+
 ACTIVATE_AND_MUL: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu_and_mul,
     "gelu_tanh": gelu_tanh_and_mul,

@@ -32,17 +32,18 @@ class ShareWeights(NamedTuple):
 
 
 @with_kernel("elementwise.streams")
-def add_to_streams(streams: Tensor, result: Tensor, kept: Tensor, settings: StreamSettings) -> None:
+def add_to_streams(streams: Tensor, result: Tensor, kept: Tensor, count: int) -> None:
     """Add a block's result to the streams in place: stream j becomes Σ share(i, j) × stream i + share(j) × result.
 
-    streams: [T, N × H], contiguous; result: [T, H], or parts [P, T, H], which are added up first; kept: [T,
-    `settings.num_kept`] float32, from `read_streams`.
+    streams: [T, N × H], contiguous; result: [T, H], or parts [P, T, H], which are added up first; kept: float32,
+    contiguous: the shares of the result, [T, N], where each stream goes on by itself, or [T, N + N × N] with those from
+    each stream to each behind them; count: N.
     """
     whole = result.float().sum(dim=0) if result.dim() == 3 else result.float()
-    old = streams.float().view(len(streams), settings.count, -1)
-    of_result, of_streams = kept.tensor_split((settings.count,), dim=1)
-    if settings.iterations:
-        old = of_streams.reshape(len(old), settings.count, -1).transpose(1, 2) @ old
+    old = streams.float().view(len(streams), count, -1)
+    of_result, of_streams = kept.tensor_split((count,), dim=1)
+    if of_streams.shape[1]:
+        old = of_streams.reshape(len(old), count, -1).transpose(1, 2) @ old
     streams.copy_((old + of_result.unsqueeze(2) * whole.unsqueeze(1)).flatten(1))
 
 
@@ -61,7 +62,7 @@ def read_streams(
     `settings.num_kept`] float32, or [T, 0] if there is no block."""
     if result is not None:
         assert kept is not None
-        add_to_streams(streams, result, kept, settings)
+        add_to_streams(streams, result, kept, settings.count)
     flat, count = streams.float(), settings.count
     logits = F.linear(flat, weights.weight) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + settings.norm_eps)
     sizes = count, count, count * count
@@ -84,7 +85,7 @@ def norm_streams(
     the norm of each stream, [T, N × H]. weight: [N × H]. Streams go on by themselves."""
     if result is not None:
         assert kept is not None
-        add_to_streams(streams, result, kept, settings)
+        add_to_streams(streams, result, kept, settings.count)
     return norm_parts(streams, weight, eps, (streams.shape[1] // settings.count,) * settings.count)
 
 

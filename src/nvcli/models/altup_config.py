@@ -23,7 +23,7 @@ class AltUpConfig:
     """The number of streams, from 2 on."""
     rank: int
     """The size of what the product of low rank computes in between."""
-    num_kernels: ClassVar[int] = 15
+    num_kernels: ClassVar[int] = 6
     """The kernels by which streams are mixed and changed, for each of a layer's two blocks."""
 
     @property

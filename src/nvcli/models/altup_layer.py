@@ -1,5 +1,5 @@
 """AltUpLayer: a decoder layer that changes one of several residual streams, and guesses the changes of the others
-(`altup_config.py`). Plain torch.
+(`altup_config.py`).
 
 The residual of a token is all its streams, [T, N × H]. Every rank computes all of them. Shapes: T tokens, N streams, H
 hidden.
@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nvcli.kernels.norm import rms_norm
+from nvcli.kernels.altup import StreamRouter, corrected_shares, guessed_shares
+from nvcli.kernels.norm import add_normed, rms_norm
+from nvcli.kernels.streams import add_to_streams
 from nvcli.models.altup_config import FROM_STREAMS, TO_STREAMS, AltUpConfig
 from nvcli.models.decoder_layer import DecoderLayer, LayerPlan, LayerState, LayerStep
 from nvcli.models.layer_inputs import ReplicatedLinear
 from nvcli.models.layers import InputNorm, Norm
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.parallel import BuildContext, TensorShards
+from nvcli.models.parallel import BuildContext, TensorShard, TensorShards
 
 _LEAST_MEAN_SQUARE = 1e-5
 """Streams that are projected have at least this mean square when their size is changed."""
@@ -37,26 +38,21 @@ class StreamCoefficients(TensorShards):
         names["scale"] = "correct_output_scale"
         super().__init__(build, {parameter: f"{path}.{name}" for parameter, name in names.items()})
         self.count = config.count
-        self.router_norm = Norm(build, f"{path}.router_norm", norm)
-        self.router = ReplicatedLinear(build, f"{path}.modality_router")
+        self.norm = Norm(build, f"{path}.router_norm", norm)
+        self.router = TensorShard(build, f"{path}.modality_router.weight")
 
-    def predict(self, streams: Tensor) -> Tensor:
-        """Mix the streams with each other: [T, N, H] → [T, N, H]."""
-        shares = F.linear(self._route(streams[:, 0].contiguous()), self.prediction)
-        shares = shares.view(-1, self.count, self.count).to(streams.dtype)
-        return torch.baddbmm(streams, shares, streams)
+    def predict(self, streams: Tensor, addend: Tensor) -> None:
+        """Add `addend` [T, H] to all streams [T, N × H] but the first one, and mix them with each other, in place."""
+        shares = guessed_shares(streams[:, : addend.shape[1]], self._router(), self.prediction)
+        add_to_streams(streams, addend, shares, self.count)
 
-    def correct(self, predicted: Tensor, changed: Tensor) -> Tensor:
-        """Add the change of the first stream to all, with a share of each: [T, N, H] and the first one as the layer has
-        changed it, [T, H] → [T, N, H]."""
-        shares = F.linear(self._route(changed), self.correction).add_(1.0).to(changed.dtype)
-        change = changed - predicted[:, 0]
-        return torch.addcmul(predicted, shares.unsqueeze(2), change.unsqueeze(1))
+    def correct(self, streams: Tensor, changed: Tensor) -> None:
+        """Add the change of the first stream to all [T, N × H] in place, with a share of each. `changed`: the first one
+        as the layer has changed it, [T, H]."""
+        add_to_streams(streams, changed, corrected_shares(changed, self._router(), self.correction), self.count)
 
-    def _route(self, x: Tensor) -> Tensor:
-        """Return numbers from -1 to 1 by which shares are made: [T, H] → [T, N] float32."""
-        normed = rms_norm(x, self.router_norm.weight, self.router_norm.eps) * x.shape[-1] ** -1.0
-        return torch.tanh(self.router(normed).float())
+    def _router(self) -> StreamRouter:
+        return StreamRouter(self.router.weight, self.norm.weight, self.norm.eps)
 
 
 class AltUpLayer(DecoderLayer):
@@ -66,15 +62,15 @@ class AltUpLayer(DecoderLayer):
     def __init__(self, altup: AltUpConfig, plan: LayerPlan) -> None:
         super().__init__(plan)
         build, path, norm = plan.build, plan.path, plan.norm
-        self.count = altup.count
+        self.size = build.hidden_size
         self.altup = StreamCoefficients(build, f"{path}.altup", altup, norm)
         self.left, self.right = (ReplicatedLinear(build, f"{path}.laurel.linear_{side}") for side in ("left", "right"))
         self.laurel_norm = Norm(build, f"{path}.laurel.post_laurel_norm", norm)
 
     def forward(self, state: LayerState, step: LayerStep) -> LayerState:
-        """Compute the layer, and add all to the streams [T, N × H]."""
+        """Compute the layer, which changes the streams [T, N × H] in place. Its `delta` is still to be added to all but
+        the first."""
         angles, batch, rows, own, before = step
-        assert state.delta is None, "the layer before adds its result"
         assert before is None, "heads that read the residual stream are refused"
         assert self.before_attention is not None
         assert self.after_attention is not None
@@ -83,24 +79,25 @@ class AltUpLayer(DecoderLayer):
         assert self.mlp is not None
         assert self.input is not None
         assert own is not None
-        residual = state.residual
-        predicted = self.altup.predict(residual.view(len(residual), self.count, -1))
-        first = predicted[:, 0].contiguous()
-        x = rms_norm(first, self.before_attention.weight, self.before_attention.eps)
+        streams = state.residual
+        addend = torch.zeros_like(streams[:, : self.size]) if state.delta is None else state.delta
+        self.altup.predict(streams, addend)
+        x = rms_norm(streams[:, : self.size], self.before_attention.weight, self.before_attention.eps)
         mixed = self.mixer(x, angles, batch)
         adapters = batch.adapters_behind_attention(rows)
         if rows is not None:
             if len(rows) == 0:
-                return LayerState(None, residual[rows])
-            mixed, predicted, first, x, own = mixed[rows], predicted[rows], first[rows], x[rows], own[rows]
-        low_rank = rms_norm(self.right(self.left(x)), self.laurel_norm.weight, self.laurel_norm.eps)
-        result = self.mixer.o_proj(mixed, None, adapters)
-        hidden = (first + self.after_attention(result, first) + x + low_rank) * 2.0**-0.5
+                return LayerState(None, streams[rows])
+            mixed, streams, x, own = mixed[rows], streams[rows], x[rows], own[rows]
+        hidden = streams[:, : self.size] + x
+        self.after_attention.add(self.mixer.o_proj(mixed, None, adapters), hidden, None)
+        add_normed(self.right(self.left(x)), hidden, self.laurel_norm.weight, self.laurel_norm.eps)
+        hidden.mul_(2.0**-0.5)
         result = self.mlp(self.before_mlp(None, hidden), None, adapters, self.ids_of(self.mlp, batch, rows))
         self.after_mlp.add(result, hidden, None)
-        streams = self.altup.correct(predicted, hidden)
-        streams[:, 1:].add_(self.input.normed(streams[:, 0] * self.altup.scale, own).unsqueeze(1))
-        return LayerState(None, streams.flatten(1))
+        self.altup.correct(streams, hidden)
+        gating = streams[:, : self.size] * self.altup.scale
+        return LayerState(self.input.normed(gating, own), streams)
 
 
 class ProjectedStreams(nn.Module):
@@ -143,4 +140,6 @@ class AltUpEnd(ProjectedStreams):
         """The arguments are those of `StreamEnd.forward`."""
         assert norm is not None, "the first stage is the last one"
         first, *others = state.residual.chunk(len(self.projections) + 1, dim=1)
+        if state.delta is not None:
+            others = [other + state.delta for other in others]
         return rms_norm(self.stack(first, others).mean(dim=0), norm.weight, norm.eps)

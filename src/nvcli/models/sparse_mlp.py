@@ -1,11 +1,11 @@
-"""SparseMLP: a gated MLP of whose gates the highest ones alone count (`mixers/sparse_mlp.py`). Plain torch."""
+"""SparseMLP: a gated MLP of whose gates the highest ones alone count (`mixers/sparse_mlp.py`)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from nvcli.kernels.activation import gelu_tanh_times
+from nvcli.kernels.activation import gelu_tanh_above_and_mul, sums_of_gates
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.weight_formats import FP8Scaling
@@ -28,12 +28,6 @@ class SparseMLP(GatedMLP):
 
     def hidden(self, x: Activations, adapters: AdapterRows | None, scaling: FP8Scaling | None = None) -> Tensor:
         """Compute gelu(relu(gate(x) - cut)) × up(x), [T, H] → [T, I]; nothing is quantised."""
-        gate, up = self.gate_up_proj(x, adapters).chunk(2, dim=-1)
-        gates = gate.float()
-        gates = gates - self._mean(gates)
-        cut = self.deviations * self._mean(gates.square()).sqrt_()
-        return gelu_tanh_times(gates.sub_(cut).relu_().to(gate.dtype), up)
-
-    def _mean(self, values: Tensor) -> Tensor:
-        """Return each token's mean over all ranks: [T, this rank's I] float32 → [T, 1]."""
-        return self.group.sum_of_squares(values.sum(dim=-1, keepdim=True)) / self.size
+        gate_up = self.gate_up_proj(x, adapters)
+        sums = self.group.sum_of_squares(sums_of_gates(gate_up))
+        return gelu_tanh_above_and_mul(gate_up, sums, self.size, self.deviations)

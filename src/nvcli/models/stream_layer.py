@@ -79,7 +79,7 @@ def with_result(state: LayerState, group: TensorParallelGroup, settings: StreamS
     delta, streams, kept = state
     if delta is not None:
         assert kept is not None
-        add_to_streams(streams, group.sum(delta) if group.size > 1 else delta, kept, settings)
+        add_to_streams(streams, group.sum(delta) if group.size > 1 else delta, kept, settings.count)
     return streams
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import ClassVar
 
-from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.mixer import Ranks
 from nvcli.models.mixers.mlp import MLPConfig
 
@@ -25,9 +24,4 @@ class SparseMLPConfig(MLPConfig):
         return NormalDist().inv_cdf(self.sparsity)
 
     def num_kernels(self, ranks: Ranks) -> int:
-        return MLPConfig.num_kernels(self, ranks) + 5
-
-    def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
-        """Count the elements, beside gate and up, and the gates in float32."""
-        size = self.intermediate_size // ranks.size
-        return MLPConfig.activation_elements(self, hidden_size, ranks, quantization) + 6 * size
+        return MLPConfig.num_kernels(self, ranks) + 1

@@ -68,8 +68,11 @@ def _activate_and_mul_kernel(
     gate_ptr,  # [T, SIZE], rows gate_row_stride apart
     up_ptr,  # [T, SIZE], rows up_row_stride apart; None: each row stands behind its gates
     out_ptr,  # [T, SIZE], written
+    sums_ptr,  # None, or [T, 2] float32: gates count above what `gelu_tanh_above_and_mul` says of these
     gate_row_stride,
     up_row_stride,
+    COUNT: tl.constexpr,
+    DEVIATIONS: tl.constexpr,
     SIZE: tl.constexpr,
     ACTIVATION: tl.constexpr,  # `ExpertActivation`
     DEPENDENT: tl.constexpr,
@@ -83,8 +86,34 @@ def _activate_and_mul_kernel(
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     source = source + SIZE if up_ptr is None else up_ptr + row * up_row_stride + columns
     up = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if sums_ptr is not None:
+        mean = tl.load(sums_ptr + 2 * row) / COUNT
+        variance = tl.load(sums_ptr + 2 * row + 1) / COUNT - mean * mean
+        gate -= mean + DEVIATIONS * tl.sqrt(tl.maximum(variance, 0.0))
+        gate = tl.where(gate <= 0.0, 0.0, gate)
     result = activate_gated(gate, up, ACTIVATION)
     tl.store(out_ptr + row * SIZE + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sums_kernel(
+    gate_ptr,  # [T, SIZE], rows gate_row_stride apart
+    sums_ptr,  # [T, 2] float32, written
+    gate_row_stride,
+    SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    await_kernel_before(DEPENDENT)
+    total, squares = tl.zeros([_BLOCK], tl.float32), tl.zeros([_BLOCK], tl.float32)
+    for start in range(0, SIZE, _BLOCK):
+        columns = start + tl.arange(0, _BLOCK)
+        gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+        total += gate
+        squares += gate * gate
+    tl.store(sums_ptr + 2 * row, tl.sum(total, axis=0))
+    tl.store(sums_ptr + 2 * row + 1, tl.sum(squares, axis=0))
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -107,7 +136,29 @@ def gelu_tanh_times(gate: Tensor, values: Tensor) -> Tensor:
     return _launch(gate, values, _GELU)
 
 
-def _launch(gate: Tensor, up: Tensor | None, activation: ExpertActivation) -> Tensor:
+def sums_of_gates(gate_up: Tensor) -> Tensor:
+    """See `nvcli.kernels.activation.sums_of_gates`. Last dimension dense → contiguous."""
+    assert gate_up.stride(1) == 1
+    sums = torch.empty(len(gate_up), 2, dtype=torch.float32, device=gate_up.device)
+    size = gate_up.shape[1] // 2
+    _sums_kernel[(len(gate_up),)](gate_up, sums, gate_up.stride(0), SIZE=size, **dependent(gate_up.device))
+    return sums
+
+
+def gelu_tanh_above_and_mul(gate_up: Tensor, sums: Tensor, count: int, deviations: float) -> Tensor:
+    """See `nvcli.kernels.activation.gelu_tanh_above_and_mul`. Last dimension dense → [T, I], contiguous."""
+    assert sums.is_contiguous()
+    return _launch(gate_up, None, _GELU, sums, count, deviations)
+
+
+def _launch(
+    gate: Tensor,
+    up: Tensor | None,
+    activation: ExpertActivation,
+    sums: Tensor | None = None,
+    count: int = 0,
+    deviations: float = 0.0,
+) -> Tensor:
     num_tokens, size = gate.shape
     size = size // 2 if up is None else size
     assert gate.stride(1) == 1
@@ -117,8 +168,11 @@ def _launch(gate: Tensor, up: Tensor | None, activation: ExpertActivation) -> Te
         gate,
         up,
         out,
+        sums,
         gate.stride(0),
         0 if up is None else up.stride(0),
+        COUNT=count,
+        DEVIATIONS=deviations,
         SIZE=size,
         ACTIVATION=activation,
         **dependent(gate.device),

@@ -374,9 +374,9 @@ def gate_streams(normed: Tensor, gates: Tensor, logits: Tensor, settings: Stream
     return out, kept
 
 
-def add_to_streams(streams: Tensor, result: Tensor, kept: Tensor, settings: StreamSettings) -> None:
+def add_to_streams(streams: Tensor, result: Tensor, kept: Tensor, count: int) -> None:
     """See `nvcli.kernels.streams.add_to_streams`."""
-    _advance(streams, result, kept, None, settings)
+    _advance(streams, result, kept, None, count)
 
 
 def read_streams(
@@ -391,7 +391,7 @@ def read_streams(
     """See `nvcli.kernels.streams.read_streams`."""
     num_tokens, num_shares = len(streams), len(weights.base)
     size = streams.shape[1] // settings.count
-    sums = _advance(streams, result, kept, weights.weight, settings)
+    sums = _advance(streams, result, kept, weights.weight, settings.count)
     assert sums is not None
     out = torch.empty(num_tokens, size, dtype=streams.dtype, device=streams.device)
     next_kept = torch.empty(num_tokens, num_shares - settings.count, dtype=torch.float32, device=streams.device)
@@ -424,12 +424,12 @@ def read_streams(
 
 
 def _advance(
-    streams: Tensor, result: Tensor | None, kept: Tensor | None, weight: Tensor | None, settings: StreamSettings
+    streams: Tensor, result: Tensor | None, kept: Tensor | None, weight: Tensor | None, count: int
 ) -> Tensor | None:
     """Launch the first kernel, and return the products with `weight` and sums of squares, in parts [T, parts, S + 1];
     None without a weight."""
     assert streams.is_contiguous()
-    num_tokens, size = len(streams), streams.shape[1] // settings.count
+    num_tokens, size = len(streams), streams.shape[1] // count
     result, strides = _parts_of(result, kept)
     tiles, most_parts = ceil_div(num_tokens, _TOKENS), ceil_div(size, _COLUMNS)
     wanted = ceil_div(_PROGRAMS * num_multiprocessors(streams.device), tiles)
@@ -446,10 +446,10 @@ def _advance(
         sums,
         num_tokens,
         *strides,
-        COUNT=settings.count,
+        COUNT=count,
         SIZE=size,
         RESULT_PARTS=0 if result is None else len(result),
-        KEPT=settings.num_kept,
+        KEPT=0 if kept is None else kept.shape[1],
         SHARES=num_shares,
         LANES=max(16, next_power_of_2(num_shares)),
         TOKENS=_TOKENS,
