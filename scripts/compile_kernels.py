@@ -202,6 +202,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3": ("gemma-3-27b", {}),
     "Gemma 4 E4B": ("gemma-4-e4b", {}),
     "Gemma 3n E4B": ("gemma-3n-e4b", {}),
+    "OLMo 3": ("olmo-3-7b", {}),
     "Qwen3.5-35B-A3B with its head": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="mtp")}),
     "Qwen4-Exp with drafts": (
         "qwen3.5-35b-a3b",

@@ -79,6 +79,19 @@ def test_norms_of_rows_without_their_mean(size: int, dtype: torch.dtype) -> None
     assert_close(out, norm_reference.add_rms_norm(delta, x, weight, 1e-5, is_centered=True, bias=bias))
 
 
+def test_norms_of_parts_that_ranks_share(dtype: torch.dtype) -> None:
+    wide, sizes, widths = rand(5, 300, dtype=dtype), (130, 40), (260, 50)
+    weights = tuple(rand(size, dtype=dtype, seed=size) for size in sizes)
+    results = []
+    for module, device in ((norm_reference, torch.device("cpu")), (norm, DEVICE)):
+        x = wide.to(device, copy=True)[:, 7 : 7 + sum(sizes)]
+        squares = module.squares_of_parts(x, sizes)
+        module.norm_shared_parts(x, squares, tuple(weight.to(device) for weight in weights), 0.1, widths)
+        results.append((squares, x))
+    for wanted, found in zip(*results, strict=True):
+        assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("norms", [None, "queries and keys", "values, too"])
 def test_rotation_of_patches(norms: str | None, dtype: torch.dtype) -> None:
     qkv, cos_sin, *weights = (

@@ -93,3 +93,22 @@ def norm_parts(x: Tensor, weight: Tensor | None, eps: float, sizes: tuple[int, .
     ones = torch.ones(x.shape[1], device=x.device) if weight is None else weight
     parts = zip(torch.split(x, list(sizes), dim=1), torch.split(ones, list(sizes)), strict=True)
     return torch.cat([rms_norm(part, own, eps) for part, own in parts], dim=1)
+
+
+@with_kernel("elementwise.norm")
+def squares_of_parts(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Add up the squares of neighbouring parts of each row, of these sizes: [T, H], rows may lie apart → [T, parts]
+    float32."""
+    return torch.stack([part.float().square().sum(-1) for part in torch.split(x, list(sizes), dim=1)], dim=1)
+
+
+@with_kernel("elementwise.norm")
+def norm_shared_parts(
+    x: Tensor, squares: Tensor, weights: tuple[Tensor, ...], eps: float, widths: tuple[int, ...]
+) -> None:
+    """Norm neighbouring parts of each row in place, of which other ranks have other numbers. x: [T, H], rows may lie
+    apart; squares: those of `squares_of_parts`, added up over the ranks; weights: those of each part; widths: the
+    numbers that each part has on all ranks together."""
+    parts = torch.split(x, [len(weight) for weight in weights], dim=1)
+    for part, weight, square, width in zip(parts, weights, squares.unbind(1), widths, strict=True):
+        part.copy_(part.float() * torch.rsqrt(square / width + eps).unsqueeze(1) * weight)

@@ -33,7 +33,14 @@ from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.linear import linear
 from nvcli.kernels.lora_types import AdapterRows
-from nvcli.kernels.norm import add_normed, add_rms_norm, gated_rms_norm, rms_norm
+from nvcli.kernels.norm import (
+    add_normed,
+    add_rms_norm,
+    gated_rms_norm,
+    norm_shared_parts,
+    rms_norm,
+    squares_of_parts,
+)
 from nvcli.kernels.rotary import norm_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.grouped_output import GroupedOutput
@@ -80,7 +87,7 @@ class Norm(TensorShards, DerivedModule):
 
 
 class RowNorm(Norm):
-    """RMSNorm over features that ranks share: [T, this rank's features] → the same shape."""
+    """RMSNorm over features that ranks share: [T, this rank's features], which may be overwritten → the same shape."""
 
     def __init__(self, build: BuildContext, path: str, config: NormConfig, num_features: int) -> None:
         """`num_features`: those of all ranks."""
@@ -90,9 +97,9 @@ class RowNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
             return rms_norm(x, self.weight, self.eps)
-        values = x.float()
-        squares = self.group.sum_of_squares(values.square().sum(-1, keepdim=True))
-        return (values * torch.rsqrt(squares / self.num_features + self.eps) * self.weight).to(x.dtype)
+        squares = self.group.sum_of_squares(squares_of_parts(x, (x.shape[1],)))
+        norm_shared_parts(x, squares, (self.weight,), self.eps, (self.num_features,))
+        return x
 
 
 class InputNorm(Norm):

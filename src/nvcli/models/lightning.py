@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +18,12 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import StateCache
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
-from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.recurrent_types import RecurrentHeads, ScanGates
 from nvcli.kernels.selective_scan import selective_scan
-from nvcli.models.layers import Angles, TokenMixer
+from nvcli.models.layers import Angles, RowNorm, TokenMixer
 from nvcli.models.mixers.lightning import PROJECTIONS, LightningConfig
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear
 from nvcli.models.weights import DerivedModule
 
 _BIAS_OF_ONE = math.log(math.e - 1)
@@ -44,7 +44,7 @@ class LightningAttention(TokenMixer):
         first = build.group.rank * num_heads
         self.gates = FixedGates(config.rates[first : first + num_heads])
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", PROJECTIONS)
-        self.norm = RowNorm(build, f"{path}.norm", config)
+        self.norm = RowNorm(build, f"{path}.norm", replace(norm, eps=config.norm_eps), config.inner_size)
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
@@ -76,19 +76,3 @@ class FixedGates(DerivedModule):
     def forward(self, num_tokens: int) -> ScanGates:
         step, log_rate, step_bias, skip = self.numbers.unbind()
         return ScanGates(step.expand(num_tokens, -1), log_rate, step_bias, skip)
-
-
-class RowNorm(TensorShard):
-    """The norm of a token's values over the heads of all ranks: [T, Hv × D] → the same shape."""
-
-    def __init__(self, build: BuildContext, path: str, config: LightningConfig) -> None:
-        super().__init__(build, f"{path}.weight")
-        self.eps = config.norm_eps
-        self.size = config.inner_size
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.group.size == 1:
-            return rms_norm(x, self.weight, self.eps)
-        values = x.float()
-        mean = self.group.sum_of_squares(values.square().sum(-1, keepdim=True)) / self.size
-        return (values * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)

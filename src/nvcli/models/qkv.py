@@ -1,4 +1,4 @@
-"""Preparation of the fused QKV projection before heads are rotated, in plain torch as few families need it.
+"""Preparation of the fused QKV projection before heads are rotated, which few families need.
 
 Shapes: T tokens, D head_dim, KV heads of this rank.
 """
@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from nvcli.kernels.norm import rms_norm
+from nvcli.kernels.norm import norm_shared_parts, rms_norm, squares_of_parts
 from nvcli.models.mixers.attention import HEAD_SCALES, AttentionConfig, QueryScaling
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, TensorShards
@@ -28,15 +28,15 @@ class QKVPreparation(nn.Module):
         super().__init__()
         self.keys_are_values, self.clip = attention.keys_are_values, attention.clip
         size = build.group.size
-        self.query_size = attention.num_heads // size * attention.head_dim
-        self.kv_size = attention.kv_heads_per_rank(size) * attention.head_dim
+        query_size = attention.num_heads // size * attention.head_dim
+        self.sizes = query_size, attention.kv_heads_per_rank(size) * attention.head_dim
         self.norm: QKNorm | None = None
         if attention.qk_norm == "row":
-            self.norm = QKRowNorm(build, path, attention, norm)
+            self.norm = QKRowNorm(build, path, norm, self.sizes, attention)
         elif attention.qk_norm == "own":
-            self.norm = QKHeadNorms(build, path, norm)
+            self.norm = QKHeadNorms(build, path, norm, self.sizes)
         elif attention.qk_norm == "layer":
-            self.norm = QKLayerNorms(build, path, norm)
+            self.norm = QKLayerNorms(build, path, norm, self.sizes)
 
     @staticmethod
     def is_needed(attention: AttentionConfig) -> bool:
@@ -45,70 +45,70 @@ class QKVPreparation(nn.Module):
 
     def forward(self, qkv: Tensor) -> Tensor:
         if self.keys_are_values:
-            qkv = torch.cat((qkv, qkv[:, self.query_size :]), dim=1)
+            qkv = torch.cat((qkv, qkv[:, self.sizes[0] :]), dim=1)
         if self.norm is not None:
-            q, k, _ = torch.split(qkv, [self.query_size, self.kv_size, self.kv_size], dim=1)
-            self.norm(q, k)
+            self.norm(qkv[:, : sum(self.sizes)])
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
         return qkv
 
 
 class QKNorm(TensorShards):
-    """The weights of norms of queries and keys, which ranks share by heads."""
+    """Norms queries and keys, which ranks share by heads, in place: [T, (heads + KV heads) × D], rows may lie apart."""
 
     q_weight: nn.Parameter
     k_weight: nn.Parameter
     q_bias: nn.Parameter | None
     k_bias: nn.Parameter | None
 
-    def __init__(self, build: BuildContext, path: str, norm: NormConfig) -> None:
+    def __init__(self, build: BuildContext, path: str, norm: NormConfig, sizes: tuple[int, int]) -> None:
+        """`sizes`: the numbers of a token's queries and keys on this rank."""
         kinds = product(("q", "k"), ("weight", "bias"))
         super().__init__(build, {f"{name}_{kind}": f"{path}.{name}_norm.{kind}" for name, kind in kinds})
+        self.sizes = sizes
         self.eps = norm.eps
         self.is_centered = norm.kind == "layer"
 
 
 class QKHeadNorms(QKNorm):
-    """Norms each head of queries and of keys by itself, with weights of its own, in place."""
+    """Norms each head of queries and of keys by itself, with weights of its own."""
 
-    def forward(self, q: Tensor, k: Tensor) -> None:
-        for rows, weight in ((q, self.q_weight), (k, self.k_weight)):
-            heads = rows.view(len(rows), *weight.shape)
-            values = heads.float()
+    def forward(self, heads: Tensor) -> None:
+        parts = heads.tensor_split((self.sizes[0],), dim=1)
+        for rows, weight in zip(parts, (self.q_weight, self.k_weight), strict=True):
+            own = rows.view(len(rows), *weight.shape)
+            values = own.float()
             if self.is_centered:
                 values = values - values.mean(-1, keepdim=True)
-            heads.copy_(values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps) * weight)
+            own.copy_(values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps) * weight)
 
 
 class QKLayerNorms(QKNorm):
-    """Norms each head of queries and of keys by LayerNorm, in place."""
+    """Norms each head of queries and of keys by LayerNorm."""
 
-    def forward(self, q: Tensor, k: Tensor) -> None:
-        for rows, weight, bias in ((q, self.q_weight, self.q_bias), (k, self.k_weight, self.k_bias)):
-            heads = rows.view(len(rows), -1, len(weight))
-            heads.copy_(rms_norm(heads, weight, self.eps, is_centered=True, bias=bias))
+    def forward(self, heads: Tensor) -> None:
+        of_parts = (self.q_weight, self.q_bias), (self.k_weight, self.k_bias)
+        for rows, (weight, bias) in zip(heads.tensor_split((self.sizes[0],), dim=1), of_parts, strict=True):
+            own = rows.view(len(rows), -1, len(weight))
+            own.copy_(rms_norm(own, weight, self.eps, is_centered=True, bias=bias))
 
 
 class QKRowNorm(QKNorm):
-    """RMSNorm over all heads of a token together, for queries and for keys, in place. Each rank has some of the heads,
-    so their squares are summed over the ranks."""
+    """RMSNorm over all heads of a token together, for queries and for keys. Each rank has some of the heads, so their
+    squares are summed over the ranks."""
 
-    def __init__(self, build: BuildContext, path: str, attention: AttentionConfig, norm: NormConfig) -> None:
-        super().__init__(build, path, norm)
+    def __init__(
+        self, build: BuildContext, path: str, norm: NormConfig, sizes: tuple[int, int], attention: AttentionConfig
+    ) -> None:
+        super().__init__(build, path, norm, sizes)
         size = self.group.size
         # If ranks share a KV head, its squares are counted once for each of them.
         kv_heads = attention.kv_heads_per_rank(size) * size
         self.widths = (attention.num_heads * attention.head_dim, kv_heads * attention.head_dim)
 
-    def forward(self, q: Tensor, k: Tensor) -> None:
-        rows = (q.float(), k.float())
-        squares = torch.stack([row.square().sum(-1) for row in rows])  # [2, T]
-        squares = self.group.sum_of_squares(squares)
-        for target, row, weight, square, width in zip(
-            (q, k), rows, (self.q_weight, self.k_weight), squares, self.widths, strict=True
-        ):
-            target.copy_(row * torch.rsqrt(square / width + self.eps).unsqueeze(-1) * weight)
+    def forward(self, heads: Tensor) -> None:
+        squares = self.group.sum_of_squares(squares_of_parts(heads, self.sizes))
+        norm_shared_parts(heads, squares, (self.q_weight, self.k_weight), self.eps, self.widths)
 
 
 class QueryScaleTable(DerivedModule):

@@ -196,6 +196,89 @@ def norm_parts(x: Tensor, weight: Tensor | None, eps: float, sizes: tuple[int, .
     return out
 
 
+@triton.jit
+def _squares_kernel(
+    x_ptr,  # [T, sum of SIZES], rows row_stride apart
+    squares_ptr,  # [T, parts] float32, written
+    row_stride,
+    SIZES: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two, at least the largest of SIZES
+    DEPENDENT: tl.constexpr,
+):
+    """Program (row, part)."""
+    await_kernel_before(DEPENDENT)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    first = 0
+    for index in tl.static_range(len(SIZES)):
+        if part == index:
+            places = x_ptr + row * row_stride + first + column
+            x = tl.load(places, mask=column < SIZES[index], other=0.0).to(tl.float32)
+            tl.store(squares_ptr + row * len(SIZES) + index, tl.sum(x * x, axis=0))
+        first += SIZES[index]
+
+
+@triton.jit
+def _norm_shared_parts_kernel(
+    x_ptr,  # [T, sum of SIZES], rows row_stride apart, read and written
+    squares_ptr,  # [T, parts] float32
+    weight_ptrs,  # for each part [its size]
+    eps,
+    row_stride,
+    SIZES: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BLOCK: tl.constexpr,  # as for _squares_kernel
+    DEPENDENT: tl.constexpr,
+):
+    """Program (row, part)."""
+    await_kernel_before(DEPENDENT)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    first = 0
+    for index in tl.static_range(len(SIZES)):
+        if part == index:
+            inside = column < SIZES[index]
+            places = x_ptr + row * row_stride + first + column
+            square = tl.load(squares_ptr + row * len(SIZES) + index)
+            out = tl.load(places, mask=inside, other=0.0).to(tl.float32) * tl.rsqrt(square / WIDTHS[index] + eps)
+            out *= tl.load(weight_ptrs[index] + column, mask=inside, other=0.0).to(tl.float32)
+            tl.store(places, out.to(x_ptr.dtype.element_ty), mask=inside)
+        first += SIZES[index]
+
+
+def squares_of_parts(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """See `nvcli.kernels.norm.squares_of_parts`. Last dimension dense → contiguous."""
+    assert x.stride(1) == 1
+    squares = torch.empty(len(x), len(sizes), dtype=torch.float32, device=x.device)
+    block = next_power_of_2(max(sizes))
+    _squares_kernel[len(x), len(sizes)](
+        x, squares, x.stride(0), SIZES=sizes, BLOCK=block, **dependent(x.device), num_warps=warps_of_row(block)
+    )
+    return squares
+
+
+def norm_shared_parts(
+    x: Tensor, squares: Tensor, weights: tuple[Tensor, ...], eps: float, widths: tuple[int, ...]
+) -> None:
+    """See `nvcli.kernels.norm.norm_shared_parts`. Last dimension of `x` dense, `squares` contiguous."""
+    assert x.stride(1) == 1
+    assert squares.is_contiguous()
+    sizes = tuple(len(weight) for weight in weights)
+    block = next_power_of_2(max(sizes))
+    _norm_shared_parts_kernel[len(x), len(sizes)](
+        x,
+        squares,
+        weights,
+        eps,
+        x.stride(0),
+        SIZES=sizes,
+        WIDTHS=widths,
+        BLOCK=block,
+        **dependent(x.device),
+        num_warps=warps_of_row(block),
+    )
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False, bias: Tensor | None = None) -> Tensor:
     """See `nvcli.kernels.norm.rms_norm`. x: [..., H], its last dimension dense → [..., H], contiguous."""
     rows = x.reshape(-1, x.shape[-1])
