@@ -40,8 +40,6 @@ class RoundingLinearMethod(PlainLinearMethod):
         return super().apply_gated(layer, _rounded(x), activation, scaling)
 
     def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
-        if layer.bias is not None:
-            return super().apply_for_sum(layer, x, residual)
         return super().apply_for_sum(layer, _rounded(x), residual)
 
 
@@ -50,17 +48,12 @@ def _rounded(x: Activations) -> Tensor:
     return round_rows(x)
 
 
-class Fp8LinearMethod(PlainLinearMethod):
-    """Weights [rows, columns] e4m3, with scales [rows], or for blocks [rows / 128, columns / 128], rounded up."""
+class Fp8WeightLinearMethod(LinearMethod):
+    """Weights [rows, columns] e4m3, with scales [rows], or for blocks [rows / 128, columns / 128], rounded up, and
+    inputs in the model's type."""
 
-    def __init__(self, scaling: FP8Scaling, accumulation: FP8Accumulation = "exact") -> None:
-        """Create the method. `accumulation` says how products are accumulated (`kernels/fp8.py`)."""
+    def __init__(self, scaling: FP8Scaling) -> None:
         self.scaling = scaling
-        self.accumulation: FP8Accumulation = accumulation
-
-    @property
-    def input_scaling(self) -> FP8Scaling | None:
-        return self.scaling
 
     def create(self, layer: ShardedLinear) -> None:
         super().create(layer)
@@ -71,6 +64,23 @@ class Fp8LinearMethod(PlainLinearMethod):
             yield source.in_fp8("weight_scale", self.scaling) if source.parameter == "weight" else source
 
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor), "the preceding operation does not quantise"
+        return fp8_weight_linear(x, layer.weight, layer.weight_scale, layer.bias if with_bias else None, out)
+
+
+class Fp8LinearMethod(Fp8WeightLinearMethod):
+    """The same weights, and inputs that are quantised likewise."""
+
+    def __init__(self, scaling: FP8Scaling, accumulation: FP8Accumulation) -> None:
+        """Create the method. `accumulation` says how products are accumulated (`kernels/fp8.py`)."""
+        super().__init__(scaling)
+        self.accumulation: FP8Accumulation = accumulation
+
+    @property
+    def input_scaling(self) -> FP8Scaling | None:
+        return self.scaling
+
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
         bias = layer.bias if with_bias else None
         quantised = self._quantised(x)
         return fp8_linear(quantised, layer.weight, layer.weight_scale, bias, out, accumulation=self.accumulation)
@@ -79,15 +89,13 @@ class Fp8LinearMethod(PlainLinearMethod):
         self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None
     ) -> Activations:
         if scaling is None:
-            return LinearMethod.apply_gated(self, layer, x, activation)
+            return super().apply_gated(layer, x, activation)
         quantised = self._quantised(x)
         return fp8_gated_linear(
             quantised, layer.weight, layer.weight_scale, layer.bias, activation, scaling, accumulation=self.accumulation
         )
 
     def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
-        if layer.bias is not None:
-            return self.apply(layer, x, with_bias=True)
         quantised = self._quantised(x)
         return fp8_linear_for_sum(quantised, layer.weight, layer.weight_scale, accumulation=self.accumulation)
 
@@ -95,22 +103,7 @@ class Fp8LinearMethod(PlainLinearMethod):
         return x if isinstance(x, QuantisedRows) else quantise(x, self.scaling)
 
 
-class Fp8WeightLinearMethod(Fp8LinearMethod):
-    """FP8 weights as in Fp8LinearMethod, and inputs in the model's type."""
-
-    @property
-    def input_scaling(self) -> FP8Scaling | None:
-        return None
-
-    def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
-        return self.apply(layer, x, with_bias=True)
-
-    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
-        assert isinstance(x, Tensor), "the preceding operation does not quantise"
-        return fp8_weight_linear(x, layer.weight, layer.weight_scale, layer.bias if with_bias else None, out)
-
-
-class W4LinearMethod(PlainLinearMethod):
+class W4LinearMethod(LinearMethod):
     """Words [rows, columns / 4] int16 in whole tiles, and scales [groups, rows] int32."""
 
     def __init__(self, format: W4Format, *, has_order: bool) -> None:
@@ -151,12 +144,10 @@ class W4LinearMethod(PlainLinearMethod):
         self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None
     ) -> Activations:
         if layer.bias is not None:
-            return LinearMethod.apply_gated(self, layer, x, activation)
+            return super().apply_gated(layer, x, activation)
         return w4_gated_linear(self._inputs(layer, x), layer.weight, layer.weight_scale, self.format, activation)
 
     def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
-        if layer.bias is not None:
-            return self.apply(layer, x, with_bias=True)
         return w4_linear_for_sum(self._inputs(layer, x), layer.weight, layer.weight_scale, self.format, residual)
 
     def _inputs(self, layer: ShardedLinear, x: Activations) -> Tensor:
@@ -165,7 +156,7 @@ class W4LinearMethod(PlainLinearMethod):
         return x.index_select(1, layer.column_order[0]) if self.has_order else x
 
 
-class InvariantLinearMethod(PlainLinearMethod):
+class InvariantLinearMethod(LinearMethod):
     """Plain weights. A row's product is bitwise the same whatever other rows there are."""
 
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
@@ -179,9 +170,6 @@ class InvariantLinearMethod(PlainLinearMethod):
             assert isinstance(x, Tensor)
             return invariant_gated_linear(x, layer.weight, activation)
         return row_by_row(ACTIVATE_AND_MUL[activation], self.apply(layer, x, with_bias=True))
-
-    def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
-        return self.apply(layer, x, with_bias=True)
 
 
 def linear_method(

@@ -106,15 +106,20 @@ def values_of(x: Activations) -> Tensor:
 
 
 class LinearMethod(ABC):
-    """How a linear layer stores its weight, reads it from a checkpoint and multiplies by it."""
+    """How a linear layer stores its weight, reads it from a checkpoint and multiplies by it. Unless a method says
+    otherwise, the weight is in the type in which the model's tensors are kept."""
 
-    @abstractmethod
     def create(self, layer: ShardedLinear) -> None:
         """Give `layer` its parameters, for its pieces."""
+        rows = sum(length(piece.rows) for piece in layer.pieces)
+        first = layer.pieces[0]
+        layer.weight = empty_parameter(first.weight, rows, length(first.columns))
+        layer.bias = layer.empty_bias()
 
-    @abstractmethod
     def sources(self, layer: ShardedLinear) -> Iterator[WeightSource]:
         """Yield the sources of the parameters."""
+        yield from stacked_rows("weight", ((piece.weight, (piece.rows, piece.columns)) for piece in layer.pieces))
+        yield from stacked_rows("bias", ((piece.bias, (piece.rows,)) for piece in layer.pieces))
 
     def weight_problem(self, layer: ShardedLinear) -> str | None:
         """Say why the loaded weights cannot be used together, and what to do; None if they can."""
@@ -139,23 +144,14 @@ class LinearMethod(ABC):
         return ACTIVATE_AND_MUL[activation](self.apply(layer, x, with_bias=True))
 
     def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
-        """Multiply for the residual sum: [T, columns] → what to add to `residual` [T, rows], as [T, rows] or float32
-        parts [P, T, rows], or None if it has been added in place. Without a `residual` it never is."""
-        return self.apply(layer, x, with_bias=True)
+        """Multiply for the residual sum in a layer without a bias: [T, columns] → what to add to `residual` [T, rows],
+        as [T, rows] or float32 parts [P, T, rows], or None if it has been added in place. Without a `residual` it never
+        is."""
+        return self.apply(layer, x, with_bias=False)
 
 
 class PlainLinearMethod(LinearMethod):
-    """Unquantised weights, in the type in which the model's tensors are kept."""
-
-    def create(self, layer: ShardedLinear) -> None:
-        rows = sum(length(piece.rows) for piece in layer.pieces)
-        first = layer.pieces[0]
-        layer.weight = empty_parameter(first.weight, rows, length(first.columns))
-        layer.bias = layer.empty_bias()
-
-    def sources(self, layer: ShardedLinear) -> Iterator[WeightSource]:
-        yield from stacked_rows("weight", ((piece.weight, (piece.rows, piece.columns)) for piece in layer.pieces))
-        yield from stacked_rows("bias", ((piece.bias, (piece.rows,)) for piece in layer.pieces))
+    """Unquantised weights."""
 
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "only FP8 layers take quantised rows"
@@ -171,8 +167,6 @@ class PlainLinearMethod(LinearMethod):
 
     def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
         assert isinstance(x, Tensor)
-        if layer.bias is not None:
-            return super().apply_for_sum(layer, x, residual)
         return linear_for_sum(x, layer.weight, residual)
 
 
@@ -258,7 +252,10 @@ class RowParallelLinear(ShardedLinear):
         if self.group.size > 1:
             buffer = self.group.partial_sum_buffer((x.shape[0], self.out_features), x.dtype)
             return self.part(x, buffer, adapters)
-        delta = self.method.apply_for_sum(self, x, residual)
+        if self.bias is None:
+            delta = self.method.apply_for_sum(self, x, residual)
+        else:
+            delta = self.method.apply(self, x, with_bias=True)
         target = residual if delta is None else delta[0] if delta.dim() == 3 else delta
         assert target is not None, "without a residual nothing has been added to it"
         self.add_adapters(target, x, adapters)
