@@ -26,20 +26,12 @@ _MOST_LEFT = 8
 
 
 def read_experts(
-    config: ModelFile,
-    *,
-    renormalises: bool = True,
-    keys: tuple[str, ...] = ("n_routed_experts", "num_local_experts", "num_experts"),
-    shared_key: str = "n_shared_experts",
+    config: ModelFile, *, renormalises: bool = True, shared_key: str = "n_shared_experts"
 ) -> ExpertsConfig:
-    """Read the experts. `renormalises` is the default of `norm_topk_prob`; the numbers of experts and of shared ones
-    are under one of `keys` and under `shared_key`."""
-    routing = config.routing(
-        keys=keys,
-        scoring="sigmoid",
-        renormalise=config.get("norm_topk_prob", bool, renormalises),
-        scale=config.positive_number("routed_scaling_factor", 1.0),
-    )
+    """Read the experts. `renormalises` is the default of `norm_topk_prob`; the number of shared experts is under
+    `shared_key`."""
+    keys = ("n_routed_experts", "num_local_experts", "num_experts")
+    routing = config.sigmoid_routing(keys=keys, renormalise=config.get("norm_topk_prob", bool, renormalises))
     return config.experts(
         config.routing_with_groups(routing),
         has_correction=True,

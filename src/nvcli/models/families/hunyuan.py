@@ -109,11 +109,7 @@ def read_v3(config: ModelFile) -> DecoderConfig:
     attention = config.attention(qk_norm="head", bias=config.bias(), rope=config.rope(11_158_840.0))
     if config.mlp_bias():
         raise config.error("mlp_bias", "true is not supported beside experts, only false")
-    routing = config.routing(
-        scoring="sigmoid",
-        renormalise=True,
-        scale=config.positive_number("router_scaling_factor", 2.826),
-    )
+    routing = config.sigmoid_routing("router_scaling_factor", 2.826)
     shared = shared_experts(config.with_defaults({"num_shared_experts": 1}), "num_shared_experts")
     experts = config.experts(routing, has_correction=True, has_wide_router=True, shared=shared)
     layers = (LayerConfig(mixer=attention, mlp=mlp) for mlp in config.mlps(experts, config.sparse_layers()))

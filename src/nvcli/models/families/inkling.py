@@ -130,13 +130,8 @@ def _kinds(config: ModelFile) -> list[str]:
 
 def _mlps(config: ModelFile) -> list[FeedForward]:
     size, activation = config.positive("moe_intermediate_size"), config.activation()
-    routing = config.routing(
-        keys=("n_routed_experts", "num_local_experts"),
-        scoring="sigmoid",
-        renormalise=True,
-        scale=config.positive_number("route_scale"),
-        num_shared=config.positive("n_shared_experts"),
-    )
+    names, num_shared = ("n_routed_experts", "num_local_experts"), config.positive("n_shared_experts")
+    routing = config.sigmoid_routing("route_scale", None, keys=names, num_shared=num_shared)
     experts: ExpertsConfig = config.experts(
         routing,
         has_correction=True,

@@ -61,11 +61,7 @@ def read_lfm2(config: ModelFile) -> DecoderConfig:
 
 def read_lfm2_moe(config: ModelFile) -> DecoderConfig:
     """Read a mixture of experts, chosen by sigmoid scores with a correction."""
-    routing = config.routing(
-        scoring="sigmoid",
-        renormalise=config.get("norm_topk_prob", bool, True),
-        scale=config.positive_number("routed_scaling_factor", 1.0),
-    )
+    routing = config.sigmoid_routing(renormalise=config.get("norm_topk_prob", bool, True))
     experts = config.experts(routing, has_correction=config.get("use_expert_bias", bool, True))
     return _read(config, first_layers_dense(config, experts, "num_dense_layers", 2))
 

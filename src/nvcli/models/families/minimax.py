@@ -136,7 +136,7 @@ def read_m3(config: ModelFile) -> DecoderConfig:
     clamped = config.clamped_swiglu()
     dense = replace(config.mlp(size_key="dense_intermediate_size"), activation=clamped)
     experts = config.experts(
-        config.routing(scoring="sigmoid", renormalise=True, scale=config.positive_number("routed_scaling_factor", 2.0)),
+        config.sigmoid_routing(default=2.0),
         size_key="intermediate_size",
         activation=clamped,
         has_correction=True,

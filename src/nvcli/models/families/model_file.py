@@ -310,6 +310,14 @@ class ModelFile(JsonFile):
             raise self.error(chosen_key, f"{experts_per_token} is more than `{key}`, {num_experts}")
         return Routing(num_experts=num_experts, experts_per_token=experts_per_token, **settings)
 
+    def sigmoid_routing(
+        self, scale_key: str = "routed_scaling_factor", default: float | None = 1.0, **settings: Any
+    ) -> Routing:
+        """Read what `routing` does for experts that are chosen by sigmoid scores, and the factor of their weights from
+        `scale_key`. Weights are renormalised unless `settings` say otherwise."""
+        scale = self.positive_number(scale_key, default)
+        return self.routing(scoring="sigmoid", scale=scale, **{"renormalise": True, **settings})
+
     def experts(self, routing: Routing, *, size_key: str = "moe_intermediate_size", **settings: Any) -> ExpertsConfig:
         """Read the experts' size from `size_key`, and their activation. `settings` are fields of `ExpertsConfig`."""
         if "activation" not in settings:

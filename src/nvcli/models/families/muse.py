@@ -68,14 +68,8 @@ def read_spark(config: ModelFile) -> DecoderConfig:
 
 
 def _experts(config: ModelFile, router_factor: float) -> ExpertsConfig:
-    routing = config.routing(
-        keys=("num_local_experts",),
-        scoring="sigmoid",
-        renormalise=True,
-        scale=config.positive_number("routed_scaling_factor", 1.0),
-    )
     return config.experts(
-        routing,
+        config.sigmoid_routing(keys=("num_local_experts",)),
         has_correction=True,
         has_wide_router=True,
         router_factor=router_factor,

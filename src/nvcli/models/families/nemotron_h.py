@@ -105,12 +105,8 @@ def _experts(config: ModelFile) -> ExpertsConfig:
         latent_size = config.positive("moe_latent_size")
         if config.mlp_bias():
             raise config.error("mlp_bias", "true is not supported together with `moe_latent_size`")
-    routing = config.routing(
-        keys=("n_routed_experts",),
-        scoring="sigmoid",
-        renormalise=config.get("norm_topk_prob", bool, True),
-        scale=config.positive_number("routed_scaling_factor", 1.0),
-    )
+    renormalises = config.get("norm_topk_prob", bool, True)
+    routing = config.sigmoid_routing(keys=("n_routed_experts",), renormalise=renormalises)
     return config.experts(
         config.routing_with_groups(routing),
         activation=ExpertActivation(kind="relu2"),

@@ -84,12 +84,7 @@ def _with_rope(config: ModelFile, kind: str, layer: int) -> ModelFile:
 
 
 def _mlps(config: ModelFile) -> Iterator[MLPConfig | ExpertsConfig]:
-    routing = config.routing(
-        keys=("n_routed_experts",),
-        scoring="sigmoid",
-        renormalise=True,
-        scale=config.positive_number("moe_router_scaling_factor", 1.0),
-    )
+    routing = config.sigmoid_routing("moe_router_scaling_factor", keys=("n_routed_experts",))
     shared = config.mlp(size_key="share_expert_dim")
     experts = config.experts(routing, has_correction=True, has_wide_router=True, shared=shared)
     limits, of_shared = (read_limits(config, key) for key in ("swiglu_limits", "swiglu_limits_shared"))

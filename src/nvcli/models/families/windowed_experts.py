@@ -147,9 +147,8 @@ def read_afmoe(config: ModelFile) -> DecoderConfig:
     """Read windows; layers of full attention do not rotate. The first `num_dense_layers` layers have no experts."""
     full = config.attention(qk_norm="head", bias=config.bias(), gate=OutputGate(), rope=config.rope())
     attention = config.by_kind(full, 1024, full_rotates=False)
-    routing = config.routing(scoring="sigmoid", renormalise=True, scale=config.positive_number("route_scale", 1.0))
     shared = shared_experts(config.with_defaults({"num_shared_experts": 2}), "num_shared_experts")
-    experts = config.experts(routing, has_correction=True, shared=shared)
+    experts = config.experts(config.sigmoid_routing("route_scale"), has_correction=True, shared=shared)
     mlps = first_layers_dense(config, experts, "num_dense_layers", 1)
     kinds = config.every_nth_full(4, "global_attn_every_n_layers")
     layers = config.layers(kinds, attention, mlps, _AFMOE_NORMS)
@@ -163,9 +162,7 @@ def read_laguna(config: ModelFile) -> DecoderConfig:
     heads = heads or [config.positive("num_attention_heads")] * config.num_layers()
     config.only(moe_apply_router_weight_on_input=0, moe_router_logit_softcapping=0)
     experts = config.experts(
-        config.routing(
-            scoring="sigmoid", renormalise=True, scale=config.positive_number("moe_routed_scaling_factor", 1.0)
-        ),
+        config.sigmoid_routing("moe_routed_scaling_factor"),
         has_correction=True,
         shared=config.mlp(size_key="shared_expert_intermediate_size"),
     )
