@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -369,29 +370,39 @@ def rank_logits(group: TensorParallelGroup, models: list[tuple[Path, bool]]) -> 
 
 
 def form(value: object) -> object:
-    """A configuration without its sizes, of which it only matters here whether two ranks can share them."""
+    """A setting without its size, of which it only matters here whether two ranks can share it."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value % 2
     if isinstance(value, float):
         return value in (0.0, 1.0)
     if isinstance(value, tuple):
         return frozenset(map(form, value))
-    return (type(value), *(form(getattr(value, one.name)) for one in fields(value))) if is_dataclass(value) else value
+    return type(value) if is_dataclass(value) else value
+
+
+def pairs(value: object) -> Iterator[object]:
+    """Every two settings of a layer, and of each of its blocks."""
+    if is_dataclass(value):
+        found = {one.name: getattr(value, one.name) for one in fields(value)}
+        yield from ((type(value), *two) for two in combinations(((name, form(one)) for name, one in found.items()), 2))
+        for one in found.values():
+            yield from pairs(one)
 
 
 def distinct_shapes(checkpoint_of: Checkpoints) -> Iterator[str]:
-    """Those with a layer, or other parts of a decoder, of a form that no shape before them has: many families that read
-    images have the decoder of another one."""
+    """Those with two settings of a layer or of a block that no shape before them has together, or with a setting of the
+    decoder: many families that read images have the decoder of another one."""
     seen: set[object] = set()
     for name, (family, _) in SHAPES.items():
         if is_too_old(family.removesuffix("Text")):
             continue
         decoder = load_model_config(checkpoint_of(name)).decoder
         others = replace(decoder, layer_kinds=(), kind_of_layer=(), layout=PLAIN_LAYOUT)
-        forms = {form(part) for part in (others, *decoder.layer_kinds)}
-        if not forms <= seen:
+        found = {(one.name, form(getattr(others, one.name))) for one in fields(others)}
+        found |= {pair for layer in decoder.layer_kinds for pair in pairs(layer)}
+        if not found <= seen:
             yield name
-        seen |= forms
+        seen |= found
 
 
 @pytest.mark.parametrize("in_both_ways", [False, full(True)])
