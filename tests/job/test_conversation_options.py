@@ -153,6 +153,7 @@ def test_a_part_that_is_no_text_is_an_error_that_says_so(read_rows: ReadRows, ki
     [
         ({"content": ["a", {"text": "b"}, {"type": "refusal", "refusal": "c"}]}, "a\nb\nc"),
         ({"content": None, "refusal": "no"}, "no"),
+        ({"content": None, "tool_calls": [{"function": {"name": "look"}}]}, ""),  # null stops the template of Qwen3
         (
             {"content": [{"image": "a.png"}, {"image_url": "b.png"}, "c"]},
             [{"type": "image", "image": "a.png"}, {"type": "image", "image": "b.png"}, {"type": "text", "text": "c"}],

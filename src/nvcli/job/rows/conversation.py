@@ -105,7 +105,7 @@ def _check_message(message: dict[str, Any], name: str, images: Iterator[dict[str
         raise InvalidValue((), f"`{name}.content` is {show(content)}; allowed: text or a list of text parts")
     if content is None and not message.get("tool_calls"):
         raise InvalidValue((), f"`{name}` has no `content`; give it a text")
-    return message
+    return {**message, "content": content or ""}  # OpenAI's form has null beside calls, which Qwen3's template refuses
 
 
 def _from_sharegpt(message: dict[str, Any], name: str) -> dict[str, Any]:
