@@ -110,21 +110,44 @@ def test_contents_are_given_as_the_template_reads_them(template: str) -> None:
     assert demo.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) == "[a][b]"
 
 
-def test_no_message_is_lost_for_a_role_that_the_template_does_not_know() -> None:
-    """The template of Qwen3 leaves out messages of roles that it does not know."""
+_LOST_ROLES = (
+    "{# a developer #}{% for m in messages if m.role in 'system user' %}{{ m.role }} {{ m.content }}.{% endfor %}"
+)
+_LOST_LATE = "{{ messages[0].content }}.{% for m in messages[1:] if m.role != 'system' %}{{ m.content }}.{% endfor %}"
+_LOST_CALLS = "{% for m in messages %}{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}.{% endfor %}"
+_NO_CALLS = "{# tool_calls #}{% for m in messages %}{{ m.content }}.{% endfor %}"
+_CALL = {"id": "1", "type": "function", "function": {"name": "c", "arguments": {}}}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_SYSTEM = {"role": "system", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "said"),
+    [
+        (_LOST_ROLES, {"role": "human", "content": "b"}, r'`messages\[1\]`, whose role is "human"; give it one'),
+        (_LOST_ROLES, {"role": "tool", "content": "b"}, r'`messages\[1\]`, whose role is "tool"; give it one'),
+        (_LOST_ROLES, _CALLING, r"`messages\[1\].tool_calls`; leave them out"),
+        (_NO_CALLS, _CALLING, r"`messages\[1\].tool_calls`; leave them out"),
+        (_LOST_CALLS, {**_CALLING, "tool_calls": [_CALL] * 2}, r"`messages\[1\].tool_calls\[1\]`; give a message one"),
+        (_LOST_LATE, _SYSTEM, r'`messages\[1\]`, whose role is "system"; put its text into the first message'),
+    ],
+)
+def test_no_message_is_lost_that_the_template_leaves_out(template: str, message: dict[str, Any], said: str) -> None:
+    """Templates leave out messages of roles that they do not know (Qwen3), later system messages (SmolLM3, gpt-oss),
+    calls (LFM2), those beside a text (DeepSeek-R1's small models) and all but the first (gpt-oss)."""
+    tokenizer = Tokenizer.load(demo_path(), chat_template=template)
+    with pytest.raises(RowError, match=f"the chat template leaves out {said}"):
+        tokenizer.render([{"role": "system", "content": "a"}, message])
+
+
+def test_what_the_template_writes_is_given_to_it() -> None:
+    """The word developer is in Cohere's templates too, which do not know the role."""
     messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
-    known = "{% for m in messages if m.role in 'system user' %}{{ m.role }} {{ m.content }}.{% endfor %}"
-    assert Tokenizer.load(demo_path(), chat_template=known).render(messages) == "system a.user b."
-    calling = {"role": "assistant", "content": "", "tool_calls": [{}]}
-    for lost, said in (
-        ({"role": "human", "content": "b"}, r'`messages\[1\]`, whose role is "human"; give it one'),
-        ({"role": "tool", "content": "b"}, r'`messages\[1\]`, whose role is "tool"'),
-        (calling, r"`messages\[1\].tool_calls`; leave them out"),
-    ):
-        with pytest.raises(RowError, match=f"the chat template leaves out {said}"):
-            Tokenizer.load(demo_path(), chat_template=known).render([*messages[:1], lost])
-    known = known.replace("system", "developer")
+    assert Tokenizer.load(demo_path(), chat_template=_LOST_ROLES).render(messages) == "system a.user b."
+    known = _LOST_ROLES.replace("'system", "'developer")
     assert Tokenizer.load(demo_path(), chat_template=known).render(messages) == "developer a.user b."
+    one_call = Tokenizer.load(demo_path(), chat_template=_LOST_CALLS)
+    assert one_call.render([messages[1], _CALLING, _SYSTEM]) == "b.c.a."
 
 
 def test_a_tokenizer_in_plain_python_works_too() -> None:

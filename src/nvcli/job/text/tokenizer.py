@@ -11,7 +11,6 @@ import functools
 import importlib
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +21,7 @@ from nvcli.core.config_types import MAX_INT32
 from nvcli.core.system.regular_file import check_regular
 from nvcli.core.validation import describe_surrogate, show
 from nvcli.errors import LoadError, RowError
+from nvcli.job.text.template_probe import TemplateProbe
 from nvcli.models.json_file import JsonFile, read_json
 
 MAX_INLINE_TOKENS = 8192
@@ -38,8 +38,6 @@ class Tokenizer:
         self.backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
         """The `tokenizers.Tokenizer`; None for a tokenizer in plain Python."""
         self._token_texts: dict[int, str] = {}
-        self._left_out: dict[str, bool] = {}
-        """Roles → whether the chat template leaves their messages out."""
         self.vocab_size: int | None = None
         """Upper bound of all ids; None: unknown."""
         if self.backend is not None:
@@ -148,9 +146,7 @@ class Tokenizer:
         """Return the prompt text of a conversation, up to where the answer begins. Raises RowError and MemoryError.
 
         `variables` are given to the chat template. `continue_final_message` is one of them: the answer then goes on
-        with the last message. Contents are given as texts or as lists of parts, whichever the template reads. The role
-        `developer`, OpenAI's newer name of `system`, is called that unless the template knows it. What the template
-        would leave out without a word is an error: messages of a role that it does not know, and calls of tools.
+        with the last message. Messages are given as the template reads them (`TemplateProbe.as_read`).
         """
         if not self._tokenizer.chat_template:
             raise RowError(
@@ -159,55 +155,14 @@ class Tokenizer:
                 "`job.chat_template` (--chat-template)",
             )
         variables = variables or {}
-        template = self.chat_template
-        if "developer" not in template:
-            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-        messages = self._as_read(messages)
-        for number, message in enumerate(messages):
-            if (role := message["role"]) not in _ROLES and self._leaves_out(role):
-                raise RowError(
-                    "chat_template_error",
-                    f"the chat template leaves out `messages[{number}]`, whose role is {show(role)}; give it one that "
-                    "the template knows, such as user",
-                )
-            if message.get("tool_calls") and "tool_calls" not in template:
-                raise RowError(
-                    "chat_template_error",
-                    f"the chat template leaves out `messages[{number}].tool_calls`; leave them out, or name a "
-                    "template that knows them as `job.chat_template` (--chat-template)",
-                )
         return self._render(
-            messages, {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
+            self._probe.as_read(messages),
+            {"add_generation_prompt": not variables.get("continue_final_message"), **variables},
         )
 
-    def _as_read(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages with contents that are lists of parts, if the chat template reads no others."""
-        return [_in_parts(message) for message in messages] if self._reads_parts_alone else messages
-
     @functools.cached_property
-    def _reads_parts_alone(self) -> bool:
-        """Whether the chat template leaves out or refuses a content that is a text, as those of LLaVA and SmolVLM."""
-        message = {"role": "user", "content": "nvcli"}
-        for each in (message, _in_parts(message)):
-            with suppress(RowError):
-                if "nvcli" in self._render([each], {}):
-                    return each is not message
-        return False
-
-    def _leaves_out(self, role: str) -> bool:
-        """Tell whether messages of a role are missing in what the chat template writes, wherever they stand."""
-        if role == "tool" and role in self.chat_template:
-            return False  # some leave only those out that follow no call
-        if role not in self._left_out:
-            if len(self._left_out) == _MAX_ROLES:
-                self._left_out.clear()
-            message, user = {"role": role, "content": "nvcli"}, {"role": "user", "content": "a"}
-            texts = []
-            for messages in ([message, user], [user, message]):
-                with suppress(RowError):
-                    texts.append(self._render(self._as_read(messages), {}))
-            self._left_out[role] = bool(texts) and "nvcli" not in "".join(texts)
-        return self._left_out[role]
+    def _probe(self) -> TemplateProbe:
+        return TemplateProbe(self.chat_template, self._render)
 
     def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         try:
@@ -240,17 +195,6 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self.decode_one([token_id], skip_special_tokens=False)
         return text
-
-
-_ROLES = frozenset(("user", "assistant"))
-"""Roles that every template knows."""
-_MAX_ROLES = 100
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a list of parts, if it is a text."""
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 _VOCABULARIES = (

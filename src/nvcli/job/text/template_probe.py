@@ -1,0 +1,143 @@
+"""TemplateProbe: finds out what a chat template does with messages, by rendering short ones with it.
+
+Templates differ in which form of contents they read and which messages they write; the rest they leave out without a
+word, or they refuse it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from nvcli.core.validation import show
+from nvcli.errors import RowError
+
+Messages: TypeAlias = list[dict[str, Any]]
+
+_ROLES = frozenset(("user", "assistant"))
+"""Roles that every template knows."""
+_SYSTEM, _DEVELOPER, _TOOL = "system", "developer", "tool"
+_MAX_ROLES = 100
+_PROBE = "nvcli"
+_USER = {"role": "user", "content": "a"}
+_SOME_TOOL = {
+    "type": "function",
+    "function": {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}},
+}
+_NUM_CALLS = 2
+_OTHER_TEMPLATE = "or name a template that knows them as `job.chat_template` (--chat-template)"
+
+
+class TemplateProbe:
+    """Tells what a chat template does with messages. Each answer is found once, when it is first needed."""
+
+    def __init__(self, template: str, render: Callable[[Messages, Mapping[str, Any]], str]) -> None:
+        """`render` returns the prompt text of messages for variables, and raises RowError if the template refuses."""
+        self._template = template
+        self._render = render
+        self._left_out: dict[tuple[str, str | None], bool] = {}
+        """Roles, and those before them where that matters → whether the template leaves their messages out."""
+
+    def as_read(self, messages: Messages) -> Messages:
+        """Return messages in the form that the template reads: contents as texts or as lists of parts, and the role
+        `developer`, OpenAI's newer name of `system`, as that unless the template knows it.
+
+        Raises RowError for what the template would leave out without a word: messages of a role that it does not know,
+        system messages at a place where it reads none, and calls of tools.
+        """
+        if not self._knows_developer:
+            messages = [{**each, "role": _SYSTEM} if each["role"] == _DEVELOPER else each for each in messages]
+        for number, message in enumerate(messages):
+            place, role = f"messages[{number}]", message["role"]
+            before = messages[number - 1]["role"] if number else None
+            if role not in _ROLES and self._leaves_out(role, before):
+                first = "put its text into the first message, or " if role == _SYSTEM and number else ""
+                raise _left_out(
+                    f"`{place}`, whose role is {show(role)}; {first}give it one that the template knows, such as user"
+                )
+            calls = message.get("tool_calls") or ()
+            if self._calls_written < min(len(calls), _NUM_CALLS):
+                if self._calls_written:
+                    raise _left_out(f"`{place}.tool_calls[1]`; give a message one call, {_OTHER_TEMPLATE}")
+                raise _left_out(f"`{place}.tool_calls`; leave them out, {_OTHER_TEMPLATE}")
+        return self._in_form(messages)
+
+    def _in_form(self, messages: Messages) -> Messages:
+        return [_in_parts(message) for message in messages] if self._reads_parts_alone else messages
+
+    @functools.cached_property
+    def _reads_parts_alone(self) -> bool:
+        """Whether the template leaves out or refuses a content that is a text, as those of LLaVA and SmolVLM."""
+        message = _probe_of("user")
+        for each in (message, _in_parts(message)):
+            if self._written([each]):
+                return each is not message
+        return False
+
+    @functools.cached_property
+    def _knows_developer(self) -> bool:
+        """Whether the template has a role `developer`; some only speak of developers."""
+        return _DEVELOPER in self._template and bool(self._written(self._in_form([_probe_of(_DEVELOPER), _USER])))
+
+    def _leaves_out(self, role: str, before: str | None) -> bool:
+        """Tell whether messages of a role are missing in what the template writes, wherever they stand; for system
+        messages, behind one of the role `before` (None: at the beginning)."""
+        if role == _TOOL and role in self._template:
+            return False  # some leave only those out that follow no call
+        probe = _probe_of(role)
+        orders = [[probe, _USER], [_USER, probe]]
+        if role != _SYSTEM:
+            before = None
+        elif before is None:
+            orders = orders[:1]
+        else:
+            before = _SYSTEM if before == _SYSTEM else "user"
+            orders = [[{**_USER, "role": before}, probe, _USER]]
+        if (role, before) not in self._left_out:
+            if len(self._left_out) == _MAX_ROLES:
+                self._left_out.clear()
+            found = [self._written(self._in_form(messages)) for messages in orders]
+            self._left_out[role, before] = [] in found and [_PROBE] not in found
+        return self._left_out[role, before]
+
+    @functools.cached_property
+    def _calls_written(self) -> int:
+        """How many calls of a message with two the template writes; 2, too, if it refuses such messages."""
+        if "tool_calls" not in self._template:
+            return 0
+        names = [f"{_PROBE}{number}" for number in range(_NUM_CALLS)]
+        calls = [
+            {"id": str(number) * 9, "type": "function", "function": {"name": name, "arguments": {}}}
+            for number, name in enumerate(names)
+        ]
+        answers = [{"role": _TOOL, "tool_call_id": call["id"], "content": "a"} for call in calls]
+        messages: Messages = [_USER, {"role": "assistant", "content": "", "tool_calls": calls}, *answers]
+        for variables in ({}, {"tools": [_SOME_TOOL]}):
+            if (found := self._written(self._in_form(messages), names, variables)) is not None:
+                return len(found)
+        return _NUM_CALLS
+
+    def _written(
+        self, messages: Messages, texts: Sequence[str] = (_PROBE,), variables: Mapping[str, Any] | None = None
+    ) -> list[str] | None:
+        """Return those of some texts that are in what the template makes of messages; None if it refuses these."""
+        try:
+            written = self._render(messages, variables or {})
+        except RowError:
+            return None
+        return [text for text in texts if text in written]
+
+
+def _probe_of(role: str) -> dict[str, Any]:
+    return {"role": role, "content": _PROBE}
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list of parts, if it is a text."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _left_out(what: str) -> RowError:
+    return RowError("chat_template_error", f"the chat template leaves out {what}")
