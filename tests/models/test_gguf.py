@@ -455,6 +455,8 @@ def test_expressions_that_split_text_are_those_of_transformers() -> None:
         ("deepseek-llm", ["Hello", " World", "\n", "１", "ა", "，", " ", "世界", "  "]),
         ("kimi-k2", ["Hello", " World's", "123", "4", "我想在", "apple", "工作", "!\n", "  "]),
         ("afmoe", ["Hello", " World", "1", "234", "567", "我想在", "สวัสดี", "apple", "!\n", "  "]),
+        ("tiny_aya", ["Hello", "World's", " ", "1", "234", "567", "!/\n"]),
+        ("minicpm5", ["Hello", " World", "'s", "123", "4", "!\n"]),
         ("gpt-4o", ["Hello", "World's", " ", "123", "4", "我想在apple", "!/\n"]),
     ],
 )
@@ -491,12 +493,15 @@ def test_settings_of_sampling_templates_and_ends(tmp_path: Path) -> None:
     assert tokenizer.chat_template == "{{ messages }}\n{{ tools }}"
 
 
-def test_a_message_of_gpt_oss_ends_no_answer(tmp_path: Path) -> None:
-    tokens = ["<|end|>", "<|return|>", "<|call|>", "<|channel|>", "</s>"]
+@pytest.mark.parametrize("ends", [["<|return|>", "<|call|>"], ["<|flush|>", "<|calls|>"]])
+def test_a_message_of_gpt_oss_or_solar_ends_no_answer(ends: list[str], tmp_path: Path) -> None:
+    tokens = ["<|end|>", *ends, "<|channel|>", "</s>"]
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * 5}
     assert gguf_tokenizer.GGUFVocabulary(tmp_path, metadata).end_ids() == [1, 2, 4]
     metadata["tokenizer.ggml.token_type"] = [3, 3, 3, 3, 4]  # a tag of HTML
     assert gguf_tokenizer.GGUFVocabulary(tmp_path, metadata).end_ids() == [1, 2]
+    metadata["tokenizer.ggml.tokens"] = [*tokens[:2], "a", "b", "c"]
+    assert gguf_tokenizer.GGUFVocabulary(tmp_path, metadata).end_ids() == [0, 1]
 
 
 def test_a_folder_is_made_once_for_each_content(tmp_path: Path) -> None:

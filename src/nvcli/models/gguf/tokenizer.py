@@ -24,6 +24,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDINGS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_ENDINGS}"
+_MINICPM5 = (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}+|{_ENDINGS}")
 _QWEN2 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_ENDINGS}"
 _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
@@ -42,6 +43,7 @@ def _by_case(contractions: str, digits: str, *, of: str = "", marks: str = r"[\r
 
 
 _GPT4O = _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
+_TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)  # digits from the right
 _TEKKEN = _by_case("", r"\p{N}")
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
@@ -90,6 +92,8 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "qwen35": (_QWEN35,),
     "seed-coder": (_SEED,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
+    "tiny_aya": _TINY_AYA,
+    "minicpm5": _MINICPM5,
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
     "deepseek-coder": _DEEPSEEK_CODER,
@@ -98,29 +102,29 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "afmoe": _AFMOE,
     "youtu": _YOUTU,
     "exaone-moe": (_EXAONE_MOE,),
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "trillion", "mellum", "jais", "a.x-4.0"), _GPT2),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "trillion", "mellum", "jais", "a.x-4.0", "gigachat"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
 }
 """Expressions by which text is split, one after the other, by the names in `tokenizer.ggml.pre`."""
 _GPT2_AFTER = frozenset((_GPT2, _DIGITS))
 """Expressions after which GPT-2's own follows."""
-_WHOLE_WORDS = frozenset((*_LLAMA3_NAMES, "tekken", "youtu"))
+_WHOLE_WORDS = frozenset((*_LLAMA3_NAMES, "tekken", "youtu", "minicpm5"))
 """Names of vocabularies in which a word that is a token is not put together by merges."""
-_COMPOSED = frozenset(("qwen2", "qwen35", "command-r"))
+_COMPOSED = frozenset(("qwen2", "qwen35", "command-r", "tiny_aya"))
 """Names of those whose text is brought to Unicode's normal form C first."""
 _ADDS_BOS = frozenset((*_LLAMA3_NAMES, "tekken"))
 _ENDS = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
         *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>"),
-        *("<|return|>", "<|call|>", "<turn|>", "<|tool_response>"),
+        *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<turn|>", "<|tool_response>"),
     )
 )
 """Tokens that end an answer under whichever id, as in llama.cpp."""
 _OF_SENTENCE = "</s>"
 """A token that ends an answer if it is a special one; Gemma's vocabulary has it as a tag of HTML."""
-_END, _AFTER_ENDS = "<|end|>", ("<|return|>", "<|call|>")
-"""A token that ends a message, and tokens beside which it does not end the answer: gpt-oss's."""
+_END, _AFTER_ENDS = "<|end|>", ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
+"""A token that ends a message, and tokens beside which it does not end the answer: gpt-oss's, or Solar Open's."""
 
 
 class GGUFVocabulary:
@@ -180,7 +184,8 @@ class GGUFVocabulary:
     def end_ids(self) -> list[int]:
         """Return the ids of the tokens that end an answer."""
         own = (self._special(key) for key in ("eos", "eot", "eom"))
-        ends = _ENDS - {_END} if set(_AFTER_ENDS) <= set(self.tokens) else _ENDS
+        goes_on = any(others.issubset(self.tokens) for others in _AFTER_ENDS)
+        ends = _ENDS - {_END} if goes_on else _ENDS
         by_name = (
             number
             for number, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
