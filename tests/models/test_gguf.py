@@ -38,6 +38,7 @@ from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.kernels.w4 import dequantise
 from nvcli.models.checkpoint import is_hub_id, read_tensors, resolve_model, weight_files
 from nvcli.models.config import load_model_config
+from nvcli.models.embedding_files import EmbeddingFiles, read_embedding_files
 from nvcli.models.experts import Experts
 from nvcli.models.geometry import model_tensors
 from nvcli.models.gguf import tokenizer as gguf_tokenizer
@@ -491,6 +492,10 @@ def test_settings_of_sampling_templates_and_ends(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode(["<9>"], add_special_tokens=True) == [[3, 9]]
     assert tokenizer.chat_template == "{{ messages }}\n{{ tools }}"
+    assert read_embedding_files(folder) == EmbeddingFiles(pooling="mean", normalizes=True)
+    both_ways = write_gguf(model, tmp_path / "embeds.gguf", **{**others, "qwen3.attention.causal": False})
+    with pytest.raises(LoadError, match="`is_causal`: false: a model that attends in both directions"):
+        read_embedding_files(resolve_model(str(both_ways)))
 
 
 @pytest.mark.parametrize("ends", [["<|return|>", "<|call|>"], ["<|flush|>", "<|calls|>"]])

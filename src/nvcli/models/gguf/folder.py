@@ -46,6 +46,8 @@ _SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 """Keys of `general.sampling`, and of generation_config.json."""
+_POOLINGS = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}
+"""sentence-transformers' names of llama.cpp's poolings."""
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
 
@@ -99,7 +101,10 @@ def _contents(header: GGUFHeader, beside: Sequence[Path]) -> tuple[dict[str, str
     name, _ = find_architecture(header)
     config = make_config(header)
     found = {to: header.metadata.get(f"general.sampling.{key}") for key, to in _SAMPLING.items()}
-    sampling = {"generation_config.json": _json({key: value for key, value in found.items() if value is not None})}
+    others = {
+        "generation_config.json": _json({key: value for key, value in found.items() if value is not None}),
+        **_pooling(header.metadata.get(f"{name}.pooling_type")),
+    }
     try:
         vocabulary = GGUFVocabulary(header.file, header.metadata)
         tokenizer = vocabulary.tokenizer(name)
@@ -107,12 +112,12 @@ def _contents(header: GGUFHeader, beside: Sequence[Path]) -> tuple[dict[str, str
         if not any(file.name == _TOKENIZER_FILES[0] for file in beside):
             raise
         end = header.metadata.get("tokenizer.ggml.eos_token_id")
-        return {"config.json": _json({**config, "eos_token_id": end}), **sampling}, [*beside]
+        return {"config.json": _json({**config, "eos_token_id": end}), **others}, [*beside]
     texts = {
         "config.json": _json({**config, "eos_token_id": vocabulary.end_ids() or None}),
         "tokenizer.json": _json(tokenizer),
         "tokenizer_config.json": _json(vocabulary.config()),
-        **sampling,
+        **others,
         **vocabulary.chat_templates(),
     }
     return texts, []
@@ -126,8 +131,21 @@ def make_config(header: GGUFHeader) -> dict[str, Any]:
         "vocab_size": header.tensor("token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _dtype(header),
+        "is_causal": header.metadata.get(f"{name}.attention.causal", True),
         **architecture.config(read_settings(header, name)),
         **_quantisation(header, architecture),
+    }
+
+
+def _pooling(kind: object) -> dict[str, str]:
+    """Return sentence-transformers' files that say how embeddings are made, which llama.cpp normalises; none if a
+    model's file does not say it."""
+    if not isinstance(kind, int) or kind not in _POOLINGS:
+        return {}
+    modules = [{"type": name, "path": f"{number}_{name}"} for number, name in enumerate(("Pooling", "Normalize"), 1)]
+    return {
+        "modules.json": _json(modules),
+        "1_Pooling/config.json": _json({f"pooling_mode_{_POOLINGS[kind]}": True}),
     }
 
 
@@ -200,5 +218,5 @@ def _move(made: Path, folder: Path) -> None:
             raise
 
 
-def _json(values: Mapping[str, Any]) -> str:
+def _json(values: Mapping[str, Any] | list[Any]) -> str:
     return json.dumps(values, ensure_ascii=False, indent=1)
