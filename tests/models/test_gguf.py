@@ -241,7 +241,17 @@ def test_text_parts_of_models_that_read_images(family: str, architecture: str, t
     assert "(mmproj)" in (why_no_images(RunConfig(model="m"), folder, load_model_config(folder)) or "")
 
 
-@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_numbers_of_one_bit() -> None:
+    """The library does not read them."""
+    packed = [0b10000001, *[0] * 14, 0b01000000]
+    block = torch.tensor([[*np.float16(1.5).tobytes(), *packed]], dtype=torch.uint8)
+    found = numbers_of_blocks(block, "Q1_0")
+    assert found.shape == (1, BLOCK_TYPES["Q1_0"].block)
+    assert (found > 0).nonzero().tolist() == [[0, 0], [0, 7], [0, 126]]
+    assert (found.abs() == 1.5).all()
+
+
+@pytest.mark.parametrize("name", sorted(BLOCK_TYPES.keys() - {"Q1_0"}))
 def test_numbers_of_blocks_are_those_of_the_library(name: str) -> None:
     kind = Type[name]
     assert TENSOR_TYPES[kind] == BLOCK_TYPES[name] == (name, *gguf.GGML_QUANT_SIZES[kind])
@@ -483,6 +493,7 @@ def test_settings_of_sampling_templates_and_ends(tmp_path: Path) -> None:
         "tokenizer.chat_template.tool_use": "{{ tools }}",
         "general.sampling.temp": 0.6,
         "general.sampling.top_k": 20,
+        "qwen3.pooling_type": 1,
     }
     model = write_tiny_model(tmp_path / "model", "Qwen3", **TIED)
     folder = resolve_model(str(write_gguf(model, tmp_path / "model.gguf", **others)))

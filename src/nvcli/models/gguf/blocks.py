@@ -99,6 +99,11 @@ def _bits(packed: Tensor) -> Tensor:
     return (packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).flatten(1)
 
 
+def _q1_0(blocks: Tensor) -> AffineCodes:
+    scales = _of_block(blocks, 0)
+    return AffineCodes(_bits(blocks[:, 2:]).unsqueeze(1), 2 * scales, -scales)
+
+
 def _q4_0(blocks: Tensor) -> AffineCodes:
     return AffineCodes(_nibbles(blocks[:, 2:], 16).reshape(-1, 1, 32), _of_block(blocks, 0))
 
@@ -176,6 +181,7 @@ def _iq4_codes(places: Tensor) -> Tensor:
 
 
 _CODES: Mapping[str, Callable[[Tensor], AffineCodes]] = {
+    "Q1_0": _q1_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
