@@ -493,13 +493,14 @@ def test_settings_of_sampling_templates_and_ends(tmp_path: Path) -> None:
         "tokenizer.chat_template.tool_use": "{{ tools }}",
         "general.sampling.temp": 0.6,
         "general.sampling.top_k": 20,
+        "tokenizer.ggml.suppress_tokens": [9, 8],
         "qwen3.pooling_type": 1,
     }
     model = write_tiny_model(tmp_path / "model", "Qwen3", **TIED)
     folder = resolve_model(str(write_gguf(model, tmp_path / "model.gguf", **others)))
     config = load_model_config(folder)
     assert config.eos_token_ids == (5, 7, 96)
-    assert config.generation_defaults == {"temperature": 0.6, "top_k": 20}
+    assert config.generation_defaults == {"temperature": 0.6, "top_k": 20, "bad_words": [[9], [8]]}
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode(["<9>"], add_special_tokens=True) == [[3, 9]]
     assert tokenizer.chat_template == "{{ messages }}\n{{ tools }}"

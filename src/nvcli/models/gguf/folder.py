@@ -39,13 +39,14 @@ _UNUSED_SECONDS = 30 * 24 * 3600
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files beside a model that take the place of a tokenizer that is not read."""
 _SAMPLING = {
-    "temp": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+    "tokenizer.ggml.suppress_tokens": "suppress_tokens",
 }
-"""Keys of `general.sampling`, and of generation_config.json."""
+"""Keys of metadata, and of generation_config.json."""
 _POOLINGS = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}
 """sentence-transformers' names of llama.cpp's poolings."""
 _DTYPES = {"F32": "float32", "F16": "float16"}
@@ -100,7 +101,7 @@ def _contents(header: GGUFHeader, beside: Sequence[Path]) -> tuple[dict[str, str
     """Return the texts of a model's small files, by their names, and files that are linked."""
     name, _ = find_architecture(header)
     config = make_config(header)
-    found = {to: header.metadata.get(f"general.sampling.{key}") for key, to in _SAMPLING.items()}
+    found = {to: header.metadata.get(key) for key, to in _SAMPLING.items()}
     others = {
         "generation_config.json": _json({key: value for key, value in found.items() if value is not None}),
         **_pooling(header.metadata.get(f"{name}.pooling_type")),
