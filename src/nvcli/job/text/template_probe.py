@@ -56,8 +56,9 @@ class TemplateProbe:
                 raise _left_out(
                     f"`{place}`, whose role is {show(role)}; {first}give it one that the template knows, such as user"
                 )
-            calls = message.get("tool_calls") or ()
-            if self._calls_written < min(len(calls), _NUM_CALLS):
+            calls = message.get("tool_calls")
+            count = len(calls) if isinstance(calls, list) else bool(calls)
+            if count and self._calls_written < min(count, _NUM_CALLS):
                 if self._calls_written:
                     raise _left_out(f"`{place}.tool_calls[1]`; give a message one call, {_OTHER_TEMPLATE}")
                 raise _left_out(f"`{place}.tool_calls`; leave them out, {_OTHER_TEMPLATE}")
@@ -85,19 +86,14 @@ class TemplateProbe:
         messages, behind one of the role `before` (None: at the beginning)."""
         if role == _TOOL and role in self._template:
             return False  # some leave only those out that follow no call
-        probe = _probe_of(role)
-        orders = [[probe, _USER], [_USER, probe]]
         if role != _SYSTEM:
             before = None
-        elif before is None:
-            orders = orders[:1]
-        else:
-            before = _SYSTEM if before == _SYSTEM else "user"
-            orders = [[{**_USER, "role": before}, probe, _USER]]
+        elif before not in (None, _SYSTEM):
+            before = _USER["role"]
         if (role, before) not in self._left_out:
             if len(self._left_out) == _MAX_ROLES:
                 self._left_out.clear()
-            found = [self._written(self._in_form(messages)) for messages in orders]
+            found = [self._written(self._in_form(messages)) for messages in _orders(role, before)]
             self._left_out[role, before] = [] in found and [_PROBE] not in found
         return self._left_out[role, before]
 
@@ -131,6 +127,14 @@ class TemplateProbe:
 
 def _probe_of(role: str) -> dict[str, Any]:
     return {"role": role, "content": _PROBE}
+
+
+def _orders(role: str, before: str | None) -> list[Messages]:
+    """Return conversations with a message of a role at the places where it may stand."""
+    probe = _probe_of(role)
+    if role != _SYSTEM:
+        return [[probe, _USER], [_USER, probe]]
+    return [[probe, _USER] if before is None else [{**_USER, "role": before}, probe, _USER]]
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
