@@ -17,18 +17,26 @@ def test_each_parameter_has_the_value_that_rows_get_and_its_origin(tmp_path: Pat
     path = tmp_path / "run.yaml"
     path.write_text("model: m\nsampling:\n  top_k: 5\n  top_p: 0.5\n")
     run, source = load_sourced_config(path, ["sampling.min_p=0.1"], {"--temperature": 0})
-    generation = {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1}
+    generation = {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1, "min_tokens": 9}
     settings = by_key(sampling_settings(run, generation, source.setter))
     assert settings["sampling.temperature"] == (0, "--temperature")
     assert settings["sampling.top_k"] == (5, f"{path}:3")
     assert settings["sampling.top_p"] == (0.5, f"{path}:4")
     assert settings["sampling.min_p"] == (0.1, "--set")
     assert settings["sampling.repetition_penalty"] == (1.1, "generation_config.json")
+    assert settings["sampling.min_tokens"] == (9, "generation_config.json")
     assert settings["sampling.max_tokens"] == (None, "default")
     telling = [each.key for each in sampling_settings(run, generation, source.setter) if is_worth_showing(each)]
     assert telling == [
-        f"sampling.{key}" for key in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        f"sampling.{key}"
+        for key in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty")
     ]
+
+
+def test_min_tokens_of_the_checkpoint_that_give_way_come_from_what_sets_max_tokens() -> None:
+    run, source = load_sourced_config(None, [], {"--model": "m", "--max-tokens": 4})
+    settings = by_key(sampling_settings(run, {"min_tokens": 9}, source.setter))
+    assert settings["sampling.min_tokens"] == (4, "--max-tokens")
 
 
 def test_generation_config_none_leaves_the_checkpoints_defaults_out() -> None:

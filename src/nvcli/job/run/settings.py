@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from nvcli.core.config import JobConfig, RunConfig
-from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.sampling_params import SamplingParams, lay_over
 from nvcli.core.validation import Path
 from nvcli.models.generation_config import GENERATION_CONFIG_FILE
 
@@ -54,13 +54,16 @@ def sampling_settings(
     `generation_defaults` are those of the checkpoint's generation_config.json.
     """
     own = generation_defaults if run.generation_config == "auto" else {}
+    values = lay_over(own, run.sampling)
     settings = []
     for key, default in msgspec.to_builtins(msgspec.structs.asdict(SamplingParams())).items():
-        value, origin = default, DEFAULT
+        value, origin = values.get(key, default), DEFAULT
         if key in run.sampling:
-            value, origin = run.sampling[key], setter_of(("sampling", key)) or CONFIGURATION
-        elif key in own:
-            value, origin = own[key], GENERATION_CONFIG_FILE
+            origin = setter_of(("sampling", key)) or CONFIGURATION
+        elif key in own and value == own[key]:
+            origin = GENERATION_CONFIG_FILE
+        elif key in own:  # the checkpoint's `min_tokens`, which gave way
+            origin = setter_of(("sampling", "max_tokens")) or CONFIGURATION
         settings.append(Setting(key=f"sampling.{key}", value=value, origin=origin))
     return settings
 
