@@ -61,14 +61,16 @@ def make_view(
     bytes_total: int | None = 1000,
     rows_resumed: int = 0,
     is_idle: bool = False,
+    generates: bool = True,
     clock: Clock | None = None,
 ) -> RunView:
     """40 rows of 10 and 100 tokens were read, half of the input; 20 are done with 10 and 50 tokens, 2 have failed, and
     6 run with 20 tokens each.
 
-    `rows_resumed`: others that came before them. `is_idle`: nothing runs, and nothing waits.
+    `rows_resumed`: others that came before them. `is_idle`: nothing runs, and nothing waits. `generates`: rows are
+    answered, and not classified.
     """
-    counts = Counts()
+    counts = Counts(generates=generates)
     counts.rows_resumed = rows_resumed
     for index in range(20):
         finish(counts, index)
@@ -159,19 +161,20 @@ def test_rates_are_of_the_last_minute() -> None:
     assert status.rates.rows_per_second == pytest.approx(5, rel=0.05)
 
 
-def test_plain_says_a_line_every_ten_seconds() -> None:
+@pytest.mark.parametrize("generates", [True, False])
+def test_plain_says_a_line_every_ten_seconds(generates: bool) -> None:
     now = 0.0
     stream = io.StringIO()
     progress = PlainProgress(stream, clock=lambda: now)
-    view = make_view(all_read=True)
+    view = make_view(all_read=True, generates=generates)
     for _ in range(100):
         progress.update(view)
         now += 0.25
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert re.fullmatch(
-        r"nvcli: 12s: \d\d%, 22/40 rows \(2 failed\), \d\.\ds left, tokens/s 30 in 112 out, 6 running 9 waiting, "
-        r"KV 25%, prefix hits 40%",
+        r"nvcli: 12s: \d\d%, 22/40 rows \(2 failed\), \d\.\ds left, "
+        rf"tokens/s 30 in{' 112 out' if generates else ''}, 6 running 9 waiting, KV 25%, prefix hits 40%",
         lines[0],
     )
 

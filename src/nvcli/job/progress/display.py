@@ -200,8 +200,9 @@ def rates_text(status: RunStatus) -> str:
     parts = []
     if status.eta_seconds is not None and status.eta_low_seconds is not None and status.eta_high_seconds is not None:
         parts.append(f"{format_range(status.eta_low_seconds, status.eta_seconds, status.eta_high_seconds)} left")
+    generated = f" {rates.generated_tokens_per_second:,.0f} out" if status.tokens.generated else ""
     parts += [
-        f"tokens/s {rates.prompt_tokens_per_second:,.0f} in {rates.generated_tokens_per_second:,.0f} out",
+        f"tokens/s {rates.prompt_tokens_per_second:,.0f} in{generated}",
         f"{status.running:,} running {status.waiting:,} waiting",
         f"KV {status.kv_use:.0%}",
         f"prefix hits {status.prefix_hit_rate:.0%}",

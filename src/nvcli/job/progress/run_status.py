@@ -244,7 +244,7 @@ class RunView:
     def _snapshot(self, now: float, last: _Snapshot, running: Sequence[RunningSample]) -> _Snapshot:
         """Return the present figures."""
         counts = self._counts
-        tokens = max(0, counts.generated_tokens - last.generated_tokens)
+        tokens = max(0.0, counts.sampled_tokens - last.work.tokens)
         num_running = (counts.num_running + last.num_running) / 2 if last.num_running else counts.num_running
         context = sum(each.length + each.num_prompt_tokens for each in running) / max(1, len(running))
         return _Snapshot(

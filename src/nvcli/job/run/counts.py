@@ -25,8 +25,10 @@ from nvcli.job.text.prepare import PreparedRow
 class Counts:
     """Totals of finished rows, and the latest statistics of each replica."""
 
-    def __init__(self, default_sampling: SamplingParams | None = None) -> None:
-        """`default_sampling` is that of a row without its own."""
+    def __init__(self, default_sampling: SamplingParams | None = None, *, generates: bool = True) -> None:
+        """`default_sampling` is that of a row without its own. `generates` says whether rows are answered, and not
+        scored, embedded or classified."""
+        self._generates = generates
         self.rows_done = 0
         """Rows that this run finished, including failed ones and duplicates."""
         self.rows_resumed = 0
@@ -65,9 +67,15 @@ class Counts:
         return self.errors.total()
 
     @property
+    def sampled_tokens(self) -> int:
+        """Tokens that steps sampled, as far as the replicas have reported: also the one that ends each text that is
+        scored, embedded or classified."""
+        return max(self.completion_tokens, self.engine_total("generated_tokens"))
+
+    @property
     def generated_tokens(self) -> int:
         """Generated tokens of finished and running rows, as far as the replicas have reported."""
-        return max(self.completion_tokens, self.engine_total("generated_tokens"))
+        return self.sampled_tokens if self._generates else 0
 
     @property
     def computed_share(self) -> float:

@@ -131,7 +131,9 @@ class _JobRun:
         self._engines = engines
         self._started_at = started_at
         self._generated_at: float | None = None
-        self._counts = Counts(convert(dict(job.sampling_defaults), SamplingParams))
+        self._counts = Counts(
+            convert(dict(job.sampling_defaults), SamplingParams), generates=job.run.task == "generate"
+        )
         self._counts.rows_resumed = opened.answered.all.count
         if opened.answered.all.count == opened.answered.failed.count:
             self._counts.leading = LeadingErrors(job.run.job.max_leading_errors)
