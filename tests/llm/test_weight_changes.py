@@ -130,6 +130,8 @@ def test_files_that_do_not_fit_are_refused(llm: LLM, tmp_path: Path) -> None:
         llm.load_weights(broken)
     with pytest.raises(LoadError, match=r"there is no folder .*nowhere"):
         llm.load_weights(tmp_path / "nowhere")
+    with pytest.raises(LoadError, match=r"model.safetensors is no folder"):
+        llm.load_weights(weights)
     with pytest.raises(ConfigError, match="level=3: allowed: 1 or 2"):
         llm.sleep(3)  # type: ignore[arg-type]
     assert ask(llm) == before

@@ -314,7 +314,8 @@ class LLM:
             raise ConfigError(f"load_weights: {show(folder)} is no path; give a local folder with *.safetensors files")
         path = Path(folder).expanduser().absolute()
         if not path.is_dir():
-            raise LoadError(f"load_weights: there is no folder {path}; give a local folder with *.safetensors files")
+            found = f"{path} is no folder" if path.exists() else f"there is no folder {path}"
+            raise LoadError(f"load_weights: {found}; give a local folder with *.safetensors files")
         self._session.change_weights(LoadWeights(str(path)))
 
     def sleep(self, level: SleepLevel = 1) -> None:
