@@ -81,6 +81,7 @@ def test_classes(tmp_path: Path, keys: dict[str, Any], labels: tuple[str, ...], 
         ({"id2label": dict.fromkeys(map(str, range(65_537)), "a")}, "`id2label`: 65,537 names are too many"),
         ({"id2label": ["a"]}, '`id2label`: ["a"] is not an object'),
         ({"num_labels": 0}, "`num_labels`: 0 is not positive"),
+        ({"pad_token_id": "0"}, '`pad_token_id`: "0" is not an integer'),
         ({"problem_type": "ranking"}, '`problem_type`: "ranking" is not supported; supported: regression, single_l'),
         ({"is_causal": False}, "`is_causal`: false: a model that attends in both directions is not supported"),
         (

@@ -15,7 +15,7 @@ from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_tensors
 from nvcli.models.checkpoint_layout import LocatedTensors, locate_tensors
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import EMBEDDING, HEAD, model_tensors, unused_tensors
+from nvcli.models.geometry import EMBEDDING, HEAD, SCORE, model_tensors, unused_tensors
 from nvcli.models.kv_scales import is_kv_scale
 from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
 from nvcli.models.tensor_info import TensorInfo
@@ -102,7 +102,8 @@ def _check_needed(
     for name, tensor in wanted.items():
         found, shape = tensors[name], tensor.stored_shape
         if found.shape != shape:
-            raise found.error(f"has shape {list(found.shape)}, config.json asks for {list(shape)}")
+            classes = f" ({shape[0]:,} classes, by `num_labels` or `id2label`)" if name == f"{SCORE}.weight" else ""
+            raise found.error(f"has shape {list(found.shape)}, config.json asks for {list(shape)}{classes}")
         is_plain = found.codes is None and (found.form is None or found.form.blocks is None)
         dtypes = _INTEGER_DTYPES if tensor.dtype == "int32" else _FLOAT_DTYPES
         if is_plain and found.dtype not in dtypes:

@@ -38,7 +38,7 @@ def read_classifier(config: JsonFile, text: JsonFile, decoder: DecoderConfig) ->
         if (surrogate := describe_surrogate(label)) is not None:
             raise names.error(str(number), surrogate)
     activation = config.choice("problem_type", _ACTIVATIONS, "single_label_classification")
-    pad_id = text.values.get("pad_token_id")
+    pad_id = text.get("pad_token_id", int, -1)
     return Classifier(
         labels=labels,
         activation="sigmoid" if count == 1 and activation == "softmax" else activation,

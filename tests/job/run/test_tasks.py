@@ -20,9 +20,10 @@ from model_engine import ModelEngine, write_byte_model
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.validation import convert
-from nvcli.errors import ConfigError
+from nvcli.errors import ConfigError, LoadError
 from nvcli.job.progress.summary import Summary, format_summary
 from nvcli.job.text.tokenizer import Tokenizer
+from nvcli.tools.bench.command import BenchOptions, run_bench
 
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")  # imports transformers once, before the runs
 
@@ -369,10 +370,14 @@ def test_classes_are_those_of_transformers(
     assert rows[4]["error"]["type"] == "invalid_value"
     with pytest.raises(ConfigError, match="gives numbers for classes alone: use `nvcli classify`"):
         jobs([{"prompt": "a"}], "embed", name="e.jsonl")
+    with pytest.raises(ConfigError, match="gives numbers for classes alone"):
+        run_bench(RunConfig(model=str(classifier)), BenchOptions(), say=print)
     reward = shutil.copytree(classifier, tmp_path / "reward")
     edit_json(reward / "config.json", id2label={"0": "reward"}, problem_type="regression")
-    edit_weights(reward, lambda weights: weights.update({"score.weight": weights["score.weight"][2:]}))
     jobs.model = reward
+    with pytest.raises(LoadError, match=r"has shape \[3, 32\], .* for \[1, 32\] \(1 classes, by `num_labels`"):
+        jobs([cases[0][0]], "classify", name="reward.jsonl")
+    edit_weights(reward, lambda weights: weights.update({"score.weight": weights["score.weight"][2:]}))
     (row,) = jobs([cases[0][0]], "classify", name="reward.jsonl")
     of_reward = {"label": "reward", "logit": row["score"], "probability": None}
     assert row["classes"] == [of_reward]

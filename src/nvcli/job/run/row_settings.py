@@ -122,7 +122,7 @@ def read_row_settings(
     run: RunConfig, model_path: Path, model: ModelConfig, setter_of: SetterOf = unknown_setter
 ) -> RowSettings:
     """Read what rows need of a checkpoint's small files. Raises ConfigError and LoadError."""
-    task = _task_rows(run, model, model_path)
+    task = task_rows(run, model, model_path)
     job = run.job
     template = None if job.chat_template is None else read_chat_template(Path(os.path.expanduser(job.chat_template)))
     has_template = has_chat_template(model_path) if template is None else bool(template)
@@ -141,7 +141,7 @@ def read_row_settings(
     )
 
 
-def _task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows | None:
+def task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows | None:
     """Return the task that replaces answers; None: answers. Raises ConfigError and LoadError."""
     classifier = model.classifier
     if classifier is None and run.task == "classify":

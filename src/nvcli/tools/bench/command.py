@@ -25,7 +25,7 @@ from nvcli.job.planning.layout import resolve_layout
 from nvcli.job.run.engine_settings import ResolvedEngines, load_checkpoint, resolve_engine_config, resolve_engines
 from nvcli.job.run.image_settings import why_no_images
 from nvcli.job.run.resolve import model_of_rows
-from nvcli.job.run.row_settings import read_row_settings
+from nvcli.job.run.row_settings import read_row_settings, task_rows
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.config import ModelConfig
 from nvcli.models.vision.image_processor import read_processor
@@ -131,13 +131,14 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         raise ConfigError(f"--image-size {options.image_size} is the size of made-up images; add --images 1")
     size = parse_size(options.image_size or _USUAL_IMAGE_SIZE)
     run = in_mode(run, options.lora_mode)
-    run = msgspec.structs.replace(run, images="never" if options.images is None else "always")
+    run = msgspec.structs.replace(run, task="generate", images="never" if options.images is None else "always")
     if options.shape is not None:
         run = msgspec.structs.replace(run, load_format="dummy")
     with ExitStack() as stack:
         folder = model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization)
         path = stack.enter_context(folder)
         checkpoint = load_checkpoint(run, path)
+        task_rows(run, checkpoint, path)  # which refuses a model without tokens
         why_not = None if options.images is None else why_no_images(run, path, checkpoint)
         if why_not is not None:
             raise ConfigError(f"--images {options.images}: {why_not}; or leave --images out")
