@@ -53,6 +53,7 @@ class Bench:
         block_size: int = 16,
         num_tokens: int = 1024,
         windows: tuple[int | None, ...] = (None,),
+        both_ways: bool = False,
         soft_cap: float | None = None,
         has_sinks: bool = False,
         bias_extent: int | None = None,
@@ -81,6 +82,7 @@ class Bench:
                 head_dim=head_dims[group],
                 scale=SCALE * (1 + group),
                 window=window,
+                both_ways=both_ways,
                 soft_cap=soft_cap,
                 has_sinks=has_sinks,
                 bias_extent=bias_extent,
@@ -302,7 +304,8 @@ def written_out(
         rows = torch.arange(first, min(first + 1024, num_new), device=q.device)
         position = (length - num_new + rows).unsqueeze(1)
         key = torch.arange(length, device=q.device)
-        hidden = key > position
+        reach = (spec.window or length) - 1 if spec.both_ways else 0
+        hidden = key > position + reach
         if spec.window is not None:
             hidden |= key < position - spec.window + 1
         scores = torch.einsum("nkgd,mkd->kgnm", q[rows], keys) * spec.scale

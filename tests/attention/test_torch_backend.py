@@ -49,6 +49,13 @@ def test_windows(windows: tuple[int | None, ...], block_size: int, bias_extent: 
         bench.step((a, 1), (b, 1), (c, 1), (d, 1))
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.bfloat16], ids=["own keys", "keys of the cache"])
+def test_prompts_that_attend_both_ways(kv_dtype: torch.dtype | None) -> None:
+    """Prompts shorter and longer than windows and than what is attended at once."""
+    bench = Bench(num_kv_heads=2, ratio=2, windows=(None, 40, 300), both_ways=True, num_tokens=3000, kv_dtype=kv_dtype)
+    bench.step(*((History(), count) for count in (1, 15, 41, 299, 700)))
+
+
 def test_long_prompt_in_chunks() -> None:
     bench = Bench(ratio=2, num_tokens=2200, block_size=64)
     history, other = History(), History()

@@ -82,6 +82,15 @@ def test_steps_of_all_kinds(geometry: dict[str, Any]) -> None:
     bench.step((a, 4), (b, 4), (c, 25), shape=shape)
 
 
+@pytest.mark.parametrize("windows", [(None,), (40, 300, 1)], ids=str)
+def test_prompts_that_attend_both_ways(windows: tuple[int | None, ...]) -> None:
+    """Prompts shorter and longer than tiles and windows, and padding."""
+    bench = Bench(num_kv_heads=2, ratio=2, windows=windows, both_ways=True, num_tokens=3000, block_size=24)
+    bench.leave_garbage(float("nan"))
+    work = [(History(), count) for count in (1, 15, 41, 500)]
+    bench.step(*work, shape=BatchShape(decode_rows=1, prefill_rows=5, prefill_tokens=600))
+
+
 def test_more_heads_than_a_tile_has_rows() -> None:
     """All heads of latents, which share one key, are attended to, also where chunks are reduced."""
     bench = Bench(head_dim=32, value_dim=16, has_values=False, ratio=70, max_decode_width=1)

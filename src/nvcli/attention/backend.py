@@ -168,7 +168,8 @@ class AttentionBackend(ABC):
             self.plan_prefill_on_device(batch)
 
     def forward(self, layer: AttentionLayer, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Attend causally to each request's past (`spec.window` of it), the batch's own tokens included.
+        """Attend causally to each request's past (`spec.window` of it), the batch's own tokens included; with
+        `spec.both_ways`, to what follows in a chunk likewise.
 
         K/V of all tokens of the batch are in the cache already. q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads,
         head_dim]; they may be strided views of one buffer, each token's heads contiguous. k may be None unless the

@@ -24,15 +24,16 @@ def unmet_requirements(
     head_dims: Sequence[int],
     takes_sinks: bool = False,
     takes_bias: bool = False,
+    takes_both_ways: bool = False,
     takes_tails: bool = False,
     takes_scaled_cache: bool = False,
     is_batch_invariant: bool = False,
 ) -> list[str]:
     """Return the reasons why a backend with these capabilities cannot serve `case`: its minimum compute capability,
     its types and head sizes, whether it takes sinks (`takes_sinks`), numbers that tokens add to scores (`takes_bias`),
-    keys with more numbers than values, which may be a
-    part of them (`takes_tails`), and keys with scales beside them (`takes_scaled_cache`), and whether it is
-    batch-invariant (`is_batch_invariant`)."""
+    attention to later tokens (`takes_both_ways`), keys with more numbers than values, which may be a part of them
+    (`takes_tails`), and keys with scales beside them (`takes_scaled_cache`), and whether it is batch-invariant
+    (`is_batch_invariant`)."""
     if case.device.type != "cuda":
         return [f"needs an NVIDIA GPU, and the run is on the {case.device.type}"]
     reasons = []
@@ -79,6 +80,8 @@ def unmet_requirements(
             reasons.append("the model's heads have attention sinks, which it does not take")
         if spec.bias_extent is not None and not takes_bias:
             reasons.append("the model's tokens add numbers to the scores of near keys, which it does not take")
+        if spec.both_ways and not takes_both_ways:
+            reasons.append("the model's tokens attend to those after them, which it does not compute")
     return list(dict.fromkeys(reasons))
 
 

@@ -38,7 +38,8 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
 
     `auto` takes the first backend of `AUTO_ORDER` that can serve `case`. Raises ConfigError for an unknown name, and
     for a backend that cannot serve `case`, with its reasons. Layers whose tokens see chosen or compressed keys are
-    served beside the backend. Where tokens add numbers to scores, no keys are read for several requests at a time.
+    served beside the backend. Where tokens add numbers to scores, or attend to those after them, no keys are read for
+    several requests at a time.
     """
     if chosen := tuple(spec for spec in case.specs if spec.is_beside_backends):
         check_sizes(case)
@@ -50,7 +51,7 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     prefill, _, decode = choice.partition(":")
     decode = decode or prefill
     notes = []
-    shares_keys = all(spec.bias_extent is None for spec in case.specs)
+    shares_keys = all(spec.bias_extent is None and not spec.both_ways for spec in case.specs)
     if not shares_keys:
         case = replace(case, max_shared_rows=0)
     prefill_name = _choose(prefill, case, notes)

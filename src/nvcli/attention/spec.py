@@ -60,6 +60,8 @@ class AttentionSpec:
     """Scores are multiplied by it before the softmax; positive."""
     window: int | None = None
     """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
+    both_ways: bool = False
+    """Whether a token attends to as many tokens after it, too. Its chunk is then a whole prompt."""
     soft_cap: float | None = None
     """Soft cap: scaled scores become soft_cap × tanh(score / soft_cap); None: no cap."""
     has_sinks: bool = False

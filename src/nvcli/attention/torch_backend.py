@@ -1,6 +1,7 @@
 """The `torch` backend: paged attention in plain torch on any device. It is the reference for the other backends.
 
-A token at position p sees the keys at positions 0 .. p, or max(0, p - window + 1) .. p of a kind with a window.
+A token at position p sees the keys at positions 0 .. p, or max(0, p - window + 1) .. p of a kind with a window; where a
+kind attends both ways, also those behind it, up to its request's end or p + window - 1.
 
 Speed matters on the CPU, where it is the backend of choice. Decode rows are sorted by the number of keys to read and
 cut into groups of similar numbers, small enough that a group's keys and values stay in the processor's cache between
@@ -105,6 +106,7 @@ class TorchBackend(AttentionBackend):
         if case.cache_dtype != case.dtype:
             # The cache rounds keys: they must be the same for every token that attends to them.
             self.reads_new_keys = False
+        self._both_ways = any(spec.both_ways for spec in case.specs)
         self._kinds: list[_Kind] = list(dict.fromkeys((spec.window, spec.kv_group) for spec in case.specs))
         self._kv_heads_dim = max((spec.num_kv_heads * spec.head_dim for spec in case.specs), default=0)
         self._decodes: dict[_Kind, _Decodes] = {}
@@ -206,22 +208,23 @@ class TorchBackend(AttentionBackend):
             num_tokens = chunk.end - chunk.start
             if num_tokens == 0 or chunk.is_shared:  # a padding row, or attended below
                 continue
+            num_keys = chunk.prefix + num_tokens - chunk.first_key
             if chunk.block_ids is None:
                 assert new is not None
-                k, v = new
-                if spec.window is None or num_tokens <= spec.window:
-                    near = None if bias is None else bias.values[rows]
-                    out[rows] = _attend(spec, q[rows], k[rows], v[rows], mask=None, sinks=sinks, bias=near)
-                    continue
-                keys, values = k[rows], v[rows]
+                keys, values = (part[rows] for part in new)
             else:
-                num_keys = chunk.prefix + num_tokens - chunk.first_key
                 keys, values = (part[:num_keys] for part in self._read_blocks(number, chunk.block_ids, batch.kv_cache))
+            if (spec.window is None or num_tokens <= spec.window) and (chunk.block_ids is None or spec.both_ways):
+                near = None if bias is None else bias.values[rows]
+                out[rows] = _attend(spec, q[rows], keys, values, mask=None, sinks=sinks, bias=near)
+                continue
+            reach = self._reach(spec.window)
             for start in range(0, num_tokens, _QUERY_CHUNK):
                 end = min(start + _QUERY_CHUNK, num_tokens)
-                position = chunk.prefix + start
-                seen = slice(first_seen(position, spec.window) - chunk.first_key, chunk.prefix + end - chunk.first_key)
-                mask = self._mask(spec.window, end - start, seen.stop - seen.start)
+                own = chunk.prefix + start - chunk.first_key
+                first = first_seen(chunk.prefix + start, spec.window) - chunk.first_key
+                seen = slice(first, min(own + end - start + reach, num_keys))
+                mask = self._mask(spec.window, end - start, own - first, seen.stop - first)
                 queries = slice(chunk.start + start, chunk.start + end)
                 near = None if bias is None else bias.values[queries]
                 out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask, sinks=sinks, bias=near)
@@ -330,27 +333,32 @@ class TorchBackend(AttentionBackend):
         if longest:
             self._reserve_mask(window, longest, batch.seq_lens.device)
 
+    def _reach(self, window: int | None) -> int:
+        """Return how many keys after its own a token sees through a window."""
+        return window - 1 if self._both_ways and window is not None else 0
+
     def _reserve_mask(self, window: int | None, longest: int, device: torch.device) -> None:
         """Keep a mask [_QUERY_CHUNK, W + _QUERY_CHUNK], W at least the keys that are seen after `longest` of them:
-        row i sees the columns up to W + i, and with a window the last of those. The mask of any queries is a part of
-        it, so that none is built in the layers."""
+        row i sees the columns up to W + i, and with a window the last of those, or as many more behind it where tokens
+        attend both ways. The mask of any queries is a part of it, so that none is built in the layers."""
         width = longest if window is None else min(longest, window + _QUERY_CHUNK)
+        reach = self._reach(window)
         mask = self._masks.get(window)
-        if mask is None or mask.shape[1] < width + _QUERY_CHUNK or mask.device != device:
+        if mask is None or mask.shape[1] < width + _QUERY_CHUNK + reach or mask.device != device:
             with torch.inference_mode(False):
                 own = width + torch.arange(_QUERY_CHUNK, device=device).unsqueeze(1)
-                column = torch.arange(width + _QUERY_CHUNK, device=device)
-                hidden = column > own
+                column = torch.arange(width + _QUERY_CHUNK + reach, device=device)
+                hidden = column > own + reach
                 if window is not None:
                     hidden |= column <= own - window
                 mask = torch.zeros(hidden.shape, dtype=self._case.dtype, device=device)
                 self._masks[window] = mask.masked_fill_(hidden, float("-inf"))
 
-    def _mask(self, window: int | None, num_queries: int, num_seen: int) -> Tensor:
-        """Cut out a mask [num_queries, num_seen]: the last query's own key is the last one, and so on backwards."""
+    def _mask(self, window: int | None, num_queries: int, own: int, num_seen: int) -> Tensor:
+        """Cut out a mask [num_queries, num_seen]: the first query's own key is the one at `own`, and so on."""
         mask = self._masks[window]
-        end = mask.shape[1] - _QUERY_CHUNK + num_queries
-        mask = mask[:num_queries, end - num_seen : end]
+        start = mask.shape[1] - _QUERY_CHUNK - self._reach(window) - own
+        mask = mask[:num_queries, start : start + num_seen]
         # GPU kernels read masks from aligned addresses; `contiguous` would leave a single row where it is.
         return mask.clone(memory_format=torch.contiguous_format) if mask.is_cuda else mask
 
@@ -382,8 +390,8 @@ def _attend(
     """Attend tokens of one request. q: [n, num_heads, D]; k, v: [m, KV, D]; sinks: [num_heads]; bias: [n, num_heads,
     distances] (`DistanceBias.values`) → [n, num_heads, D].
 
-    Without a mask n equals m and the attention is causal. KV heads take the batch dimension, and the query heads that
-    share one the head dimension, where k and v are expanded without a copy.
+    Without a mask n equals m, and the attention is causal or both ways. KV heads take the batch dimension, and the
+    query heads that share one the head dimension, where k and v are expanded without a copy.
     """
     group = q.shape[1] // k.shape[1]
     if bias is not None:
@@ -397,7 +405,7 @@ def _attend(
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
     if sinks is not None:
         sinks = sinks.view(-1, group, 1, 1)
-    out = softmax_attention(spec, q, k, v, mask=mask, is_causal=mask is None, sinks=sinks)
+    out = softmax_attention(spec, q, k, v, mask=mask, is_causal=mask is None and not spec.both_ways, sinks=sinks)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 

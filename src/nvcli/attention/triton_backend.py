@@ -67,6 +67,7 @@ class TritonBackend(AttentionBackend):
             head_dims=(16, 32, 64, 128, 256, 512),
             takes_sinks=True,
             takes_bias=True,
+            takes_both_ways=True,
             takes_tails=True,
             takes_scaled_cache=not case.batch_invariant,
             is_batch_invariant=True,

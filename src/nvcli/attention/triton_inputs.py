@@ -33,7 +33,9 @@ def layer_inputs(layer: AttentionLayer, q: Tensor, batch: ForwardBatch) -> Layer
     spec, number, sinks, bias = layer
     k_cache, v_cache = batch.kv_cache.layer(number)
     tables = batch.block_tables[spec.kv_group]
-    return LayerInputs(q, k_cache, v_cache, tables, spec.scale, spec.window, spec.soft_cap, sinks, bias)
+    return LayerInputs(
+        q, k_cache, v_cache, tables, spec.scale, spec.window, spec.soft_cap, sinks, bias, both_ways=spec.both_ways
+    )
 
 
 def row_tokens(batch: ForwardBatch) -> RowTokens | None:

@@ -52,6 +52,7 @@ class ChunkedPrefill:
             self.kernels[kind], notes_of_kernel = prefill_choice.prefill_kernel(
                 attention_shape(case, geometry),
                 has_window=has_window,
+                both_ways=any(spec.both_ways for spec in case.specs),
                 batch_invariant=case.batch_invariant,
                 has_plain_blocks=self._has_plain_blocks,
                 has_whole_rows=_has_whole_rows(case, geometry),

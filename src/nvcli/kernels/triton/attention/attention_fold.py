@@ -57,6 +57,8 @@ class AttentionKind:
     """Whether each head has a sink, a score that belongs to no key."""
     bias_extent: int
     """The distances at which queries add numbers to scores (`DistanceBias`); 0: they add none."""
+    is_both_ways: bool
+    """Whether the rows of prefill tiles see keys after their own, too."""
     is_invariant: bool
     """Whether weights are summed by a matrix product, so that tiles of any size add them in the same order."""
     loads_ahead: bool

@@ -72,12 +72,14 @@ class LayerInputs(NamedTuple):
     scale: float
     """The positive factor of scores."""
     window: int | None = None
-    """The most keys that a token sees; None: all."""
+    """The most keys that a token sees up to its own, and from its own on; None: all."""
     soft_cap: float | None = None
     sinks: Tensor | None = None
     """[H] float32, a score for each head that belongs to no key."""
     bias: DistanceBias | None = None
     """Numbers that are added to scores; not every kernel takes them."""
+    both_ways: bool = False
+    """Whether the tokens of chunks see those after them, too; only `prefill_attention.py` takes it."""
 
     @property
     def bias_extent(self) -> int:
@@ -131,7 +133,7 @@ class AttentionLauncher:
         # Triton compiles anew for what is a multiple of 16 and what is not.
         addresses = [None if one is None else one.data_ptr() % 16 for one in (q, k_cache, v_cache, *tensors)]
         strides = q.stride(), k_cache.stride(), v_cache.stride()
-        kind = layer.window is None, layer.soft_cap, layer.sinks is None, layer.bias_extent
+        kind = layer.window is None, layer.soft_cap, layer.sinks is None, layer.bias_extent, layer.both_ways
         key = kernel, tile, constants, kind, q.dtype, *strides, *addresses
         kept = self._kernels.get(key)
         if kept is None:
@@ -166,6 +168,7 @@ class AttentionLauncher:
             soft_cap=0.0 if layer.soft_cap is None else layer.soft_cap * LOG2_E,
             has_sinks=layer.sinks is not None,
             bias_extent=layer.bias_extent,
+            is_both_ways=layer.both_ways,
             is_invariant=self._is_invariant,
             loads_ahead=_loads_ahead(shape.device),
             on_gpu=layer.q.is_cuda,

@@ -1,4 +1,5 @@
-"""Paged prefill attention in Triton: causal attention of prefill chunks, each behind whatever of it is cached already.
+"""Paged prefill attention in Triton: causal attention of prefill chunks, each behind whatever of it is cached already,
+or attention both ways within whole prompts.
 
 FlashAttention-2's algorithm (Dao, 2023) over keys and values read through block tables. A program takes a tile of
 one chunk's queries (`prefill_tiles.py`) and one KV head. The query heads that share the KV head stand beside each other
@@ -101,7 +102,7 @@ def _attend_tile(
         tail = load_query_tail(q, k_cache, flat_token, head, in_chunk, q_stride, unit, scale_log2, KIND)
 
     last_token = tl.minimum((first_row + ROWS - 1) // KIND.group, num_tokens - 1)
-    # Keys up to here are before the diagonal of every row, and up to there of any row.
+    # `position` becomes the last key that a row sees; keys up to here are seen by every row, and up to there by any.
     if IS_PREFIX:
         position = tl.full([ROWS], 0, tl.int32) + (num_keys - 1)
         seen_by_all = num_keys
@@ -113,6 +114,13 @@ def _attend_tile(
     first_seen = None
     if KIND.has_window:
         first_seen = position - window + 1
+    if KIND.is_both_ways:
+        reach = num_keys
+        if KIND.has_window:
+            reach = window - 1
+        position = tl.minimum(position + reach, num_keys - 1)
+        seen_by_all = tl.minimum(seen_by_all + reach, num_keys)
+        seen_by_any = tl.minimum(seen_by_any + reach, num_keys)
     # Scales find their blocks by the end of the keys. Where keys do as well, both wait for the same ids: that is faster
     # with heads of 256, which leave no registers for more, and slower with smaller ones (953 against 1,149 us, and 670
     # against 660, for two prompts of 4,096 tokens with windows of 1,024 on an H200).

@@ -1,9 +1,9 @@
 """The choice of the prefill kernel for a kind of attention: the batch-invariant one where a run asks for it, else
 Hopper's own where it serves (over 16-bit copies of an FP8 cache), else the one for all GPUs.
 
-Hopper's own serves head sizes 64, 128 and 256 (copies: 64 and 128) in 16 bits, without windows, in blocks of a multiple
-of 64 tokens. Where it reads a cache with heads of up to 128 itself, its sibling for shared segments serves decode
-rows."""
+Hopper's own serves head sizes 64, 128 and 256 (copies: 64 and 128) in 16 bits, without windows or later tokens, in
+blocks of a multiple of 64 tokens. Where it reads a cache with heads of up to 128 itself, its sibling for shared
+segments serves decode rows."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def prefill_kernel(
     shape: AttentionShape,
     *,
     has_window: bool,
+    both_ways: bool,
     batch_invariant: bool,
     has_plain_blocks: bool,
     has_whole_rows: bool,
@@ -49,6 +50,7 @@ def prefill_kernel(
 ) -> tuple[PrefillKernel, list[str]]:
     """Make the kernel for one geometry, with windows or without; return it, and notes for the log.
 
+    `both_ways`: tokens see those after them, too.
     `has_plain_blocks`: a layer's blocks lie one behind the other, with nothing but scales between their keys.
     `has_whole_rows`: from one block to the next it is a whole number of tokens' keys.
     `scratch_tokens`: keys that copies of an FP8 cache have room for, a multiple of 64.
@@ -57,6 +59,7 @@ def prefill_kernel(
     reads = shape.kv_dtype == shape.dtype and has_whole_rows and shape.head_dim in (64, 128, 256)
     is_for_hopper = (
         not has_window
+        and not both_ways
         and not batch_invariant
         and (copies or reads)
         and shape.tail_dim == 0
