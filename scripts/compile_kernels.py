@@ -200,6 +200,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.7-Flash with drafts": ("glm-4.7-flash", {"speculation": SpeculationConfig(method="lookup")}),
     "Gemma 2": ("gemma-2-9b", {}),
     "Gemma 3": ("gemma-3-27b", {}),
+    "Gemma 3 both ways": ("gemma-3-27b", {"task": "embed", "hf_overrides": {"use_bidirectional_attention": True}}),
     "Gemma 4 E4B": ("gemma-4-e4b", {}),
     "Gemma 3n E4B": ("gemma-3n-e4b", {}),
     "OLMo 3": ("olmo-3-7b", {}),

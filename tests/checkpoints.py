@@ -570,10 +570,11 @@ def write_tiny_model(
     dtype: str = "float32",
     max_shard_size: str = "1GB",
     embedding_scale: float | None = None,
+    is_bare: bool = False,
     **overrides: Any,
 ) -> Path:
-    """A random checkpoint of a family, `save_pretrained` into `path`. `overrides`: its configuration's arguments; for a
-    model of more than text, those of its text part.
+    """A random checkpoint of a family, `save_pretrained` into `path`. `is_bare`: without an LM head. `overrides`: its
+    configuration's arguments; for a model of more than text, those of its text part.
 
     The weights are large enough for the logits to differ clearly, and no norm weight or bias is trivial.
     """
@@ -584,7 +585,7 @@ def write_tiny_model(
     arguments = tiny_model_config(**overrides)
     if family == "Qwen2" and "head_dim" not in overrides:
         del arguments["head_dim"]  # its files have none
-    model = _make_model(transformers, family, arguments)
+    model = _make_model(transformers, family, arguments, is_bare=is_bare)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -691,9 +692,11 @@ def _skip_if_unknown(family: str) -> None:
         pytest.skip(f"needs transformers {SINCE[family]}")
 
 
-def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
+def _make_model(transformers: Any, family: str, arguments: dict[str, Any], *, is_bare: bool) -> Any:
     """A model of transformers with its initial weights: a classifier if `id2label` names its classes."""
     config = _make_config(transformers, family, arguments)
+    if is_bare:
+        return transformers.AutoModel.from_config(config)
     if "id2label" in arguments:
         config.id2label = arguments["id2label"]
         return transformers.AutoModelForSequenceClassification.from_config(config)

@@ -12,7 +12,7 @@ from nvcli.errors import LoadError
 from nvcli.models.embedding_files import EmbeddingFiles, read_embedding_files
 
 
-def write(folder: Path, pooling: dict[str, Any] | None, *kinds: str, **config: Any) -> Path:
+def write(folder: Path, pooling: dict[str, Any] | None, /, *kinds: str, **config: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     kinds = ("models.Transformer", "models.Pooling", *kinds) if pooling is not None else kinds
     if kinds:
@@ -45,8 +45,7 @@ BAD: list[tuple[dict[str, Any] | None, tuple[str, ...], dict[str, Any], str]] = 
     ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, (), {}, "pooling_mode_lasttoken and pooling"),
     ({}, (), {}, "no pooling selected"),
     ({"pooling_mode": "mean"}, ("models.Dense",), {}, "modules.json: `type` is .*Dense.*not supported; supported: Tr"),
-    (None, (), {"is_causal": False}, "`is_causal`.* attends in both directions is not supported"),
-    (None, (), {"use_bidirectional_attention": True}, "`use_bidirectional_attention`.* attends in both directions"),
+    (None, (), {"pooling": "weighted_avg"}, '`pooling`: "weighted_avg" is not supported; supported: avg'),
 ]
 
 

@@ -346,12 +346,13 @@ _STEP = {
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
             ["short_factor", "1 "],
         ),
-        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, ["`use_bidirectional_attention`"]),
+        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, ["`use_bidirectional_attention`"]),
         ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, ["`hidden_activation`", "relu", "gelu_pytorch_tanh"]),
         ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5, 1]}, ["1.0 is not a"]),
         ("Gemma3nForCausalLM", {"altup_active_idx": 1}, ["`altup_active_idx`: 1 is not supported"]),
         ("RecurrentGemmaForCausalLM", {"block_types": [["attention"]]}, ["`block_types`", "recurrent and attention"]),
         ("RecurrentGemmaForCausalLM", {"block_types": []}, ["`block_types`: []"]),
+        ("RecurrentGemmaForCausalLM", {"is_causal": False}, ["`is_causal`: false is not supported for the layers of"]),
         (
             "Gemma4ForCausalLM",
             {

@@ -83,7 +83,7 @@ def test_classes(tmp_path: Path, keys: dict[str, Any], labels: tuple[str, ...], 
         ({"num_labels": 0}, "`num_labels`: 0 is not positive"),
         ({"pad_token_id": "0"}, '`pad_token_id`: "0" is not an integer'),
         ({"problem_type": "ranking"}, '`problem_type`: "ranking" is not supported; supported: regression, single_l'),
-        ({"is_causal": False}, "`is_causal`: false: a model that attends in both directions is not supported"),
+        ({"pooling": "max"}, '`pooling`: "max" is not supported; supported: avg, cls, last'),
         (
             {"architectures": ["ModernBertDecoderForSequenceClassification"]},
             "a classifier with a prediction head is not",

@@ -134,8 +134,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_images: int = MAX_PROMPT_IMAGES
     """The most images of a prompt, where tiles between which there is text are images of their own."""
     whole_tokens: int = 0
-    """The most tokens of an image, or of a prompt with images, that are computed in one step because they attend to
-    each other; 0: chunks may end anywhere."""
+    """The most tokens of an image or a prompt that are computed in one step because they attend to each other; 0:
+    chunks may end anywhere."""
+    keeps_prompts_whole: bool = False
+    """Whether these are the tokens of every prompt; otherwise those of images, or of prompts with images."""
     embedding_size: int = 0
     """Size of the hidden states, if requests ask for these instead of tokens, or the number of a classifier's classes:
     the model then needs no LM head. 0: requests ask for tokens and their probabilities."""

@@ -5,6 +5,8 @@ The command sets the task (`nvcli score`, `nvcli embed`, `nvcli classify`); a Py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,6 +17,9 @@ from nvcli.core.flags import PROMPTS, RESULT, Flag
 Task = Literal["generate", "score", "embed", "classify"]
 Normalization = Literal["none", "tokens", "bytes"]
 PoolingName = Literal["last", "mean", "cls"]
+Position = Literal["last", "first", "all"]
+POSITIONS: Mapping[PoolingName, Position] = MappingProxyType({"last": "last", "mean": "all", "cls": "first"})
+"""The tokens whose hidden states are pooled."""
 EmbeddingEncoding = Literal["float", "base64"]
 Activation = Literal["softmax", "sigmoid", "none"]
 
@@ -26,6 +31,10 @@ class Classifier(msgspec.Struct, frozen=True, kw_only=True):
     """The name of each class, in the head's order."""
     activation: Activation
     """The function that makes probabilities of the head's numbers; none: they become no probabilities."""
+    position: Position = "last"
+    """The tokens whose hidden state, or mean of them, the head reads."""
+    temperature: float = 1.0
+    """The head's numbers are divided by it."""
     pad_id: int | None
     """The id of padding, which is not read at the end of a row, as in transformers; None: there is none."""
 

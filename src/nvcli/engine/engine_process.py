@@ -90,6 +90,7 @@ def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimit
         max_model_len=config.max_request_tokens,
         block_size=config.block_size,
         whole_tokens=config.whole_tokens,
+        keeps_prompts_whole=config.keeps_prompts_whole,
         num_micro_batches=config.pipeline_parallel_size,
         kv_groups=tuple(
             msgspec.structs.replace(group, token_bytes=group.token_bytes * config.num_ranks)

@@ -21,6 +21,8 @@ class SchedulerLimits:
     block_size: int
     whole_tokens: int = 0
     """`EngineConfig.whole_tokens`"""
+    keeps_prompts_whole: bool = False
+    """`EngineConfig.keeps_prompts_whole`"""
     num_micro_batches: int = 1
     """Steps in flight at a time; with more than one, a decoding request is in only one of them (pipeline stages)."""
     drafting: Drafting = NO_DRAFTS
@@ -43,11 +45,6 @@ class SchedulerLimits:
     plans_admission: bool = False
     """Whether requests are admitted by forecasts of their answers' lengths (`Admission`), rather than while blocks are
     free."""
-
-    @property
-    def keeps_images_whole(self) -> bool:
-        """Whether no chunk may end inside an image, or a prompt that has some and must not be cut."""
-        return self.whole_tokens > 0
 
     @property
     def takes_all_runs(self) -> bool:

@@ -22,6 +22,7 @@ from nvcli.core.messages import (
 from nvcli.core.prompt_image import PromptImage
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint
+from nvcli.core.task_config import Position
 
 FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 
@@ -54,7 +55,7 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
     """A request for the sum of the prompt's hidden states after the final norm. The engine's configuration must have
     an `embedding_size`."""
 
-    position: Literal["last", "first", "all"]
+    position: Position
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

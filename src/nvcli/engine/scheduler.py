@@ -48,7 +48,7 @@ from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutp
 from nvcli.engine.running_requests import RunningRequests, lacking_room
 from nvcli.engine.state import Prompt, RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
-from nvcli.engine.whole_images import least_chunk, whole_chunk
+from nvcli.engine.whole_images import least_chunk, whole_chunk, whole_spans
 
 
 class Scheduler:
@@ -93,7 +93,8 @@ class Scheduler:
         for request in requests:
             prompt = Prompt(request)
             for sample in request.samples():
-                state = RequestState(sample, prompt, self.limits.num_micro_batches > 1, self.limits.keeps_images_whole)
+                whole = whole_spans(sample, prompt.num_tokens, self.limits)
+                state = RequestState(sample, prompt, self.limits.num_micro_batches > 1, whole)
                 assert 0 < state.num_prompt < state.max_len <= self.limits.max_model_len
                 assert sample.request_id not in self._by_id
                 self._by_id[sample.request_id] = state

@@ -63,8 +63,8 @@ class RequestState:
     """The prompt, shared with the row's other samples."""
     needs_last_token: bool = False
     """Whether a decode row must bring the request's last token along."""
-    keeps_images_whole: bool = False
-    """Whether no chunk may end inside an image of the prompt (`whole_images.py`)."""
+    whole_spans: tuple[tuple[int, int], ...] = ()
+    """The parts of the prompt that no chunk may cut (`whole_images.py`)."""
     generated: array[int] = field(default_factory=lambda: array("i"))
     """The generated tokens that have come back."""
     num_prompt: int = field(init=False)

@@ -1,24 +1,32 @@
-"""Chunks that cut no image, for models in which the tokens of an image attend to all of it; or no prompt with images,
-for those in which all of its tokens attend to each other."""
+"""Chunks that cut nothing whose tokens attend to each other: the images of a model, its prompts with images, or all of
+its prompts."""
 
 from __future__ import annotations
 
+from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.request import Request
 from nvcli.engine.state import RequestState
 
 
+def whole_spans(request: Request, num_prompt: int, limits: SchedulerLimits) -> tuple[tuple[int, int], ...]:
+    """Return the parts of a request that no chunk may cut, each with the positions of its first token and behind its
+    last. `num_prompt`: the tokens of the prompt."""
+    if limits.keeps_prompts_whole:
+        return ((0, num_prompt),)
+    return tuple(image.whole for image in request.images) if limits.whole_tokens else ()
+
+
 def whole_chunk(state: RequestState, length: int) -> int:
-    """Return how many of a request's next `length` tokens a chunk may have: fewer where it would end inside an image
-    that must not be cut, 0 if that is the first of them."""
+    """Return how many of a request's next `length` tokens a chunk may have: fewer where it would end inside a part that
+    must not be cut, 0 if that is the first of them."""
     end = state.num_computed + length
-    for image in state.request.images if state.keeps_images_whole else ():
-        first, last = image.whole
+    for first, last in state.whole_spans:
         if first < end < last:
             return max(0, first - state.num_computed)
     return length
 
 
 def least_chunk(state: RequestState) -> int:
-    """Return the fewest tokens of a request's next chunk: one, or the rest of an image that must not be cut."""
-    images = state.request.images if state.keeps_images_whole else ()
-    ends = (end for first, end in (image.whole for image in images) if first <= state.num_computed < end)
+    """Return the fewest tokens of a request's next chunk: one, or the rest of a part that must not be cut."""
+    ends = (end for first, end in state.whole_spans if first <= state.num_computed < end)
     return next(ends, state.num_computed + 1) - state.num_computed

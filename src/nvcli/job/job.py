@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from nvcli.core.sampling_params import SamplingParams
-from nvcli.core.task_config import Classifier, EmbeddingEncoding, Normalization
+from nvcli.core.task_config import Classifier, EmbeddingEncoding, Normalization, Position
 from nvcli.errors import INTERNAL_ERROR, RowError
 
 JobId = str | int
@@ -153,7 +153,7 @@ class ScoreTask(msgspec.Struct, frozen=True, kw_only=True):
 class EmbedTask(msgspec.Struct, frozen=True, kw_only=True):
     """A row that asks for the vector of its prompt."""
 
-    position: Literal["last", "first", "all"] = "last"
+    position: Position = "last"
     """The token whose hidden state becomes the vector, or all, for their mean."""
     normalize: bool = True
     """Whether the vector is scaled to length 1."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from nvcli.core.config_types import MAX_INT32
-from nvcli.core.task_config import Activation, Classifier
+from nvcli.core.task_config import POSITIONS, Activation, Classifier
 from nvcli.core.validation import describe_surrogate, is_integer
-from nvcli.models.embedding_files import check_causal
+from nvcli.models.embedding_files import CONFIG_POOLINGS, POOLING
 from nvcli.models.json_file import JsonFile
 from nvcli.models.layer_config import DecoderConfig
 
@@ -23,7 +23,6 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 def read_classifier(config: JsonFile, text: JsonFile, decoder: DecoderConfig) -> Classifier:
     """Read the classes from config.json, and padding from its settings of the text model (`text`). Raises LoadError."""
-    check_causal(text)
     if decoder.prediction_head is not None:
         raise config.error(
             "architectures",
@@ -41,6 +40,8 @@ def read_classifier(config: JsonFile, text: JsonFile, decoder: DecoderConfig) ->
     pad_id = text.get("pad_token_id", int, -1)
     return Classifier(
         labels=labels,
+        position=POSITIONS[text.choice(POOLING, CONFIG_POOLINGS, "last")],
+        temperature=text.positive_number("temperature", 1.0) if text.has(POOLING) else 1.0,
         activation="sigmoid" if count == 1 and activation == "softmax" else activation,
         pad_id=pad_id if is_integer(pad_id, 0, MAX_INT32) else None,
     )

@@ -102,6 +102,11 @@ class ModelConfig:
         return (*(layer.mixers for layer in self.layers), *((mixer,) for mixer in of_head))
 
     @property
+    def both_ways(self) -> bool:
+        """Whether the tokens of a prompt attend to those after them, so that the model gives no next tokens."""
+        return self.decoder.both_ways
+
+    @property
     def most_chosen(self) -> int:
         """The most keys that a token attends to in layers where they are chosen for it; 0: there are none."""
         return max((mixer.most_chosen or 0 for of_layer in self.mixers for mixer in of_layer), default=0)
@@ -358,6 +363,8 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
     text = _text_config(part, family)
     quantisation = read_quantisation(config, text, modelopt, family.quantisations)
     decoder = family.read(ModelFile(text.path, text.values, text.section, text.changed, text.names_in_file))
+    if not decoder.both_ways and (architecture in family.encoders or not text.get("is_causal", bool, True)):
+        decoder = _with_both_ways(text, decoder)
     vision = None
     layout = replace(decoder.layout, is_part=text.section != "")
     if family.part:
@@ -386,6 +393,14 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
         classifier=read_classifier(config, text, decoder) if architecture.endswith(CLASSIFIER) else None,
     )
     return model if model.has_head else model.headless()
+
+
+def _with_both_ways(text: JsonFile, decoder: DecoderConfig) -> DecoderConfig:
+    """Return a decoder whose tokens attend to those after them, too. Raises LoadError for layers that cannot."""
+    found = decoder.with_both_ways()
+    if found is None:
+        raise text.error("is_causal", "false is not supported for the layers of this model, which read earlier tokens")
+    return found
 
 
 def _family(config: JsonFile, read: Callable[[JsonFile], object]) -> tuple[str, Family]:

@@ -23,6 +23,9 @@ from nvcli.models.json_file import JsonFile, read_json
 MODULES_FILE = "modules.json"
 _POOLINGS: dict[str, PoolingName] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 """sentence-transformers' names of the supported poolings."""
+POOLING = "pooling"
+CONFIG_POOLINGS: dict[str, PoolingName] = {"avg": "mean", "cls": "cls", "last": "last"}
+"""The key of config.json by which NVIDIA's encoders say it, and its values."""
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "lasttoken",
@@ -44,13 +47,12 @@ class EmbeddingFiles(msgspec.Struct, frozen=True, kw_only=True):
 def read_embedding_files(path: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> EmbeddingFiles:
     """Read what a checkpoint folder says about embeddings. `overrides` replace values of its config.json.
 
-    Raises LoadError naming the file and the key, for a module or pooling that is not supported, and for a model that
-    attends in both directions.
+    Raises LoadError naming the file and the key, for a module or pooling that is not supported.
     """
-    check_causal(with_overrides(JsonFile.read(path / "config.json"), overrides))
     file = path / MODULES_FILE
     if not os.path.lexists(file):
-        return EmbeddingFiles()
+        config = with_overrides(JsonFile.read(path / "config.json"), overrides)
+        return EmbeddingFiles(pooling=config.choice(POOLING, CONFIG_POOLINGS, "last") if config.has(POOLING) else None)
     modules = read_json(file)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise LoadError(f"{file}: holds no list of modules; download the file again")
@@ -68,15 +70,6 @@ def read_embedding_files(path: Path, overrides: Mapping[str, Any] = NO_OVERRIDES
                 "Pooling, Normalize"
             )
     return EmbeddingFiles(pooling=pooling, normalizes=normalizes)
-
-
-def check_causal(config: JsonFile) -> None:
-    """Raise LoadError if a config.json is that of a model which attends in both directions."""
-    for key, is_causal in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if config.values.get(key, is_causal) not in (is_causal, None):
-            raise config.error(
-                key, f"{show(config.values[key])}: a model that attends in both directions is not supported"
-            )
 
 
 def _pooling(path: Path, file: Path, module: dict[str, Any]) -> PoolingName:

@@ -316,6 +316,21 @@ class DecoderConfig:
         units = stage.layers(self.num_layers // unit)
         return range(units.start * unit, units.stop * unit)
 
+    @property
+    def both_ways(self) -> bool:
+        """Whether tokens attend to those after them, too."""
+        return any(layer.mixer.both_ways for layer in self.layer_kinds)
+
+    def with_both_ways(self) -> DecoderConfig | None:
+        """Return it with tokens that attend to those after them, too; None: some layer cannot do that."""
+        found = []
+        for layer in self.layer_kinds:
+            mixer = layer.mixer.with_both_ways()
+            if mixer is None or len(layer.mixers) > 1:
+                return None
+            found.append(replace(layer, mixer=mixer))
+        return replace(self, layer_kinds=tuple(found))
+
     def for_length(self, max_model_len: int) -> DecoderConfig:
         """Return how runs of at most this many tokens compute it."""
         kinds, index = index_kinds(layer.for_length(max_model_len) for layer in self.layers)

@@ -28,6 +28,7 @@ from nvcli.tools.bench.command import BenchOptions, run_bench
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")  # imports transformers once, before the runs
 
 BOS, BYTE_Z = 0, 91
+FULL = "full_attention"
 
 
 @pytest.fixture(scope="module")
@@ -328,6 +329,40 @@ def test_the_files_of_a_checkpoint_say_how_embeddings_are_made(
     np.testing.assert_allclose(found, mean[:8] / np.linalg.norm(mean[:8]), atol=1e-4)
     with pytest.raises(ConfigError, match="no LM head"):
         jobs([{"prompt": PROMPT}], "score", name="scores.jsonl")
+
+
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "windows of both ways": (
+        "Gemma3Text",
+        {"use_bidirectional_attention": True, "sliding_window": 20, "layer_types": ["sliding_attention", FULL]},
+    ),
+    "is_causal": ("Llama", {"is_causal": False}),
+    "EuroBERT": ("EuroBert", {}),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_embeddings_of_tokens_that_attend_both_ways_are_those_of_transformers(
+    jobs: Jobs, encode: Callable[[str], list[int]], name: str, tmp_path: Path
+) -> None:
+    import torch
+
+    family, settings = ENCODERS[name]
+    jobs.model = write_byte_model(tmp_path / "encoder", family=family, is_bare=True, **settings)
+    edit_json(jobs.model / "config.json", **settings)  # some versions of transformers write half of the window
+    texts = [PROMPT, "a", PROMPT + " grey" * 30, PROMPT]
+    rows = jobs([{"prompt": text} for text in texts], "embed", max_model_len=256, max_num_batched_tokens=256)
+    reference = reference_model(jobs.model)
+    for text, row in zip(texts, rows, strict=True):
+        with torch.inference_mode():
+            expected = reference(torch.tensor([[BOS, *encode(text)]]))[0][0, -1]
+        np.testing.assert_allclose(row["embedding"], expected / expected.norm(), atol=1e-5)
+    with pytest.raises(ConfigError, match="whose tokens attend to later ones, so that it gives no tokens"):
+        jobs([{"prompt": PROMPT}], "generate", name="answers.jsonl")
+    with pytest.raises(
+        ConfigError, match="computes a prompt, of up to 512 tokens in one step: raise it, or lower `max"
+    ):
+        jobs([{"prompt": PROMPT}], "embed", name="long.jsonl")
 
 
 @pytest.fixture(scope="module")

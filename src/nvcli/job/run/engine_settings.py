@@ -186,7 +186,7 @@ def resolve_engine_config(
     max_num_batched_tokens = _max_num_batched_tokens(run, model, device, max_model_len, gpus)
     max_image_tokens, max_prompt_images = image_limits(run, model_path, model, max_model_len)
     attention_backend = attention_choice(run.attention_backend)
-    _check_attention_dp(run)
+    _check_attention_dp(run, model)
     _check_chosen_keys(run, model, dtype)
     if run.batch_invariant:
         _check_batch_invariant(run, model, dtype, attention_backend)
@@ -219,7 +219,7 @@ def resolve_engine_config(
         or default_block_size(model, dtype, kv_dtype(run.kv_cache_dtype, dtype), attention_backend),
         kv_cache_dtype=run.kv_cache_dtype,
         attention_backend=attention_backend,
-        enable_prefix_caching=run.enable_prefix_caching,
+        enable_prefix_caching=run.enable_prefix_caching and not model.both_ways,  # keys depend on what follows
         enable_cascade_attention=run.enable_cascade_attention,
         plan_admission=run.job.plan,
         enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
@@ -234,6 +234,7 @@ def resolve_engine_config(
         draft_policy=run.speculation.policy,
         max_image_tokens=max_image_tokens,
         max_prompt_images=max_prompt_images,
+        keeps_prompts_whole=model.both_ways,
         whole_tokens=whole_tokens(model, max_image_tokens, max_model_len, max_num_batched_tokens),
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
@@ -334,13 +335,14 @@ def _max_draft_tokens(run: RunConfig, tensor_parallel_size: int) -> int:
     return run.speculation.num_draft_tokens if run.task == "generate" and not is_by_rows else 0
 
 
-def _check_attention_dp(run: RunConfig) -> None:
+def _check_attention_dp(run: RunConfig, model: ModelConfig) -> None:
     """Raise ConfigError if another key asks for what attention by rows does not serve."""
     others = {
         f"pipeline_parallel_size (--pp) is {run.pipeline_parallel_size}": run.pipeline_parallel_size > 1,
         f"speculation.method (--speculate) is {run.speculation.method}": run.speculation.method not in ("auto", "none"),
         "lora.adapters has adapters that rows choose": bool(adapter_choice(run.lora).named),
         "batch_invariant is true": run.batch_invariant,
+        "all tokens of a prompt attend to each other": model.both_ways,
     }
     problems = [problem for problem, is_there in others.items() if is_there]
     if run.attends_by_rows and problems:

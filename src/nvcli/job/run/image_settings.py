@@ -45,7 +45,7 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
         )
     if run.attends_by_rows:
         return "`enable_attention_dp` (--attention-dp) is true, with which images are not read; leave it out"
-    if run.task != "generate" and model.vision.has_whole_prompts:
+    if model.both_ways or (run.task != "generate" and model.vision.has_whole_prompts):
         return f"`task` is {run.task}, which is not computed where all tokens of a prompt attend to each other"
     if run.batch_invariant and model.vision.attends_both_ways:
         return "`batch_invariant` is true, under which the tokens of an image cannot attend to all of it; leave it out"
@@ -95,20 +95,23 @@ def image_limits(run: RunConfig, model_path: Path, model: ModelConfig, max_model
 
 
 def reads_whole_prompts(model: ModelConfig) -> bool:
-    """Whether the tokens of prompts with images attend to each other."""
-    return model.vision is not None and model.has_tower and model.vision.has_whole_prompts
+    """Whether the tokens of prompts, or of those with images, attend to each other."""
+    return model.both_ways or (model.vision is not None and model.has_tower and model.vision.has_whole_prompts)
 
 
 def whole_tokens(model: ModelConfig, max_image_tokens: int, max_model_len: int, max_num_batched_tokens: int) -> int:
     """Return `EngineConfig.whole_tokens`. Raises ConfigError if they do not fit into a step."""
-    if model.vision is None or not (model.has_tower and model.vision.attends_both_ways):
-        return 0
     is_prompt = reads_whole_prompts(model)
+    has_images = model.vision is not None and model.has_tower and model.vision.attends_both_ways != ""
+    if not is_prompt and not has_images:
+        return 0
     most = max_model_len if is_prompt else max_image_tokens
     if max_num_batched_tokens < most:
-        what = "a prompt with images, of up to" if is_prompt else "an image of"
+        images, lower = " with images" if has_images else "", "lower `max_model_len`" if is_prompt else ""
+        what = f"a prompt{images}, of up to" if is_prompt else "an image of"
+        ways_out = " or ".join(filter(None, (lower, "set `images` to never" if has_images else "")))
         raise ConfigError(
             f"`max_num_batched_tokens` is {max_num_batched_tokens}, and this model computes {what} {most} tokens in "
-            f"one step: raise it, {'lower `max_model_len`, ' if is_prompt else ''}or set `images` to never"
+            f"one step: raise it, or {ways_out}"
         )
     return most

@@ -154,7 +154,7 @@ def make_planner(run: RunConfig, config: EngineConfig, num_replicas: int) -> Pla
     in_order = run.job.order == "input"
     in_turn = _WAVES * run.max_num_seqs * num_replicas if config.merged_adapters else rows
     return Planner(
-        block_size=config.block_size if run.job.plan and run.enable_prefix_caching else None,
+        block_size=config.block_size if run.job.plan and config.enable_prefix_caching else None,
         longest_first=run.job.plan and not in_order,
         max_rows=rows,
         max_bytes=MAX_WINDOW_BYTES,

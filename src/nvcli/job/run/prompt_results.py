@@ -39,10 +39,8 @@ _NOT_FINITE = (
 def task_requests(prepared: PreparedRow, task: PreparedTask, first_id: int) -> list[Request]:
     """Return a request for each text to score, or the one of a row to embed or classify."""
     wanted: list[tuple[bytes, PromptScoring | Pooling]] = []
-    if isinstance(task.task, EmbedTask):
+    if isinstance(task.task, EmbedTask | Classifier):
         wanted.append((prepared.prompt_ids, Pooling(position=task.task.position)))
-    if isinstance(task.task, Classifier):
-        wanted.append((prepared.prompt_ids, Pooling(position="last")))
     for text in task.texts:
         prompt_ids, first, last_id = request_tokens(prepared.prompt_ids, text)
         wanted.append((prompt_ids, PromptScoring(first=first, next_id=last_id)))
@@ -77,7 +75,7 @@ def task_result(
     task = prepared.task.task
     answer: ScoreAnswer | EmbedAnswer | ClassifyAnswer | None
     if isinstance(task, Classifier):
-        answer = _classes(task, query_results[0])
+        answer = _classes(task, query_results[0], prepared.num_prompt_tokens)
     elif isinstance(task, EmbedTask):
         answer = _vector(task, query_results[0], prepared.num_prompt_tokens)
     else:
@@ -189,9 +187,11 @@ def _vector(task: EmbedTask, parts: Sequence[PromptQueryResult], num_tokens: int
     return EmbedAnswer(embedding=vector.tolist())
 
 
-def _classes(task: Classifier, parts: Sequence[PromptQueryResult]) -> ClassifyAnswer | None:
-    """Make the classes of a row; None if a logit is not finite."""
-    logits = _floats(b"".join(part.hidden_sum for part in parts)).tolist()
+def _classes(task: Classifier, parts: Sequence[PromptQueryResult], num_tokens: int) -> ClassifyAnswer | None:
+    """Make the classes of a row; None if a logit is not finite. The head is linear: logits of parts are added up."""
+    divisor = task.temperature * (num_tokens if task.position == "all" else 1)
+    sums = map(math.fsum, zip(*(_floats(part.hidden_sum) for part in parts), strict=True))
+    logits = [total / divisor for total in sums]
     if not all(map(math.isfinite, logits)):
         return None
     probabilities = _probabilities(task.activation, logits)

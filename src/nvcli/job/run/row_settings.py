@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -19,7 +19,7 @@ from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.core.lora_config import adapter_choice
 from nvcli.core.sampling_params import SamplingParams, lay_over
-from nvcli.core.task_config import PoolingName
+from nvcli.core.task_config import POSITIONS
 from nvcli.core.text_template import TextTemplate
 from nvcli.core.validation import InvalidValue, convert, show
 from nvcli.errors import ConfigError
@@ -36,8 +36,6 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.embedding_files import read_embedding_files
 from nvcli.models.families.catalogue import CLASSIFIER, find_family
 from nvcli.models.generation_config import GENERATION_CONFIG_FILE
-
-_POSITIONS: dict[PoolingName, Literal["last", "first", "all"]] = {"last": "last", "mean": "all", "cls": "first"}
 
 _INSTEAD = {"min_length": "min_tokens"}
 """Keys of `sampling` that do what keys of generation_config.json would in transformers."""
@@ -158,10 +156,11 @@ def task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows 
             )
         return ClassifyRows(classifier)
     if run.task != "embed":
-        if not model.has_head:
+        if not model.has_head or model.both_ways:
+            why = "whose tokens attend to later ones, so that it" if model.both_ways else "which has no LM head and"
             raise ConfigError(
-                f"{run.model} is a {model.architecture}, which has no LM head and gives no tokens or their "
-                "probabilities; `nvcli embed` makes embeddings with it"
+                f"{run.model} is a {model.architecture}, {why} gives no tokens or their probabilities; `nvcli embed` "
+                "makes embeddings with it"
             )
         return None if run.task == "generate" else ScoreRows(run.score)
     embed, files = run.embed, read_embedding_files(model_path, run.hf_overrides)
@@ -173,7 +172,7 @@ def task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows 
     pooling = (files.pooling or "last") if embed.pooling == "auto" else embed.pooling
     normalize = files.normalizes is not False if embed.normalize == "auto" else embed.normalize
     task = EmbedTask(
-        position=_POSITIONS[pooling], normalize=normalize, dimensions=embed.dimensions, encoding=embed.encoding
+        position=POSITIONS[pooling], normalize=normalize, dimensions=embed.dimensions, encoding=embed.encoding
     )
     return EmbedRows(task)
 

@@ -39,4 +39,5 @@ def find_family(architecture: str) -> Family | None:
     if architecture.endswith(_HEADLESS):
         bare = architecture.removesuffix(CLASSIFIER).removesuffix("Model")
         names += [f"{each}{end}" for each in (bare, bare.removesuffix("Text")) for end in _WITH_HEAD]
-    return next((family for name in names for family in FAMILIES if name in family.architectures), None)
+    known = (family for name in names for family in FAMILIES if name in (*family.architectures, *family.encoders))
+    return next(known, None)

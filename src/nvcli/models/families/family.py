@@ -19,6 +19,8 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     """The names in `architectures` of config.json."""
+    encoders: tuple[str, ...] = ()
+    """The names there of models of this form whose tokens attend both ways, and which have no LM head that is read."""
     features: str
     """The family's features, in a few words."""
     examples: tuple[str, ...]

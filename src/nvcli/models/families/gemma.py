@@ -19,6 +19,7 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.rope_config import RopeConfig
 from nvcli.models.vision.siglip import read_gemma3_vision, read_paligemma_vision
 
+_BOTH_WAYS = "use_bidirectional_attention"
 NORMS_ON_BOTH_SIDES = LayerNorms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
@@ -28,7 +29,14 @@ NORMS_ON_BOTH_SIDES = LayerNorms(
 
 def read_gemma(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers, and norms before the blocks."""
+    _check_causal(config)
     return read_gemma_decoder(config, read_gemma_layer(config, norms=LayerNorms(), rope=config.rope()))
+
+
+def _check_causal(config: ModelFile) -> None:
+    """Raise LoadError for a file that asks for attention both ways, which transformers computes for some batches."""
+    if config.get(_BOTH_WAYS, bool, False):
+        raise config.error(_BOTH_WAYS, "true is not supported: what transformers computes depends on padding")
 
 
 def read_gemma_layer(config: ModelFile, *, norms: LayerNorms = NORMS_ON_BOTH_SIDES, **traits: Any) -> LayerConfig:
@@ -76,6 +84,7 @@ def read_vault_gemma(config: ModelFile) -> DecoderConfig:
 
 
 def _read_gemma2(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
+    _check_causal(config)
     kinds = {
         kind: read_gemma_layer(
             config,
@@ -113,19 +122,21 @@ _LOCAL_THETA, _GLOBAL_THETA = 10_000.0, 1_000_000.0
 
 
 def read_gemma3(config: ModelFile) -> DecoderConfig:
-    """Read two kinds of layers; every sixth layer has full attention."""
-    if config.get("use_bidirectional_attention", bool, False):
-        raise config.error("use_bidirectional_attention", "true is not supported: the model generates no text")
+    """Read two kinds of layers; every sixth layer has full attention. EmbeddingGemma's tokens attend both ways, and its
+    `sliding_window` counts both."""
     kinds = {kind: _layer(config, kind) for kind in (SLIDING, FULL)}
     layers = (kinds[kind] for kind in config.every_nth_full(6))
     return read_gemma_decoder(config, layers, logit_soft_cap=config.optional_number("final_logit_softcapping", None))
 
 
 def _layer(config: ModelFile, kind: str) -> LayerConfig:
+    both_ways = config.get(_BOTH_WAYS, bool, False)
+    window = config.window(DEFAULT_WINDOW) if kind == SLIDING else None
     return read_gemma_layer(
         config,
         scale=config.positive_number("query_pre_attn_scalar", 256.0) ** -0.5,
-        window=config.window_of(kind, DEFAULT_WINDOW),
+        window=config.bounded(window // 2 + 1 if window is not None and both_ways else window),
+        both_ways=both_ways,
         soft_cap=config.optional_number("attn_logit_softcapping", None),
         qk_norm="head",
         rope=read_local_rope(config) if kind == SLIDING else config.rope(_GLOBAL_THETA),
@@ -145,7 +156,7 @@ GEMMA3 = Family(
     name="Gemma 3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     features="windows in five of six layers, two rotations; a vision tower, to whose images tokens attend both ways",
-    examples=("google/gemma-3-27b-it", "google/gemma-3-4b-it", "google/gemma-3-1b-it"),
+    examples=("google/gemma-3-27b-it", "google/gemma-3-1b-it", "google/embeddinggemma-300m"),
     read=read_gemma3,
     read_vision=read_gemma3_vision,
     ties_embeddings=True,
@@ -178,7 +189,9 @@ PALIGEMMA = Family(
     architectures=("PaliGemmaForConditionalGeneration",),
     features="Gemma or Gemma 2 with a vision tower (SigLIP); all tokens of a prompt with images attend to each other",
     examples=("google/paligemma2-3b-mix-448", "google/paligemma-3b-mix-224"),
-    read=lambda config: read_by_type(config, {"gemma": read_gemma, "gemma2": _read_short_gemma2}, "gemma"),
+    read=lambda config: read_by_type(  # tokens of text alone attend causally
+        config.replacing(**{_BOTH_WAYS: None}), {"gemma": read_gemma, "gemma2": _read_short_gemma2}, "gemma"
+    ),
     read_vision=read_paligemma_vision,
     chat_template=_IMAGES_AND_TEXT,
     ties_embeddings=True,

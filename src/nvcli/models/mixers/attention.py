@@ -106,6 +106,8 @@ class AttentionConfig(ChoosingMixer):
     """None: queries and keys are not rotated (NoPE)."""
     window: int | None = None
     """The number of tokens that a token attends to, itself and those right before it; None: all earlier ones."""
+    both_ways: bool = False
+    """Whether a token attends to as many tokens after it, too."""
     soft_cap: float | None = None
     """Scores become soft_cap × tanh(score / soft_cap); None: no cap."""
     has_sinks: bool = False
@@ -155,6 +157,12 @@ class AttentionConfig(ChoosingMixer):
     def note(self) -> str | None:
         return None if self.index is None or self.top_k is not None else NO_CHOICE
 
+    def with_both_ways(self) -> AttentionConfig | None:
+        """Return it with attention to later tokens. A window then reaches one token further, as in transformers."""
+        if self.index is not None or self.relative is not None or self.is_convolved:
+            return None
+        return replace(self, both_ways=True, window=None if self.window is None else self.window + 1)
+
     @property
     def shares_kv(self) -> bool:
         """Whether it has no keys and values of its own."""
@@ -188,6 +196,8 @@ class AttentionConfig(ChoosingMixer):
     def batch_dependence(self) -> str | None:
         if self.top_k is not None:
             return choice_dependence(self.top_k)
+        if self.both_ways:
+            return "attention to later tokens, which is computed for whole prompts at a time"
         if self.qk_norm in (None, "head") and not self.norms_values and not self.norms_row:
             return None
         return (
@@ -228,6 +238,7 @@ class AttentionConfig(ChoosingMixer):
             head_dim=self.head_dim,
             scale=self.scale,
             window=self.window,
+            both_ways=self.both_ways,
             soft_cap=self.soft_cap,
             has_sinks=self.has_sinks,
             bias_extent=None if self.relative is None else self.relative.extent,

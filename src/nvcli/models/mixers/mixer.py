@@ -244,6 +244,15 @@ class Mixer(Block):
         """The most keys that a token attends to, where they are chosen for it; None: it attends to all."""
         return None
 
+    @property
+    def both_ways(self) -> bool:
+        """Whether tokens attend to those after them, too."""
+        return False
+
+    def with_both_ways(self) -> Self | None:
+        """Return it with tokens that attend to those after them as to those before them; None: it cannot do that."""
+        return None
+
     needs_exact_keys: ClassVar[bool] = False
     """Whether its keys hold numbers that a cache in FP8 would round too much."""
 

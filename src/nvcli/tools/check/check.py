@@ -167,7 +167,7 @@ class _Reading:
         self._reader = job.make_reader(AnsweredRows())
         self._tally = Tally(
             defaults=convert(dict(job.sampling_defaults), SamplingParams),
-            block_size=job.config.block_size if run.enable_prefix_caching else None,
+            block_size=job.config.block_size if job.config.enable_prefix_caching else None,
             finds_equal_rows=run.job.plan,
         )
         self._prompts: list[ShownPrompt] = []
