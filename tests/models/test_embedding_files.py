@@ -11,15 +11,19 @@ import pytest
 from nvcli.errors import LoadError
 from nvcli.models.embedding_files import EmbeddingFiles, read_embedding_files
 
+DENSE = {"in_features": 8, "out_features": 16, "bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
+
 
 def write(folder: Path, pooling: dict[str, Any] | None, /, *kinds: str, **config: Any) -> Path:
-    (folder / "config.json").write_text(json.dumps(config))
     kinds = ("models.Transformer", "models.Pooling", *kinds) if pooling is not None else kinds
     if kinds:
         modules = [{"type": f"sentence_transformers.{kind}", "path": f"{i}_M"} for i, kind in enumerate(kinds)]
         (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_M").mkdir()
-    (folder / "1_M" / "config.json").write_text(json.dumps(pooling or {}))
+    of_modules = {"1_M": pooling or {}, "2_M": DENSE, "3_M": {**DENSE, "in_features": 16, **config.pop("dense", {})}}
+    for name, settings in of_modules.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -40,11 +44,23 @@ def test_poolings(tmp_path: Path, pooling: dict[str, Any] | None, kinds: Any, ex
     assert read_embedding_files(write(tmp_path, pooling, *kinds)) == expected
 
 
+MEAN, TWO_DENSE = {"pooling_mode": "mean"}, ("models.Dense", "models.Dense")
+
+
+def test_linear_layers_after_the_pooling(tmp_path: Path) -> None:
+    found = read_embedding_files(write(tmp_path, MEAN, *TWO_DENSE, dense={"activation_function": None})).dense
+    assert [(each.folder.name, each.in_size, each.out_size) for each in found] == [("2_M", 8, 16), ("3_M", 16, 16)]
+    assert [each.activation for each in found] == ["identity", "tanh"]  # sentence-transformers' default
+
+
 BAD: list[tuple[dict[str, Any] | None, tuple[str, ...], dict[str, Any], str]] = [
     ({"pooling_mode_max_tokens": True}, (), {}, '`pooling_mode_max_tokens`.* "max" is not supported; .* last'),
     ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, (), {}, "pooling_mode_lasttoken and pooling"),
     ({}, (), {}, "no pooling selected"),
-    ({"pooling_mode": "mean"}, ("models.Dense",), {}, "modules.json: `type` is .*Dense.*not supported; supported: Tr"),
+    (MEAN, ("models.Dropout",), {}, "modules.json: `type` is .*Dropout.*not supported; supported: Transformer, Pool"),
+    (MEAN, ("models.Normalize", "models.Dense"), {}, "modules.json: `type` is .*Dense.*not supported there"),
+    (MEAN, TWO_DENSE, {"dense": {"in_features": 8}}, "3_M/config.json: `in_features`.*8 is not the size of .*, 16"),
+    (MEAN, TWO_DENSE, {"dense": {"activation_function": "x.Mish"}}, '`activation_function`: "x.Mish" is not supported'),
     (None, (), {"pooling": "weighted_avg"}, '`pooling`: "weighted_avg" is not supported; supported: avg'),
 ]
 

@@ -23,7 +23,11 @@ TAG, TAG_SHA = "v1", "b" * 40
 CONFIG = (demo_path() / "config.json").read_text()
 SMALL = {"config.json": CONFIG, "tokenizer.json": "{}", "modeling_x.py": "raise SystemExit", "pytorch_model.bin": "x"}
 REPOSITORIES: dict[str, dict[str, str]] = {
-    "someone/good": {**SMALL, "model.safetensors": "w" * 1000, "original/consolidated.00.safetensors": "w" * 1000},
+    "someone/good": {
+        **SMALL,
+        "model.safetensors": "w" * 1000,
+        **{f"{folder}/model.safetensors": "w" * 1000 for folder in ("original", "half", "2_Dense")},
+    },
     "someone/looked-at": {**SMALL, "model.safetensors": "w", "model.safetensors.index.json": "{}"},
     "someone/huge": {**SMALL, "model.safetensors": "w" * 1000},
     "someone/other-kind": {"config.json": '{"architectures": ["OtherForCausalLM"]}', "model.safetensors": "w"},
@@ -162,8 +166,12 @@ def fetched(name: str) -> list[str]:
 def test_a_good_model_is_downloaded_without_code_and_second_copies(answers: dict[str, dict[str, Any]]) -> None:
     answer = answers["someone/good"]
     folder = Path(answer["answer"])
-    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert fetched("someone/good") == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(file.name for file in folder.iterdir()) == [
+        *("2_Dense", "config.json", "model.safetensors", "tokenizer.json")
+    ]
+    assert fetched("someone/good") == [
+        *("2_Dense/model.safetensors", "config.json", "model.safetensors", "tokenizer.json")
+    ]
     assert answer["level"] == "WARNING"
     assert "the first run would download" in answer["finding"]
 

@@ -18,6 +18,7 @@ from nvcli.core.config_types import (
 )
 from nvcli.core.lora_config import AdapterSizes
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, MOST_IMAGE_BYTES
+from nvcli.core.task_config import DenseModule
 
 MAX_DRAFT_STEP_TOKENS = 1024
 """Maximum tokens of a step whose decode rows have drafts. Beyond that the GPU takes so long that drafts gain
@@ -141,6 +142,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: int = 0
     """Size of the hidden states, if requests ask for these instead of tokens, or the number of a classifier's classes:
     the model then needs no LM head. 0: requests ask for tokens and their probabilities."""
+    dense: tuple[DenseModule, ...] = ()
+    """The linear layers that make embeddings of pooled hidden states."""
 
     @property
     def kv_dtype(self) -> KVDtype:

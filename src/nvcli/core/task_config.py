@@ -6,6 +6,7 @@ The command sets the task (`nvcli score`, `nvcli embed`, `nvcli classify`); a Py
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 
@@ -18,10 +19,24 @@ Task = Literal["generate", "score", "embed", "classify"]
 Normalization = Literal["none", "tokens", "bytes"]
 PoolingName = Literal["last", "mean", "cls"]
 Position = Literal["last", "first", "all"]
+DenseActivation = Literal["identity", "tanh", "relu", "gelu"]
 POSITIONS: Mapping[PoolingName, Position] = MappingProxyType({"last": "last", "mean": "all", "cls": "first"})
 """The tokens whose hidden states are pooled."""
 EmbeddingEncoding = Literal["float", "base64"]
 Activation = Literal["softmax", "sigmoid", "none"]
+
+
+class DenseModule(msgspec.Struct, frozen=True, kw_only=True):
+    """A linear layer through which a pooled hidden state goes before it is an embedding (sentence-transformers'
+    `Dense`)."""
+
+    folder: Path
+    """The folder of its weights."""
+    in_size: int
+    out_size: int
+    has_bias: bool
+    activation: DenseActivation
+    """The function of its result."""
 
 
 class Classifier(msgspec.Struct, frozen=True, kw_only=True):

@@ -155,9 +155,10 @@ class EmbedTask(msgspec.Struct, frozen=True, kw_only=True):
 
     position: Position = "last"
     """The token whose hidden state becomes the vector, or all, for their mean."""
+    gets_mean: bool = False
+    """Whether ranks give what is made of the mean itself; otherwise they give sums for parts of the prompt."""
     normalize: bool = True
     """Whether the vector is scaled to length 1."""
-
     dimensions: int | None = None
     """Number of leading values to keep; None: all."""
     encoding: EmbeddingEncoding = "float"

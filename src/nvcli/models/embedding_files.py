@@ -1,6 +1,6 @@
 """Embedding settings of a checkpoint: which hidden states become a vector, and whether its length is 1.
 
-The files are those of sentence-transformers: `modules.json` lists what follows the model, and the pooling's folder has
+The files are those of sentence-transformers: `modules.json` lists what follows the model, and each module's folder has
 a `config.json` of its own. A checkpoint without them is assumed to pool the last token and normalise, as embedding
 models built on decoders do (Qwen3-Embedding, E5-Mistral). Torch-free.
 """
@@ -8,13 +8,13 @@ models built on decoders do (Qwen3-Embedding, E5-Mistral). Torch-free.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from nvcli.core.task_config import PoolingName
+from nvcli.core.task_config import DenseActivation, DenseModule, PoolingName
 from nvcli.core.validation import show
 from nvcli.errors import LoadError
 from nvcli.models.config_overrides import NO_OVERRIDES, with_overrides
@@ -41,6 +41,8 @@ class EmbeddingFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Embedding settings from a checkpoint's files; None if the files say nothing."""
 
     pooling: PoolingName | None = None
+    dense: tuple[DenseModule, ...] = ()
+    """The linear layers after the pooling, in order."""
     normalizes: bool | None = None
 
 
@@ -58,25 +60,52 @@ def read_embedding_files(path: Path, overrides: Mapping[str, Any] = NO_OVERRIDES
         raise LoadError(f"{file}: holds no list of modules; download the file again")
     pooling: PoolingName | None = None
     normalizes = False
+    dense: list[DenseModule] = []
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
-            pooling = _pooling(path, file, module)
+            pooling = _pooling(_module_config(path, file, module))
+        elif kind == "Dense" and not normalizes:
+            dense.append(_dense(_module_config(path, file, module), dense))
         elif kind == "Normalize":
             normalizes = True
         elif kind != "Transformer":
             raise LoadError(
-                f"{file}: `type` is {show(module.get('type'))}, which is not supported; supported: Transformer, "
-                "Pooling, Normalize"
+                f"{file}: `type` is {show(module.get('type'))}, which is not supported{' there' * (kind == 'Dense')}; "
+                "supported: Transformer, Pooling, Dense, Normalize, in this order"
             )
-    return EmbeddingFiles(pooling=pooling, normalizes=normalizes)
+    return EmbeddingFiles(pooling=pooling, dense=tuple(dense), normalizes=normalizes)
 
 
-def _pooling(path: Path, file: Path, module: dict[str, Any]) -> PoolingName:
+def _module_config(path: Path, file: Path, module: dict[str, Any]) -> JsonFile:
+    """Read the settings of a module of `file`."""
     folder = module.get("path")
     if not isinstance(folder, str) or PurePosixPath(folder).is_absolute() or ".." in PurePosixPath(folder).parts:
         raise LoadError(f"{file}: `path` is {show(folder)}, which names no folder of the checkpoint")
-    config = JsonFile.read(path / folder / "config.json")
+    return JsonFile.read(path / folder / "config.json")
+
+
+def _dense(config: JsonFile, before: Sequence[DenseModule]) -> DenseModule:
+    """Read a linear layer that follows others."""
+    config.only(module_input_name="sentence_embedding", module_output_name="sentence_embedding")
+    in_size = config.positive("in_features")
+    if before and before[-1].out_size != in_size:
+        raise config.error("in_features", f"{in_size} is not the size of what is before it, {before[-1].out_size}")
+    key = "activation_function"
+    activation = config.get(key, str, "Tanh").rpartition(".")[2].lower()
+    if activation not in get_args(DenseActivation):
+        supported = "Identity, Tanh, ReLU, GELU"
+        raise config.error(key, f"{show(config.values[key])} is not supported; supported: {supported}")
+    return DenseModule(
+        folder=config.path.parent,
+        in_size=in_size,
+        out_size=config.positive("out_features"),
+        has_bias=config.get("bias", bool, True),
+        activation=activation,  # type: ignore[arg-type]
+    )
+
+
+def _pooling(config: JsonFile) -> PoolingName:
     key = "pooling_mode"
     named = config.values.get(key)
     if named is None:

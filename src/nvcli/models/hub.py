@@ -25,12 +25,19 @@ from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
 
 _Kind = Literal["model", "adapter"]
 
+_DENSE = "_Dense"
+"""The end of the names of folders with weights of their own: those of sentence-transformers' linear layers."""
+_OTHER_FOLDERS = [f"*[!{letter}]{_DENSE[place:]}/*.safetensors" for place, letter in enumerate(_DENSE, 1)]
+"""Patterns that match the weights in all folders but those: each has another letter somewhere."""
 _FILES: dict[str, Any] = {
-    "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*"],
-    "ignore_patterns": ["*/*.safetensors", "consolidated*"],  # second copies of the weights, in other layouts
+    "allow_patterns": [
+        *("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*"),
+        f"*{_DENSE}/pytorch_model.bin",
+    ],
+    "ignore_patterns": [*_OTHER_FOLDERS, "consolidated*"],  # second copies of the weights, in other layouts
 }
 _SMALL_FILES: dict[str, Any] = {
-    "allow_patterns": [pattern for pattern in _FILES["allow_patterns"] if not pattern.endswith(".safetensors")],
+    "allow_patterns": [name for name in _FILES["allow_patterns"] if not name.endswith((".safetensors", ".bin"))],
     "ignore_patterns": ["*.safetensors.index.json", "*.bin.index.json", *_FILES["ignore_patterns"]],
 }
 """Everything but the weights: enough to build the rows' prompts."""
@@ -138,7 +145,7 @@ def _wanted(name: str, revision: str | None) -> tuple[dict[str, Any], Any]:
     safetensors. Raises LoadError."""
     for patterns, suffix in ((_FILES, ".safetensors"), (_TORCH_FILES, ".bin")):
         files = _dry_run(name, revision, **patterns)
-        if any(file.filename.endswith(suffix) for file in files):
+        if any(file.filename.endswith(suffix) and "/" not in file.filename for file in files):
             return patterns, files
     raise LoadError(
         f"model {name}: its repository has no *.safetensors files and no pytorch_model.bin; choose one that has them"

@@ -313,7 +313,7 @@ def test_prompts_of_paligemma_without_a_template_are_those_of_transformers(tmp_p
     assert own == theirs(images=photos, text="<image><image>answer en what?")["input_ids"][0]
     assert (why_no_images(RunConfig(model=str(path), task="score"), path, model) or "").startswith("`task` is score")
     assert whole_tokens(model.with_tower(), 4, 64, 64) == 64
-    with pytest.raises(ConfigError, match="computes a prompt with images, of up to 65 tokens in one step"):
+    with pytest.raises(ConfigError, match="computes a prompt with images of up to 65 tokens in one step"):
         whole_tokens(model.with_tower(), 4, 65, 64)
 
 

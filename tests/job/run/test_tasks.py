@@ -360,9 +360,40 @@ def test_embeddings_of_tokens_that_attend_both_ways_are_those_of_transformers(
     with pytest.raises(ConfigError, match="whose tokens attend to later ones, so that it gives no tokens"):
         jobs([{"prompt": PROMPT}], "generate", name="answers.jsonl")
     with pytest.raises(
-        ConfigError, match="computes a prompt, of up to 512 tokens in one step: raise it, or lower `max"
+        ConfigError, match="computes a prompt of up to 512 tokens in one step: raise it or lower `max_mo"
     ):
         jobs([{"prompt": PROMPT}], "embed", name="long.jsonl")
+
+
+def test_linear_layers_make_embeddings_of_the_mean(
+    jobs: Jobs, model: Path, hidden: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """A prompt of a causal model is then computed in one step as well. `dimensions` are those of the result."""
+    import torch
+    from safetensors.torch import save_file
+
+    jobs.model = folder = shutil.copytree(model, tmp_path / "with-dense")
+    layers = [torch.nn.Linear(32, 48), torch.nn.Linear(48, 40, bias=False)]
+    files = {"1_Pooling": {"pooling_mode": "mean"}}
+    for number, (layer, activation) in enumerate(zip(layers, ("Tanh", "Identity"), strict=True), 2):
+        sizes = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias is not None}
+        files[f"{number}_Dense"] = {**sizes, "activation_function": f"torch.nn.modules.linear.{activation}"}
+    for name, settings in files.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(settings))
+    modules = [{"path": name, "type": f"sentence_transformers.models.{name[2:]}"} for name in files]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    save_file(layers[0].state_dict(prefix="linear."), folder / "2_Dense" / "model.safetensors")
+    torch.save(layers[1].state_dict(prefix="linear."), folder / "3_Dense" / "pytorch_model.bin")
+    texts = [PROMPT, "a", PROMPT + " grey" * 30]
+    sizes = {"max_model_len": 256, "max_num_batched_tokens": 256}
+    rows = jobs([{"prompt": text} for text in texts], "embed", embed={"dimensions": 36}, **sizes)
+    for text, row in zip(texts, rows, strict=True):
+        with torch.inference_mode():
+            expected = layers[1](layers[0](torch.from_numpy(hidden(text)).mean(0)).tanh())
+        np.testing.assert_allclose(row["embedding"], expected[:36], atol=1e-5)
+    with pytest.raises(ConfigError, match=r"`embed.dimensions` is 41, and .* gives vectors of 40 numbers"):
+        jobs([{"prompt": "a"}], "embed", name="e.jsonl", embed={"dimensions": 41}, **sizes)
 
 
 @pytest.fixture(scope="module")

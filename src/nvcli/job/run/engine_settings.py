@@ -23,6 +23,7 @@ from nvcli.errors import ConfigError, LoadError
 from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.run.adapter_modes import find_modes
 from nvcli.job.run.device import device_of
+from nvcli.job.run.embedding_settings import EmbeddingSettings, embedding_settings
 from nvcli.job.run.image_settings import check_of_text, image_limits, reads_whole_prompts, whole_tokens, with_tower
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.job.run.settings import SetterOf, unknown_setter
@@ -183,15 +184,13 @@ def resolve_engine_config(
     dtype = run.dtype
     if dtype == "auto":
         dtype = model.dtype if device == "cuda" else "float32"
-    max_num_batched_tokens = _max_num_batched_tokens(run, model, device, max_model_len, gpus)
+    embedding = embedding_settings(run, model_path, model) if run.task == "embed" else None
+    keeps_prompts_whole = model.both_ways or (embedding is not None and embedding.needs_whole_prompts)
+    least_tokens = max_model_len if keeps_prompts_whole or reads_whole_prompts(model) else 0
+    max_num_batched_tokens = _max_num_batched_tokens(run, model, device, max_model_len, gpus, least=least_tokens)
     max_image_tokens, max_prompt_images = image_limits(run, model_path, model, max_model_len)
     attention_backend = attention_choice(run.attention_backend)
-    _check_attention_dp(run, model)
-    _check_chosen_keys(run, model, dtype)
-    if run.batch_invariant:
-        _check_batch_invariant(run, model, dtype, attention_backend)
-    if run.fp8_accumulation == "fast":
-        check_fast_accumulation(run, model, device)
+    _check_fits(run, model, device, dtype, attention_backend)
     adapters = adapter_choice(run.lora)
     modes = find_modes(adapters, list(row_adapters.values()), model)
     return EngineConfig(
@@ -226,7 +225,8 @@ def resolve_engine_config(
         step_timeout=run.step_timeout,
         quantization=model.quantization,
         fp8_accumulation=run.fp8_accumulation,
-        embedding_size=_embedding_size(run, model),
+        embedding_size=_embedding_size(model, embedding),
+        dense=() if embedding is None else embedding.dense,
         batch_invariant=run.batch_invariant,
         max_draft_tokens=_max_draft_tokens(run, tensor_parallel_size),
         takes_forced_tokens=run.speculation.method == "lookup",
@@ -234,17 +234,17 @@ def resolve_engine_config(
         draft_policy=run.speculation.policy,
         max_image_tokens=max_image_tokens,
         max_prompt_images=max_prompt_images,
-        keeps_prompts_whole=model.both_ways,
-        whole_tokens=whole_tokens(model, max_image_tokens, max_model_len, max_num_batched_tokens),
+        keeps_prompts_whole=keeps_prompts_whole,
+        whole_tokens=whole_tokens(model, max_image_tokens, least_tokens, max_num_batched_tokens),
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
 
 
-def _embedding_size(run: RunConfig, model: ModelConfig) -> int:
+def _embedding_size(model: ModelConfig, embedding: EmbeddingSettings | None) -> int:
     """Return the number of values that a request gets in place of tokens; 0: it gets tokens."""
     if model.classifier is not None:
         return len(model.classifier.labels)
-    return model.hidden_size if run.task == "embed" else 0
+    return 0 if embedding is None else embedding.size
 
 
 def _max_num_batched_tokens(
@@ -253,12 +253,14 @@ def _max_num_batched_tokens(
     device: Literal["cpu", "cuda"],
     max_model_len: int,
     gpus: Sequence[SmiGpu] | None,
+    *,
+    least: int,
 ) -> int:
-    """Return the maximum of tokens per step, no more than all requests can have: buffers have room for them."""
+    """Return the maximum of tokens per step, no more than all requests can have: buffers have room for them. `least`:
+    what it is at least in runs that leave it open."""
     given, of_all = run.max_num_batched_tokens, run.max_num_seqs * max_model_len
     if given is not None and given <= of_all:
         return given
-    least = max_model_len if reads_whole_prompts(model) else 0
     default = max(default_batched_tokens(model, device, partial(smallest_memory, gpus)), run.max_num_seqs, least)
     return default if given is None else min(given, max(default, of_all))
 
@@ -282,6 +284,18 @@ def _max_model_len(run: RunConfig, model: ModelConfig) -> int:
             f"{model.max_position_embeddings} tokens (max_position_embeddings); {way_out}"
         )
     return max_model_len
+
+
+def _check_fits(
+    run: RunConfig, model: ModelConfig, device: Literal["cpu", "cuda"], dtype: ModelDtype, attention_backend: str
+) -> None:
+    """Raise ConfigError if the run asks for what this model is not computed with."""
+    _check_attention_dp(run, model)
+    _check_chosen_keys(run, model, dtype)
+    if run.batch_invariant:
+        _check_batch_invariant(run, model, dtype, attention_backend)
+    if run.fp8_accumulation == "fast":
+        check_fast_accumulation(run, model, device)
 
 
 def _check_chosen_keys(run: RunConfig, model: ModelConfig, dtype: ModelDtype) -> None:

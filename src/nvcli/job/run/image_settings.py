@@ -99,19 +99,20 @@ def reads_whole_prompts(model: ModelConfig) -> bool:
     return model.both_ways or (model.vision is not None and model.has_tower and model.vision.has_whole_prompts)
 
 
-def whole_tokens(model: ModelConfig, max_image_tokens: int, max_model_len: int, max_num_batched_tokens: int) -> int:
-    """Return `EngineConfig.whole_tokens`. Raises ConfigError if they do not fit into a step."""
-    is_prompt = reads_whole_prompts(model)
+def whole_tokens(model: ModelConfig, max_image_tokens: int, max_prompt_tokens: int, max_num_batched_tokens: int) -> int:
+    """Return `EngineConfig.whole_tokens`. Raises ConfigError if they do not fit into a step. `max_prompt_tokens`: those
+    of a prompt, if prompts, or those with images, are computed in one step; else 0."""
     has_images = model.vision is not None and model.has_tower and model.vision.attends_both_ways != ""
-    if not is_prompt and not has_images:
-        return 0
-    most = max_model_len if is_prompt else max_image_tokens
+    most = max_prompt_tokens or (max_image_tokens if has_images else 0)
     if max_num_batched_tokens < most:
-        images, lower = " with images" if has_images else "", "lower `max_model_len`" if is_prompt else ""
-        what = f"a prompt{images}, of up to" if is_prompt else "an image of"
-        ways_out = " or ".join(filter(None, (lower, "set `images` to never" if has_images else "")))
+        what, ways_out = "an image of", ["raise it"]
+        if max_prompt_tokens:
+            what = f"a prompt{' with images' if has_images else ''} of up to"
+            ways_out.append("lower `max_model_len`")
+        if has_images:
+            ways_out.append("set `images` to never")
         raise ConfigError(
             f"`max_num_batched_tokens` is {max_num_batched_tokens}, and this model computes {what} {most} tokens in "
-            f"one step: raise it, or {ways_out}"
+            f"one step: {' or '.join(ways_out)}"
         )
     return most

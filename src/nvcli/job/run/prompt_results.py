@@ -174,7 +174,7 @@ def _vector(task: EmbedTask, parts: Sequence[PromptQueryResult], num_tokens: int
 
     sums = np.array([np.frombuffer(part.hidden_sum, np.float32) for part in parts], dtype=np.float64)
     values: np.ndarray = sums.sum(axis=0)
-    if task.position == "all":
+    if task.position == "all" and not task.gets_mean:
         values /= num_tokens
     values = values[: task.dimensions]
     if task.normalize:

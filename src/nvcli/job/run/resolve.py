@@ -93,7 +93,7 @@ class ResolvedModel(RowSettings):
             special_tokens=self.run.job.special_tokens,
             reasoning_parser=self.run.job.reasoning_parser,
             tool_parser=self.run.job.tool_parser,
-            hidden_size=self.model.hidden_size,
+            embedding_size=self.config.embedding_size,
             why_no_images=why_no_images(self.run, self.model_path, self.model) or _NOT_SEEN,
         )
 

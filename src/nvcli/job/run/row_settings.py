@@ -19,7 +19,6 @@ from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.core.lora_config import adapter_choice
 from nvcli.core.sampling_params import SamplingParams, lay_over
-from nvcli.core.task_config import POSITIONS
 from nvcli.core.text_template import TextTemplate
 from nvcli.core.validation import InvalidValue, convert, show
 from nvcli.errors import ConfigError
@@ -30,10 +29,10 @@ from nvcli.job.rows.prompt_rules import PromptRules, TextKinds
 from nvcli.job.rows.raw_values import as_json
 from nvcli.job.rows.task_rows import ClassifyRows, EmbedRows, ScoreRows, TaskRows
 from nvcli.job.run.chat_choice import choose_chat
+from nvcli.job.run.embedding_settings import embedding_settings
 from nvcli.job.run.settings import SetterOf, Setting, sampling_settings, unknown_setter
 from nvcli.job.text.tokenizer import has_chat_template
 from nvcli.models.config import ModelConfig
-from nvcli.models.embedding_files import read_embedding_files
 from nvcli.models.families.catalogue import CLASSIFIER, find_family
 from nvcli.models.generation_config import GENERATION_CONFIG_FILE
 
@@ -163,16 +162,13 @@ def task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows 
                 "makes embeddings with it"
             )
         return None if run.task == "generate" else ScoreRows(run.score)
-    embed, files = run.embed, read_embedding_files(model_path, run.hf_overrides)
-    if embed.dimensions is not None and embed.dimensions > model.hidden_size:
-        raise ConfigError(
-            f"`embed.dimensions` is {embed.dimensions}, and {run.model} gives vectors of {model.hidden_size} numbers; "
-            "lower it or leave it out"
-        )
-    pooling = (files.pooling or "last") if embed.pooling == "auto" else embed.pooling
-    normalize = files.normalizes is not False if embed.normalize == "auto" else embed.normalize
+    settings = embedding_settings(run, model_path, model)
     task = EmbedTask(
-        position=POSITIONS[pooling], normalize=normalize, dimensions=embed.dimensions, encoding=embed.encoding
+        position=settings.position,
+        gets_mean=settings.needs_whole_prompts,
+        normalize=settings.normalize,
+        dimensions=run.embed.dimensions,
+        encoding=run.embed.encoding,
     )
     return EmbedRows(task)
 

@@ -31,7 +31,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: SpecialTokens = "allow"
     reasoning_parser: ReasoningParserName = "auto"
     tool_parser: ToolParserName = "auto"
-    hidden_size: int = 0
+    embedding_size: int = 0
     """Length of an embedding."""
     why_no_images: str = "this model reads no images"
     """Why rows with images fail, if they do."""

@@ -234,7 +234,7 @@ class Preparer:
         if not prompt:
             raise RowError("empty_prompt", "the prompt has no tokens, and the model no token to begin with")
         if isinstance(task, EmbedTask):
-            check_dimensions(task, limits.hidden_size)
+            check_dimensions(task, limits.embedding_size)
         elif isinstance(task, ScoreTask) and not texts and images is not None:
             raise RowError(
                 "unsupported_content", "the row has images, whose tokens have no probabilities; give a continuation"

@@ -161,10 +161,10 @@ def without_padding(ids: list[int], pad_id: int | None) -> list[int]:
     return ids[:end]
 
 
-def check_dimensions(task: EmbedTask, hidden_size: int) -> None:
+def check_dimensions(task: EmbedTask, embedding_size: int) -> None:
     """Raise RowError if a row of an OpenAI file asks for more numbers than a vector has."""
-    if task.dimensions is not None and not 1 <= task.dimensions <= hidden_size:
-        raise RowError("invalid_value", f"`body.dimensions` is {task.dimensions}; allowed: 1 to {hidden_size}")
+    if task.dimensions is not None and not 1 <= task.dimensions <= embedding_size:
+        raise RowError("invalid_value", f"`body.dimensions` is {task.dimensions}; allowed: 1 to {embedding_size}")
 
 
 def request_tokens(prompt_ids: bytes, text: ScoredText) -> tuple[bytes, int, int]:

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import PromptQuery, PromptQueryResult, StepInput
 from nvcli.kernels.token_scores import ShardScores, merge_scores, shard_scores
 from nvcli.models.causal_lm import CausalLM
+from nvcli.models.dense_modules import DenseModules
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.worker.runner.slot_table import unpack_ids
 from nvcli.worker.runner.uploader import to_device
@@ -61,7 +63,8 @@ class PendingQueryResults:
     top_logprobs: Tensor
     """[S, K] float32"""
     hidden_sums: Tensor
-    """[n, H] float32, for each query that wants hidden states: their sums, or [n, L] a classifier's logits."""
+    """[n, H] float32, for each query that wants hidden states: their sums, or [n, L] a classifier's logits, or what
+    dense modules make of their means."""
 
     def result(self) -> list[PromptQueryResult]:
         """Return a result for each query. Call it once the step has finished, on any thread."""
@@ -90,12 +93,14 @@ class PendingQueryResults:
 class PromptQueryReader:
     """Answers a rank's queries. `read` is collective: every rank of the last stage calls it alike."""
 
-    def __init__(
-        self, model: CausalLM, group: TensorParallelGroup, device: torch.device, *, batch_invariant: bool = False
-    ) -> None:
-        """`batch_invariant`: results have the same bits whatever else the step computes."""
+    def __init__(self, model: CausalLM, group: TensorParallelGroup, device: torch.device, config: EngineConfig) -> None:
+        """Read the files of dense modules, if there are any. Raises LoadError."""
         self._model, self._group, self._device = model, group, device
-        self._batch_invariant = batch_invariant
+        self._batch_invariant = config.batch_invariant
+        self._dense: DenseModules | None = None
+        """What makes embeddings of the means of hidden states; None: requests get sums of these."""
+        if config.dense and model.stage.is_last:
+            self._dense = DenseModules(config.dense, device, is_random=config.load_format == "dummy")
 
     def plan(self, step: StepInput) -> QueryPlan:
         """Lay out the queries of a step, which has at least one."""
@@ -125,6 +130,10 @@ class PromptQueryReader:
         logprobs, top_ids, top_logprobs = self._score(hidden, plan)
         sums = [hidden[first : first + count].sum(dim=0, dtype=torch.float32) for first, count in plan.spans]
         read = torch.stack([*map(self._model.read_states, sums)]) if sums else hidden.new_empty(0, dtype=torch.float32)
+        if sums and self._dense is not None:
+            means = read / to_device(np.array([[count] for _, count in plan.spans], dtype=np.float32), self._device)
+            apply = self._dense.apply
+            read = torch.cat([apply(mean[None]) for mean in means]) if self._batch_invariant else apply(means)
         on_host = [x.to("cpu", non_blocking=True) for x in (logprobs, top_ids, top_logprobs, read)]
         return PendingQueryResults(plan.queries, *on_host)
 

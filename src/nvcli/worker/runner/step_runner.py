@@ -76,7 +76,7 @@ class StepRunner:
             max_rows=config.max_step_logits,
             steps_in_flight=steps_in_flight,
         )
-        self._reader = PromptQueryReader(model, model.group, device, batch_invariant=config.batch_invariant)
+        self._reader = PromptQueryReader(model, model.group, device, config)
         self.graphs: GraphRunner[StepForward] | None = None
         """The graphs that run steps, where one of them serves; None: steps are launched kernel by kernel."""
         self._graph_batches: dict[BatchShape, StepBatch] = {}
