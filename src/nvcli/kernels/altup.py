@@ -16,7 +16,7 @@ from nvcli.kernels.norm import rms_norm
 
 
 class StreamRouter(NamedTuple):
-    """What reads a stream and gives N numbers from -1 to 1: tanh(weight × norm(x) / H)."""
+    """The weights that make N numbers from -1 to 1 of a stream: tanh(weight × norm(x) / H)."""
 
     weight: Tensor
     """[N, H]"""
