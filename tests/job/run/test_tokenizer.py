@@ -114,6 +114,7 @@ _LOST_ROLES = (
     "{# a developer #}{% for m in messages if m.role in 'system user' %}{{ m.role }} {{ m.content }}.{% endfor %}"
 )
 _LOST_LATE = "{{ messages[0].content }}.{% for m in messages[1:] if m.role != 'system' %}{{ m.content }}.{% endfor %}"
+_LAST_SYSTEM = "{% for m in messages if m.role != 'system' or m == messages[-1] %}{{ m.content }}.{% endfor %}"
 _LOST_CALLS = "{% for m in messages %}{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}.{% endfor %}"
 _NO_CALLS = "{# tool_calls #}{% for m in messages %}{{ m.content }}.{% endfor %}"
 _CALL = {"id": "1", "type": "function", "function": {"name": "c", "arguments": {}}}
@@ -129,25 +130,37 @@ _SYSTEM = {"role": "system", "content": "a"}
         (_LOST_ROLES, _CALLING, r"`messages\[1\].tool_calls`; leave them out"),
         (_NO_CALLS, _CALLING, r"`messages\[1\].tool_calls`; leave them out"),
         (_LOST_CALLS, {**_CALLING, "tool_calls": [_CALL] * 2}, r"`messages\[1\].tool_calls\[1\]`; give a message one"),
-        (_LOST_LATE, _SYSTEM, r'`messages\[1\]`, whose role is "system"; put its text into the first message'),
+        (_LOST_LATE, _SYSTEM, r'`messages\[1\]`, whose role is "system"; give one system message, the first'),
+        (_LAST_SYSTEM, _SYSTEM, r'`messages\[0\]`, whose role is "system"; give one system message'),
     ],
 )
 def test_no_message_is_lost_that_the_template_leaves_out(template: str, message: dict[str, Any], said: str) -> None:
-    """Templates leave out messages of roles that they do not know (Qwen3), later system messages (SmolLM3, gpt-oss),
-    calls (LFM2), those beside a text (DeepSeek-R1's small models) and all but the first (gpt-oss)."""
+    """Templates leave out messages of roles that they do not know (Qwen3), system messages but for the first (SmolLM3,
+    gpt-oss) or the last (DeepSeek-R1), calls (LFM2), calls beside a text (small DeepSeek-R1) and later calls (gpt-oss).
+    """
     tokenizer = Tokenizer.load(demo_path(), chat_template=template)
     with pytest.raises(RowError, match=f"the chat template leaves out {said}"):
         tokenizer.render([{"role": "system", "content": "a"}, message])
 
 
 def test_what_the_template_writes_is_given_to_it() -> None:
-    """The word developer is in Cohere's templates too, which do not know the role."""
+    """The word developer is in Cohere's templates too, which do not know the role. gpt-oss's template reads no function
+    without a description."""
     messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
     assert Tokenizer.load(demo_path(), chat_template=_LOST_ROLES).render(messages) == "system a.user b."
     known = _LOST_ROLES.replace("'system", "'developer")
     assert Tokenizer.load(demo_path(), chat_template=known).render(messages) == "developer a.user b."
     one_call = Tokenizer.load(demo_path(), chat_template=_LOST_CALLS)
     assert one_call.render([messages[1], _CALLING, _SYSTEM]) == "b.c.a."
+    bare = [{"type": "function", "function": {"name": "c", "description": None}}]
+    for form, text in (
+        ("{{ (tools | first).function | tojson }}", '{"name": "c", "description": null}'),
+        (
+            "{{ (tools | first).function.description + '' }}{{ (tools | first).function | tojson }}",
+            '{"name": "c", "description": "", "parameters": {"type": "object", "properties": {}}}',
+        ),
+    ):
+        assert Tokenizer.load(demo_path(), chat_template=form).render(messages[1:], {"tools": bare}) == text
 
 
 def test_a_tokenizer_in_plain_python_works_too() -> None:

@@ -15,16 +15,17 @@ from nvcli.errors import RowError
 
 Messages: TypeAlias = list[dict[str, Any]]
 
+_Beside: TypeAlias = tuple[str | None, str | None]
+"""The roles of the messages before and behind one; None: there is none."""
 _ROLES = frozenset(("user", "assistant"))
 """Roles that every template knows."""
 _SYSTEM, _DEVELOPER, _TOOL = "system", "developer", "tool"
 _MAX_ROLES = 100
 _PROBE = "nvcli"
 _USER = {"role": "user", "content": "a"}
-_SOME_TOOL = {
-    "type": "function",
-    "function": {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}},
-}
+_BARE_TOOL = {"type": "function", "function": {"name": "a"}}
+_EMPTY = {"description": "", "parameters": {"type": "object", "properties": {}}}
+"""Keys that OpenAI's functions need not have, with what their absence means."""
 _NUM_CALLS = 2
 _OTHER_TEMPLATE = "or name a template that knows them as `job.chat_template` (--chat-template)"
 
@@ -36,8 +37,8 @@ class TemplateProbe:
         """`render` returns the prompt text of messages for variables, and raises RowError if the template refuses."""
         self._template = template
         self._render = render
-        self._left_out: dict[tuple[str, str | None], bool] = {}
-        """Roles, and those before them where that matters → whether the template leaves their messages out."""
+        self._left_out: dict[tuple[str, _Beside], bool] = {}
+        """Roles, and those beside them where that matters → whether the template leaves their messages out."""
 
     def as_read(self, messages: Messages) -> Messages:
         """Return messages in the form that the template reads: contents as texts or as lists of parts, and the role
@@ -50,11 +51,10 @@ class TemplateProbe:
             messages = [{**each, "role": _SYSTEM} if each["role"] == _DEVELOPER else each for each in messages]
         for number, message in enumerate(messages):
             place, role = f"messages[{number}]", message["role"]
-            before = messages[number - 1]["role"] if number else None
-            if role not in _ROLES and self._leaves_out(role, before):
-                first = "put its text into the first message, or " if role == _SYSTEM and number else ""
+            if role not in _ROLES and self._leaves_out(role, _beside(messages, number)):
+                one = "give one system message, the first, or " if role == _SYSTEM and len(messages) > 1 else ""
                 raise _left_out(
-                    f"`{place}`, whose role is {show(role)}; {first}give it one that the template knows, such as user"
+                    f"`{place}`, whose role is {show(role)}; {one}give it one that the template knows, such as user"
                 )
             calls = message.get("tool_calls")
             count = len(calls) if isinstance(calls, list) else bool(calls)
@@ -63,6 +63,20 @@ class TemplateProbe:
                     raise _left_out(f"`{place}.tool_calls[1]`; give a message one call, {_OTHER_TEMPLATE}")
                 raise _left_out(f"`{place}.tool_calls`; leave them out, {_OTHER_TEMPLATE}")
         return self._in_form(messages)
+
+    def tools_as_read(self, tools: Any) -> Any:
+        """Return tools with an empty description and no parameters where a function has none, if the template refuses
+        such functions, as those of gpt-oss and Seed-OSS."""
+        if not isinstance(tools, list) or all(_whole(tool) == tool for tool in tools) or not self._needs_whole_tools:
+            return tools
+        return [_whole(tool) for tool in tools]
+
+    @functools.cached_property
+    def _needs_whole_tools(self) -> bool:
+        bare, whole = (
+            self._written(self._in_form([_USER]), (), {"tools": [tool]}) for tool in (_BARE_TOOL, _whole(_BARE_TOOL))
+        )
+        return bare is None and whole is not None
 
     def _in_form(self, messages: Messages) -> Messages:
         return [_in_parts(message) for message in messages] if self._reads_parts_alone else messages
@@ -81,21 +95,19 @@ class TemplateProbe:
         """Whether the template has a role `developer`; some only speak of developers."""
         return _DEVELOPER in self._template and bool(self._written(self._in_form([_probe_of(_DEVELOPER), _USER])))
 
-    def _leaves_out(self, role: str, before: str | None) -> bool:
-        """Tell whether messages of a role are missing in what the template writes, wherever they stand; for system
-        messages, behind one of the role `before` (None: at the beginning)."""
+    def _leaves_out(self, role: str, beside: _Beside) -> bool:
+        """Tell whether messages of a role are missing in what the template writes: wherever they stand, but system
+        messages beside others."""
         if role == _TOOL and role in self._template:
             return False  # some leave only those out that follow no call
         if role != _SYSTEM:
-            before = None
-        elif before not in (None, _SYSTEM):
-            before = _USER["role"]
-        if (role, before) not in self._left_out:
+            beside = (None, None)
+        if (role, beside) not in self._left_out:
             if len(self._left_out) == _MAX_ROLES:
                 self._left_out.clear()
-            found = [self._written(self._in_form(messages)) for messages in _orders(role, before)]
-            self._left_out[role, before] = [] in found and [_PROBE] not in found
-        return self._left_out[role, before]
+            found = [self._written(self._in_form(messages)) for messages in _places_of(role, beside)]
+            self._left_out[role, beside] = [] in found and [_PROBE] not in found
+        return self._left_out[role, beside]
 
     @functools.cached_property
     def _calls_written(self) -> int:
@@ -109,7 +121,7 @@ class TemplateProbe:
         ]
         answers = [{"role": _TOOL, "tool_call_id": call["id"], "content": "a"} for call in calls]
         messages: Messages = [_USER, {"role": "assistant", "content": "", "tool_calls": calls}, *answers]
-        for variables in ({}, {"tools": [_SOME_TOOL]}):
+        for variables in ({}, {"tools": [_whole(_BARE_TOOL)]}):
             if (found := self._written(self._in_form(messages), names, variables)) is not None:
                 return len(found)
         return _NUM_CALLS
@@ -129,12 +141,30 @@ def _probe_of(role: str) -> dict[str, Any]:
     return {"role": role, "content": _PROBE}
 
 
-def _orders(role: str, before: str | None) -> list[Messages]:
-    """Return conversations with a message of a role at the places where it may stand."""
+def _beside(messages: Messages, number: int) -> _Beside:
+    """Return the roles beside a message, of which only `system` is told from others."""
+    before, behind = (
+        None if not 0 <= place < len(messages) else _SYSTEM if messages[place]["role"] == _SYSTEM else "user"
+        for place in (number - 1, number + 1)
+    )
+    return before, behind
+
+
+def _places_of(role: str, beside: _Beside) -> list[Messages]:
+    """Return conversations with a message of a role, at each place where it may stand."""
     probe = _probe_of(role)
     if role != _SYSTEM:
         return [[probe, _USER], [_USER, probe]]
-    return [[probe, _USER] if before is None else [{**_USER, "role": before}, probe, _USER]]
+    before, behind = ([{**_USER, "role": other}] if other else [] for other in beside)
+    return [[*before, probe, *behind]]
+
+
+def _whole(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return tool
+    missing = {key: value for key, value in _EMPTY.items() if function.get(key) is None}
+    return {**tool, "function": {**function, **missing}}
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class Tokenizer:
         """Return the prompt text of a conversation, up to where the answer begins. Raises RowError and MemoryError.
 
         `variables` are given to the chat template. `continue_final_message` is one of them: the answer then goes on
-        with the last message. Messages are given as the template reads them (`TemplateProbe.as_read`).
+        with the last message. Messages and tools are given as the template reads them (`TemplateProbe`).
         """
         if not self._tokenizer.chat_template:
             raise RowError(
@@ -154,11 +154,11 @@ class Tokenizer:
                 "this model has no chat template for `messages`; give `prompt` instead, or name one as "
                 "`job.chat_template` (--chat-template)",
             )
-        variables = variables or {}
-        return self._render(
-            self._probe.as_read(messages),
-            {"add_generation_prompt": not variables.get("continue_final_message"), **variables},
-        )
+        options = dict(variables or {})
+        options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
+        if "tools" in options:
+            options["tools"] = self._probe.tools_as_read(options["tools"])
+        return self._render(self._probe.as_read(messages), options)
 
     @functools.cached_property
     def _probe(self) -> TemplateProbe:
