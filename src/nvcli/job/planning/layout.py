@@ -215,7 +215,7 @@ def estimate_layout(
     config = msgspec.structs.replace(config, tensor_parallel_size=tp, gpus=())
     each = config.num_ranks
     weights = sum(rank_weights(config, model).values())
-    rooms = [_room(gpu, model, config) for gpu in gpus]
+    rooms = _rooms(gpus, model, config)
     # Neighbours share a replica.
     chosen = sorted(sorted(range(len(gpus)), key=lambda index: -rooms[index])[: each * dp])
     share = math.ceil(num_requests / dp)
@@ -255,9 +255,10 @@ def _layouts(
                 yield Layout(tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=dp)
 
 
-def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
-    """Return the bytes available for a rank's KV cache on this GPU; negative: the bytes missing."""
-    return cache_room(config, estimate(config, model, gpu.total_bytes), gpu.used_bytes)
+def _rooms(gpus: Sequence[SmiGpu], model: ModelConfig, config: EngineConfig) -> list[int]:
+    """Return the bytes available for a rank's KV cache on each GPU; negative: the bytes missing."""
+    planned = {size: estimate(config, model, size) for size in {gpu.total_bytes for gpu in gpus}}
+    return [cache_room(config, planned[gpu.total_bytes], gpu.used_bytes) for gpu in gpus]
 
 
 def _nearest(
@@ -270,7 +271,7 @@ def _nearest(
     nearest = max(candidates, key=lambda one: (one.room, -one.layout.num_ranks))
     layout = nearest.layout
     config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size, gpus=())
-    worst = min((gpus[index] for index in layout.gpus), key=lambda gpu: _room(gpu, model, config))
+    worst = gpus[min(layout.gpus, key=_rooms(gpus, model, config).__getitem__)]
     short = 2 * block_bytes(config, model) - nearest.room
     if short < _ESTIMATE_ERROR * worst.total_bytes:
         return replace(nearest, num_tokens=0)
