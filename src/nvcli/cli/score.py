@@ -32,11 +32,12 @@ def score(inputs: Annotated[list[str], INPUT], *, job: JobOptions, settings: Set
 
 @with_options(*keys_of("", "job", "embed", without=_WITHOUT))
 def embed(inputs: Annotated[list[str], INPUT], *, job: JobOptions, settings: Settings) -> None:
-    """Compute an embedding (a vector) of every row of INPUT, with a decoder-only embedding model.
+    """Compute an embedding (a vector) of every row of INPUT, with an embedding model.
 
     A row has a prompt as for `generate`. The checkpoint (modules.json) says which hidden states become the embedding,
-    and whether its length is 1. An instruction such as "Instruct: …" is part of the prompt; --prompt-template adds
-    it. Rows of OpenAI batch files for /v1/embeddings are answered in OpenAI's format.
+    and whether its length is 1. An instruction such as "Instruct: …" is part of the prompt; --prompt-name takes one
+    of the checkpoint's, --prompt-template adds any. Rows of OpenAI batch files for /v1/embeddings are answered in
+    OpenAI's format.
 
     INPUT, the output, and continuing a job work as in `generate`. In Parquet an embedding is a list of floats.
 

@@ -81,6 +81,11 @@ class EmbedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Flag("--pooling", RESULT, "Which hidden states become the embedding; auto: as the checkpoint says."),
     ] = "auto"
     """last, cls: that of the last or first token; mean: of all. auto: last if the checkpoint does not say."""
+    prompt_name: Annotated[
+        Name | None, Flag("--prompt-name", PROMPTS, "Name of the checkpoint's prompt before texts, as query.", "NAME")
+    ] = None
+    """A name among `prompts` of config_sentence_transformers.json, which goes before each text; None: the file's
+    default, if it names one. Conversations and token ids stay as they are."""
     normalize: bool | Literal["auto"] = "auto"
     """Whether vectors are scaled to length 1. auto: as the checkpoint says; yes if it does not."""
     dimensions: Annotated[

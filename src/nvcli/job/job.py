@@ -159,6 +159,8 @@ class EmbedTask(msgspec.Struct, frozen=True, kw_only=True):
     """Whether ranks give what is made of the mean itself; otherwise they give sums for parts of the prompt."""
     normalize: bool = True
     """Whether the vector is scaled to length 1."""
+    prefix: str = ""
+    """Text that goes before that of the prompt."""
     dimensions: int | None = None
     """Number of leading values to keep; None: all."""
     encoding: EmbeddingEncoding = "float"

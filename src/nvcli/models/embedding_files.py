@@ -1,4 +1,5 @@
-"""Embedding settings of a checkpoint: which hidden states become a vector, and whether its length is 1.
+"""Embedding settings of a checkpoint: which hidden states become a vector, what it goes through, and whether its length
+is 1; and the prompts for texts.
 
 The files are those of sentence-transformers: `modules.json` lists what follows the model, and each module's folder has
 a `config.json` of its own. A checkpoint without them is assumed to pool the last token and normalise, as embedding
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -20,7 +21,7 @@ from nvcli.errors import LoadError
 from nvcli.models.config_overrides import NO_OVERRIDES, with_overrides
 from nvcli.models.json_file import JsonFile, read_json
 
-MODULES_FILE = "modules.json"
+MODULES_FILE, PROMPTS_FILE = "modules.json", "config_sentence_transformers.json"
 _POOLINGS: dict[str, PoolingName] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 """sentence-transformers' names of the supported poolings."""
 POOLING = "pooling"
@@ -35,6 +36,22 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 """Keys that select a pooling in older files; newer files have `pooling_mode`."""
+
+
+class TextPrompts(NamedTuple):
+    """The prompts that a checkpoint names for the texts to embed."""
+
+    by_name: Mapping[str, str]
+    default: str | None
+    """The name of the one for texts of which nothing is said; None: there is none."""
+
+
+def read_text_prompts(path: Path) -> TextPrompts:
+    """Read the prompts of a checkpoint folder. Raises LoadError."""
+    config = JsonFile.read_if_present(path / PROMPTS_FILE)
+    prompts = config.object("prompts")
+    by_name = {name: prompts.get(name, str, "") for name in prompts.values}
+    return TextPrompts(by_name, config.get("default_prompt_name", str, "") or None)
 
 
 class EmbeddingFiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -317,16 +317,23 @@ def test_the_files_of_a_checkpoint_say_how_embeddings_are_made(
     (folder / "1_Pooling").mkdir()
     pooling = {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    prompts = {"query": "q: ", "document": "d: "}
+    named = {"prompts": prompts, "default_prompt_name": "document"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(named))
     jobs.model = folder
     request = {"input": PROMPT, "encoding_format": "base64", "dimensions": 8, "model": "m"}
     openai = {"custom_id": "o", "method": "POST", "url": "/v1/embeddings", "body": request}
     native, other = jobs([{"prompt": PROMPT}, openai], "embed", job={"order": "input"})
-    mean = hidden(PROMPT).mean(axis=0)
+    mean = hidden(f"d: {PROMPT}").mean(axis=0)
     np.testing.assert_allclose(native["embedding"], mean / np.linalg.norm(mean), atol=1e-4)
     body = other["response"]["body"]
-    assert (body["object"], body["model"], body["usage"]["prompt_tokens"]) == ("list", "m", len(PROMPT) + 1)
+    assert (body["object"], body["model"], body["usage"]["prompt_tokens"]) == ("list", "m", len(PROMPT) + 4)
     found = np.frombuffer(base64.b64decode(body["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(found, mean[:8] / np.linalg.norm(mean[:8]), atol=1e-4)
+    (query,) = jobs([{"prompt": PROMPT}], "embed", name="q.jsonl", embed={"prompt_name": "query", "normalize": False})
+    np.testing.assert_allclose(query["embedding"], hidden(f"q: {PROMPT}").mean(axis=0), atol=1e-4)
+    with pytest.raises(ConfigError, match=r"\(--prompt-name\) is q, and .* names these: query, document"):
+        jobs([{"prompt": PROMPT}], "embed", name="q.jsonl", embed={"prompt_name": "q"})
     with pytest.raises(ConfigError, match="no LM head"):
         jobs([{"prompt": PROMPT}], "score", name="scores.jsonl")
 

@@ -9,7 +9,7 @@ from nvcli.core.config import RunConfig
 from nvcli.core.task_config import POSITIONS, DenseModule, Position
 from nvcli.errors import ConfigError
 from nvcli.models.config import ModelConfig
-from nvcli.models.embedding_files import read_embedding_files
+from nvcli.models.embedding_files import PROMPTS_FILE, read_embedding_files, read_text_prompts
 
 
 class EmbeddingSettings(NamedTuple):
@@ -20,6 +20,8 @@ class EmbeddingSettings(NamedTuple):
     dense: tuple[DenseModule, ...]
     """The linear layers after that."""
     normalize: bool
+    prefix: str
+    """Text that goes before those of rows."""
     size: int
     """The numbers of an embedding before `embed.dimensions` cuts it."""
 
@@ -47,4 +49,18 @@ def embedding_settings(run: RunConfig, model_path: Path, model: ModelConfig) -> 
         )
     pooling = (files.pooling or "last") if embed.pooling == "auto" else embed.pooling
     normalize = files.normalizes is not False if embed.normalize == "auto" else embed.normalize
-    return EmbeddingSettings(POSITIONS[pooling], dense, normalize, size)
+    return EmbeddingSettings(POSITIONS[pooling], dense, normalize, _prefix(run, model_path), size)
+
+
+def _prefix(run: RunConfig, model_path: Path) -> str:
+    """Return the prompt that goes before texts. Raises ConfigError for one that the checkpoint does not name."""
+    prompts, name = read_text_prompts(model_path), run.embed.prompt_name
+    if name is None:
+        return prompts.by_name.get(prompts.default or "", "")
+    if name not in prompts.by_name:
+        known = ", ".join(prompts.by_name) or "none"
+        raise ConfigError(
+            f"`embed.prompt_name` (--prompt-name) is {name}, and {PROMPTS_FILE} of {run.model} names these: {known}; "
+            "`job.prompt_template` (--prompt-template) writes others"
+        )
+    return prompts.by_name[name]

@@ -95,8 +95,8 @@ def image_limits(run: RunConfig, model_path: Path, model: ModelConfig, max_model
 
 
 def reads_whole_prompts(model: ModelConfig) -> bool:
-    """Whether the tokens of prompts, or of those with images, attend to each other."""
-    return model.both_ways or (model.vision is not None and model.has_tower and model.vision.has_whole_prompts)
+    """Whether the tokens of prompts with images attend to each other."""
+    return model.vision is not None and model.has_tower and model.vision.has_whole_prompts
 
 
 def whole_tokens(model: ModelConfig, max_image_tokens: int, max_prompt_tokens: int, max_num_batched_tokens: int) -> int:

@@ -34,6 +34,8 @@ Training changes nearly all weights, or at least those of whole layers, and the 
 apart."""
 _MIN_FILE_SAMPLES = 8
 _WEIGHT_SAMPLE_BYTES = 4096
+_LATER = {"embed.gets_mean": False, "embed.prefix": "", "classify.position": "last", "classify.temperature": 1.0}
+"""Settings of tasks that are no facts with these values, as outputs begun before there were any lack them."""
 _NOT_READ = {"model.safetensors.index.json", "trainer_state.json"}
 
 
@@ -105,7 +107,8 @@ def job_facts(
     if task is not None:
         facts["task"] = run.task
         (settings,) = msgspec.to_builtins(task).values()
-        facts |= {f"{run.task}.{name}": as_fact(value) for name, value in settings.items()}
+        named = {f"{run.task}.{name}": value for name, value in settings.items()}
+        facts |= {name: as_fact(value) for name, value in named.items() if (name, value) not in _LATER.items()}
     if shard is not None:
         facts[SHARD_FACT] = str(shard)
     return facts

@@ -167,6 +167,7 @@ def task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows 
         position=settings.position,
         gets_mean=settings.needs_whole_prompts,
         normalize=settings.normalize,
+        prefix=settings.prefix,
         dimensions=run.embed.dimensions,
         encoding=run.embed.encoding,
     )

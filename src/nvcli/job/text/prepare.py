@@ -150,7 +150,10 @@ class Preparer:
 
     def _begin(self, job: Job) -> RowPrompt:
         """Return the prompt of a row as it is given, or an error if it is not allowed."""
-        prompt = RowPrompt(job, job.messages is not None, job.prompt or "", job.prompt_token_ids)
+        text = job.prompt or ""
+        if job.prompt is not None and isinstance(job.task, EmbedTask):
+            text = job.task.prefix + text
+        prompt = RowPrompt(job, job.messages is not None, text, job.prompt_token_ids)
         if job.prompt is not None:
             prompt.error = self._rule.check(job.prompt, "prompt")
         elif job.messages is not None:

@@ -98,7 +98,7 @@ class PromptQueryReader:
         self._model, self._group, self._device = model, group, device
         self._batch_invariant = config.batch_invariant
         self._dense: DenseModules | None = None
-        """The modules that make embeddings of the means of hidden states; None: requests get sums of these."""
+        """The layers that make embeddings of the means of hidden states; None: requests get sums of these."""
         if config.dense and model.stage.is_last:
             self._dense = DenseModules(config.dense, device, is_random=config.load_format == "dummy")
 
