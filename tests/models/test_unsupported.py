@@ -57,7 +57,7 @@ NONE = "its config.json fits no supported family"
         ("OtherForCausalLM", {**LLAMA, **MLA}, "it has multi-head latent attention in layers of a form"),
         ("ZambaForCausalLM", {**LLAMA, "mamba_d_conv": 4}, "it has Mamba layers of a kind"),
         ("BertModel", {**LLAMA, "type_vocab_size": 2}, "it is an encoder, and nvcli serves decoders"),
-        ("ModernBertForMaskedLM", LLAMA, "it is an encoder, and nvcli serves decoders"),
+        ("DistilBertForMaskedLM", LLAMA, "it is an encoder, and nvcli serves decoders"),
         ("T5ForConditionalGeneration", {"d_model": 64, "is_encoder_decoder": True}, "it is an encoder with a decoder"),
         ("OtherForSequenceClassification", LLAMA, "it is a classifier, and nvcli serves decoders that generate text"),
         ("Qwen2ForProcessRewardModel", LLAMA, "its head is that of its own code; `nvcli classify` runs"),

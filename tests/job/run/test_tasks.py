@@ -28,7 +28,7 @@ from nvcli.tools.bench.command import BenchOptions, run_bench
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")  # imports transformers once, before the runs
 
 BOS, BYTE_Z = 0, 91
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @pytest.fixture(scope="module")
@@ -341,10 +341,14 @@ def test_the_files_of_a_checkpoint_say_how_embeddings_are_made(
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows of both ways": (
         "Gemma3Text",
-        {"use_bidirectional_attention": True, "sliding_window": 20, "layer_types": ["sliding_attention", FULL]},
+        {"use_bidirectional_attention": True, "sliding_window": 20, "layer_types": [SLIDING, FULL]},
     ),
     "is_causal": ("Llama", {"is_causal": False}),
     "EuroBERT": ("EuroBert", {}),
+    "ModernBERT": (
+        "ModernBert",
+        {"local_attention": 20, "layer_types": [FULL, SLIDING], "rope_parameters": None, "head_dim": None},
+    ),
 }
 
 

@@ -57,8 +57,11 @@ def read_cwm(config: ModelFile) -> DecoderConfig:
 LLAMA = Family(
     name="Llama 2, 3",
     architectures=("LlamaForCausalLM", "IQuestCoderForCausalLM"),
-    encoders=("LlamaBidirectionalModel", "LlamaBidirectionalForSequenceClassification", "EuroBertModel"),
-    features="also Yi, DeepSeek-LLM, SmolLM2 and others of this shape",
+    encoders=(
+        *("LlamaBidirectionalModel", "LlamaBidirectionalForSequenceClassification"),
+        *("EuroBertModel", "EuroBertForMaskedLM"),
+    ),
+    features="also Yi, DeepSeek-LLM, SmolLM2 and others of this shape; EuroBERT in `nvcli embed`",
     examples=("meta-llama/Llama-3.1-8B-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "01-ai/Yi-1.5-9B-Chat"),
     read=read_llama,
 )

@@ -1,5 +1,5 @@
-"""ModernBERT's decoders (Ettin, https://arxiv.org/abs/2507.11412): windows in two of three layers, normed embeddings,
-and a prediction head before the LM head."""
+"""ModernBERT (https://arxiv.org/abs/2412.13663) and its decoders (Ettin, https://arxiv.org/abs/2507.11412): windows in
+two of three layers, normed embeddings, and a prediction head before the LM head."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ _STARTS = {
     "final_norm.": "model.norm.",
 }
 _LAYOUT = CheckpointLayout(
-    starts=(*starts_after("model.", _STARTS), ("lm_head.", f"{PREDICTION}."), ("decoder.", "lm_head.")),
+    starts=(
+        *starts_after("model.", _STARTS),
+        *((head, f"{PREDICTION}.") for head in ("lm_head.", "head.")),
+        ("decoder.", "lm_head."),
+    ),
     renamed=(
         (".attn_norm.", ".input_layernorm."),
         (".mlp_norm.", ".post_attention_layernorm."),
         (".attn.Wo.", ".self_attn.o_proj."),
+        (".attn.Wqkv.", ".self_attn.qkv_proj."),
         (".attn.", ".self_attn."),
         (".mlp.Wi.", ".mlp.gate_up_proj."),
         (".mlp.Wo.", ".mlp.down_proj."),
@@ -69,8 +74,9 @@ def _attention(config: ModelFile, kind: str) -> AttentionConfig:
 MODERNBERT_DECODER = Family(
     name="ModernBERT decoder",
     architectures=("ModernBertDecoderForCausalLM",),
-    features="LayerNorm, windows in two of three layers, gated GELU; a prediction head before the LM head",
-    examples=("jhu-clsp/ettin-decoder-1b", "jhu-clsp/ettin-decoder-400m"),
+    encoders=("ModernBertModel", "ModernBertForMaskedLM"),
+    features="LayerNorm, windows in two of three layers, gated GELU; a prediction head; the encoder in `nvcli embed`",
+    examples=("jhu-clsp/ettin-decoder-1b", "Alibaba-NLP/gte-modernbert-base"),
     read=read,
     ties_embeddings=True,
 )
