@@ -224,7 +224,7 @@ class Simulator:
             allocate_shared_memory=allocate, warp_specialize=self._specialise, int16=torch.int16, uint8=torch.uint8,
             float8e4nv=torch.float8_e4m3fn, float16=torch.float32, exp=torch.exp, abs=torch.abs, floor=torch.floor,
             atomic_add=atomic_add,
-            split=lambda x: x.unbind(-1),
+            split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), dim=-1),
             static_range=range, cdiv=lambda a, b: -(-a // b), exp2=torch.exp2, log2=torch.log2,
             sum=torch.sum, max=maximum_of, minimum=either(torch.minimum), maximum=either(torch.maximum),
             multiple_of=lambda x, number: x,

@@ -73,9 +73,10 @@ def launch_fp8_decode() -> Iterator[Any]:
 
 def launch_w4() -> Iterator[Any]:
     x = torch.zeros(ROWS, IN_FEATURES, dtype=torch.bfloat16)
-    words = torch.zeros(OUT_FEATURES, IN_FEATURES // 4, dtype=torch.int16)
     gates: list[tuple[Activation | None, int]] = [(None, 2), ("silu", 3)]
-    for format, (gate, blocks) in product((W4Format("integer", 128), W4Format("affine", 32)), gates):
+    formats = [*product((W4Format("integer", 128), W4Format("affine", 32)), gates)]
+    for format, (gate, blocks) in (*formats, (W4Format("affine in 8 bits", 16), gates[1])):
+        words = torch.zeros(OUT_FEATURES, format.words_of_row(IN_FEATURES), dtype=torch.int16)
         scales = torch.zeros(IN_FEATURES // format.group, OUT_FEATURES, dtype=torch.int32)
         hopper_w4.linear(x, words, scales, format, HopperW4Launch(128, blocks), gate=gate)
         yield hopper_w4.hopper_w4_kernel

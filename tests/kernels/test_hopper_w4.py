@@ -37,7 +37,7 @@ pytestmark = INTERPRETED_MARKS
 
 def factors(pairs: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """What `_factors` gives to `numbers`."""
-    if kind == "affine":
+    if kind.startswith("affine"):
         scales, offsets = part_halves(pairs.view(1, -1))
         return scales.flatten(), pairs, offsets.flatten()
     return (pairs & ~0xFF).view(torch.float32), pairs, (pairs & 0xFF).float()
@@ -45,6 +45,8 @@ def factors(pairs: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 def numbers(words: Tensor, scales: Tensor, pairs: Tensor, zeros: Tensor, part: int, kind: str, dtype: object) -> Tensor:
     """What `_numbers` gives, in float32."""
+    if kind == "affine in 8 bits":
+        return (((words.int() >> (8 * part)) & 255) - 128) * scales[:, None] + zeros[:, None]
     codes = (words.int() >> (4 * part)) & 15
     if kind == "mxfp4":
         exponents = (pairs >> (8 * part)) & 255
@@ -66,21 +68,22 @@ def simulated() -> Any:
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(
-    ("rows", "columns", "num_rows", "launch"),
+    ("format", "rows", "columns", "num_rows", "launch"),
     [
-        (192, 256, 5, HopperW4Launch(64, 1)),
-        (448, 512, 130, HopperW4Launch(64, 3)),
-        (256, 640, 130, HopperW4Launch(128, 2, num_parts=3)),
-        (160, 256, 70, HopperW4Launch(64, 1, num_parts=2)),
+        (W4Format("integer", 128), 192, 256, 5, HopperW4Launch(64, 1)),
+        (W4Format("affine", 32), 448, 512, 130, HopperW4Launch(64, 3)),
+        (W4Format("affine", 32), 256, 640, 130, HopperW4Launch(128, 2, num_parts=3)),
+        (W4Format("integer", 128), 160, 256, 70, HopperW4Launch(64, 1, num_parts=2)),
+        (W4Format("affine in 8 bits", 32), 192, 256, 70, HopperW4Launch(64, 2)),
+        (W4Format("affine in 8 bits", 16), 192, 384, 70, HopperW4Launch(64, 1)),
     ],
 )
-def test_products(rows: int, columns: int, num_rows: int, launch: HopperW4Launch) -> None:
-    """Also of an odd number of blocks of rows; of affine codes every second time."""
-    if launch.blocks > 1:
-        words, values, scales, format = make_affine("affine", rows, columns, "cpu")
-    else:
-        format = W4Format("integer", 128)
+def test_products(format: W4Format, rows: int, columns: int, num_rows: int, launch: HopperW4Launch) -> None:
+    """Also of an odd number of blocks of rows."""
+    if format.kind == "integer":
         words, scales, values = make(rows, columns, format)
+    else:
+        words, values, scales, _ = make_affine(format.kind, rows, columns, "cpu", format.group)
     x = torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(1))
     expected = F.linear(x, values)
     found = hopper_w4.linear(x, words, scales, format, launch)
@@ -243,7 +246,9 @@ def test_products_on_a_gpu(rows: int, columns: int, num_rows: int, launch: Hoppe
 @pytest.mark.parametrize(
     "launch", [HopperW4Launch(64, 1), HopperW4Launch(64, 3), HopperW4Launch(128, 2), HopperW4Launch(128, 3)]
 )
-@pytest.mark.parametrize("format", [FORMATS[name] for name in ("mxfp4", "groups of 128", "affine")], ids=str)
+@pytest.mark.parametrize(
+    "format", [FORMATS[name] for name in ("mxfp4", "groups of 128", "affine", "affine in 8 bits")], ids=str
+)
 def test_experts_on_a_gpu(launch: HopperW4Launch, format: W4Format) -> None:
     shape = (8, 2, 1024, 416) if format.kind == "mxfp4" else (8, 2, 1024, 384)
     x, routes, words, scales, plain = make_experts(format, shape, 1000, torch.bfloat16, biases=True)

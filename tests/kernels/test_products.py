@@ -110,11 +110,11 @@ def make_weight(kind: Kind, rows: int, columns: int, dtype: torch.dtype) -> Weig
 
 
 def make_affine(
-    kind: Affine, rows: int, columns: int, device: torch.device | str = DEVICE
+    kind: Affine, rows: int, columns: int, device: torch.device | str = DEVICE, group: int = 32
 ) -> tuple[Tensor, Tensor, Tensor, W4Format]:
     """Make words, the numbers that they stand for, scales and the format, in groups as large as columns allow."""
     generator = torch.Generator(device).manual_seed(0)
-    format = W4Format(kind, 16 if columns % 32 else 32).for_rows(rows // 2)
+    format = W4Format(kind, 16 if columns % group else group).for_rows(rows // 2)
     codes = torch.randint(0, 1 << format.bits, (rows, columns), generator=generator, device=device, dtype=torch.uint8)
     scales = torch.rand(rows, columns // format.group, generator=generator, device=device) + 0.5
     offsets = torch.randn(scales.shape, generator=generator, device=device)

@@ -14,7 +14,7 @@ from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix
 from nvcli.kernels.triton.products import expert_launches, hopper_w4, w4_linear
 from nvcli.kernels.triton.products.product_launch import HopperW4Launch, Kind
-from nvcli.kernels.triton.products.w4_linear import HOPPER_EXPERT_ROWS, HOPPER_ROWS, LINEAR
+from nvcli.kernels.triton.products.w4_linear import HOPPER_EXPERT_ROWS, HOPPER_ROWS, HOPPER_ROWS_OF_8_BITS, LINEAR
 from nvcli.kernels.weight_formats import W4Format
 
 GROUP_128 = W4Format("integer", 128)
@@ -45,32 +45,38 @@ def test_ranges(kind: Kind) -> None:
         assert isinstance(choose(kind, rows), HopperW4Launch)
         assert isinstance(choose(kind, rows, dtype=torch.float16), HopperW4Launch)
         assert isinstance(choose(kind, rows, format=W4Format("affine", 32)), HopperW4Launch)
+    for group, most_of_8_bits in HOPPER_ROWS_OF_8_BITS.items():
+        for rows in (least, least + 1, most_of_8_bits, most_of_8_bits + 1):
+            launch = choose(kind, rows, format=W4Format("affine in 8 bits", group))
+            assert isinstance(launch, HopperW4Launch) == (least < rows <= most_of_8_bits)
     assert choose(kind, least) == of_table(kind, least)
     nvfp4, in_groups = W4Format("nvfp4", 16), W4Format("integer", 32)
     for format in (nvfp4, in_groups, GROUP_128, W4Format("affine", 32)):
         is_narrow = kind != "gated" and format not in (nvfp4, in_groups)
         assert (choose(kind, 1, format=format) == of_table(kind, 1)) != is_narrow
     assert choose(kind, 4096) is None, "the library multiplies many rows"
-    wide, narrow = W4Format("affine in 8 bits", 32), W4Format("affine", 16)
-    formats = [{"format": one} for one in (W4Format("integer", 64), GROUP_128.for_rows(6160), wide, narrow)]
+    narrow = W4Format("affine", 16)
+    formats = [{"format": one} for one in (W4Format("integer", 64), GROUP_128.for_rows(6160), narrow)]
     for other in ({"dtype": torch.float32}, *formats):
         assert choose(kind, most, **other) == of_table(kind, most)
 
 
+@pytest.mark.parametrize("format", [W4Format("affine", 32), W4Format("affine in 8 bits", 16)], ids=str)
 @pytest.mark.parametrize("kind", HOPPER_ROWS)
-def test_launches_fit(kind: Kind) -> None:
+def test_launches_fit(kind: Kind, format: W4Format) -> None:
     for rows in (33, 65, 200, 256, 500, 1024):
         for out_features, in_features in ((6144, 4096), (4096, 12288), (512, 128), (1024, 3072), (24576, 384)):
-            launch = hopper_w4.choose_hopper_w4_launch(kind, rows, out_features, in_features, torch.device("cuda"))
+            shape = rows, out_features, in_features
+            launch = hopper_w4.choose_hopper_w4_launch(kind, *shape, format, torch.device("cuda"))
             out_bytes = 4 if launch.num_parts > 1 else 2
-            assert hopper_w4.num_stages(launch, out_bytes, is_gated=kind == "gated", scale_words=4) >= 2
+            assert hopper_w4.num_stages(launch, format, out_bytes, is_gated=kind == "gated") >= 2
             assert 1 <= launch.num_parts <= max(1, in_features // 256)
             assert launch.num_parts == 1 or kind != "gated"
 
 
 def test_as_few_rounds_as_possible() -> None:
     """With 256 rows 128 programs multiply the gate and up projection of an 8B model at the same time."""
-    launch = hopper_w4.choose_hopper_w4_launch("gated", 256, 12288, 4096, torch.device("cuda"))
+    launch = hopper_w4.choose_hopper_w4_launch("gated", 256, 12288, 4096, GROUP_128, torch.device("cuda"))
     assert launch == HopperW4Launch(128, 3)
 
 

@@ -1,8 +1,8 @@
 """The launches of the products of many rows with weights of 4 bits on Hopper GPUs (`hopper_w4_kernel.py`).
 
-They serve weights of integers in groups of 128, affine codes of 4 bits in groups of 32, and MXFP4 with activations in
-bfloat16. Everything else, and every other GPU, is for `products.py` and `experts.py`. Shapes: T rows, `in` and `out`
-features, P parts, H hidden, k experts per token.
+They serve weights of integers in groups of 128, affine codes, but not those of 4 bits in groups of 16, and MXFP4 with
+activations in bfloat16. Everything else, and every other GPU, is for `products.py` and `experts.py`. Shapes: T rows,
+`in` and `out` features, P parts, H hidden, k experts per token.
 """
 
 from __future__ import annotations
@@ -45,26 +45,40 @@ _COPIED = tl.constexpr(1024)
 """The columns of a row that a program copies."""
 
 
-def num_stages(launch: HopperW4Launch, out_bytes: int, *, is_gated: bool, scale_words: int = 1) -> int:
-    """Count the stages that fit in shared memory. `out_bytes`: bytes of a number of the result; `scale_words`: words of
-    scales of a row of a tile."""
+def num_stages(launch: HopperW4Launch, format: W4Format, out_bytes: int, *, is_gated: bool) -> int:
+    """Count the stages that fit in shared memory. `out_bytes`: bytes of a number of the result."""
     features = _BLOCK // 2 if is_gated else _BLOCK
     of_result = _GROUPS * launch.row_tile * features * out_bytes
-    of_stage = 2 * _TILE * launch.row_tile + _GROUPS * launch.blocks * _BLOCK * (2 * _PART + 4 * scale_words)
+    of_row = _TILE * format.bits // 8 + 4 * _scale_words(format)
+    of_stage = 2 * _TILE * launch.row_tile + _GROUPS * launch.blocks * _BLOCK * of_row
     return min(_MOST_STAGES, (TILE_BYTES - of_result) // of_stage)
+
+
+def _scale_words(format: W4Format) -> int:
+    """Count the words of scales of a row of a tile."""
+    return _TILE // format.group if format.has_group_scales else 1
 
 
 @lru_cache(maxsize=1024)
 def choose_hopper_w4_launch(
-    kind: Kind, num_rows: int, out_features: int, in_features: int, device: torch.device
+    kind: Kind, num_rows: int, out_features: int, in_features: int, format: W4Format, device: torch.device
 ) -> HopperW4Launch:
     """Choose the launch that takes the least time, as `cycles` estimates it. `out_features` are those of the result."""
     most_parts = 1 if kind == "gated" else max(1, min(_MOST_PARTS, in_features // (2 * _TILE)))
     launches = [
-        HopperW4Launch(_ROW_TILE, blocks, num_parts) for num_parts in range(1, most_parts + 1) for blocks in _BLOCKS
+        launch
+        for num_parts in range(1, most_parts + 1)
+        for blocks in _BLOCKS
+        if _fits(launch := HopperW4Launch(_ROW_TILE, blocks, num_parts), kind, format)
     ]
     programs = num_multiprocessors(device)
     return min(launches, key=lambda launch: cycles(launch, kind, num_rows, out_features, in_features, programs))
+
+
+def _fits(launch: HopperW4Launch, kind: Kind, format: W4Format) -> bool:
+    """Whether a stage is loaded while another is multiplied."""
+    out_bytes = 4 if launch.num_parts > 1 else 2
+    return num_stages(launch, format, out_bytes, is_gated=kind == "gated") > 1
 
 
 def cycles(
@@ -177,30 +191,33 @@ def _launch(
     strips = ceil_div(out_features, features)
     rows = words.shape[1]
     row_blocks, in_tiles = rows // ROW_BLOCK, ceil_div(in_features, _TILE)
-    block_words, eight_rows = ROW_BLOCK * _PART, 8 * _PART
+    part, in_pieces = format.part, in_tiles * _TILE // format.tile
+    block_words, eight_rows = ROW_BLOCK * part, 8 * part
     if is_gated:  # the last gate is as far from the end as every other one from its up projection
-        half = row_blocks // 2 * in_tiles
+        half = row_blocks // 2 * in_pieces
         words_view = (
-            (len(words) * row_blocks * in_tiles - half, ROW_BLOCK // 8, 2, 8, _PART),
-            (block_words, eight_rows, half * block_words, _PART, 1),
+            (len(words) * row_blocks * in_pieces - half, ROW_BLOCK // 8, 2, 8, part),
+            (block_words, eight_rows, half * block_words, part, 1),
         )
     else:
         words_view = (
-            (len(words) * row_blocks, in_tiles, ROW_BLOCK // 8, 8, _PART),
-            (in_tiles * block_words, block_words, eight_rows, _PART, 1),
+            (len(words) * row_blocks, in_pieces, ROW_BLOCK // 8, 8, part),
+            (in_pieces * block_words, block_words, eight_rows, part, 1),
         )
     # A group's words of scales follow the rows of the weight, and are brought in the same order.
     scales_view = (
         (scales.numel() // rows, rows // 16, 2, 8),
         (rows, 8 if is_gated else 16, out_features if is_gated else 8, 1),
     )
-    scale_words = _TILE // format.group if format.has_group_scales else 1
+    scale_words = _scale_words(format)
     kind = HopperW4Kind(
         format=format.kind,
         scale_words=scale_words,
+        pieces=_TILE // format.tile,
+        piece_words=format.part,
         row_tile=launch.row_tile,
         blocks=launch.blocks,
-        num_stages=num_stages(launch, out.element_size(), is_gated=is_gated, scale_words=scale_words),
+        num_stages=num_stages(launch, format, out.element_size(), is_gated=is_gated),
         out_bytes=out.element_size(),
         is_gated=is_gated,
         activation=activation or ExpertActivation(),
@@ -208,7 +225,7 @@ def _launch(
     )
     hopper_w4_kernel[(min(row_tiles * strips, num_multiprocessors(x.device)),)](
         describe(x, (launch.row_tile, _PART), swizzle_bytes=64),
-        describe_kept(words, kind.words_tile, view=words_view, swizzle_bytes=64),
+        describe_kept(words, kind.words_tile, view=words_view, swizzle_bytes=2 * part),
         describe_kept(scales, (scale_words, _BLOCK // 16, 2, 8), view=scales_view, swizzle_bytes=32),
         bias,
         None if work is None else work.items,

@@ -7,7 +7,9 @@ time, which are the first factor of Hopper's matrix units, and the activations a
 multiplied, the next one is turned into numbers. A weight is read and turned into numbers once for 128 rows.
 
 The scales of integers have 16 bits. They are multiplied in two halves, so that a number is rounded once, as it is where
-a weight is turned into 16 bits in memory. Those of affine codes are rounded before (`w4_codes.affine_numbers`).
+a weight is turned into 16 bits in memory. Those of affine codes are rounded before (`w4_codes.affine_numbers`). Codes
+of 8 bits have pieces of a tile with words of their own, of 64 columns, or in groups of 16 of 32, whose halves are put
+side by side: a register then has the same two columns as before, and nothing moves.
 
 Gate and up projection are multiplied together: in a block of 64 rows of a weight lie 8 of the gate, the 8 of the up
 projection with the same features, the next 8 of the gate, and so on. This is how the matrix units give both results of
@@ -36,7 +38,7 @@ from nvcli.kernels.triton.products.w4_codes import BF16_AFFINE, BF16_HALVES, F16
 BLOCK = gl.constexpr(64)
 """The rows of a weight that are multiplied at once."""
 PART = gl.constexpr(32)
-"""The columns of a part, and the words that hold the codes of a row of a tile."""
+"""The columns of a part."""
 GROUPS = gl.constexpr(2)
 """The groups of warps that multiply."""
 _PARTS = gl.constexpr(4)
@@ -47,9 +49,13 @@ class HopperW4Kind:
     """The constants of a compiled kernel."""
 
     format: str
-    """The weight's: "integer", "affine" or "mxfp4"."""
+    """The weight's: "integer", "affine", "affine in 8 bits" or "mxfp4"."""
     scale_words: int
-    """Words of scales of a row of a tile: 1, or 4 of affine codes."""
+    """Words of scales of a row of a tile: 1, or of affine codes 4, or 8 in groups of 16."""
+    pieces: int
+    """The pieces of a tile, each with words of its own: 1, or of codes of 8 bits 2, or 4 in groups of 16."""
+    piece_words: int
+    """Words that hold the codes of a row of a piece."""
     row_tile: int
     blocks: int
     """Blocks of a weight's rows that each group multiplies."""
@@ -68,14 +74,14 @@ class HopperW4Kind:
 
     @property
     def words_tile(self) -> tuple[int, int, int, int, int]:
-        """The words of a block of rows: of a gated product [R rows and tile, 8 rows, gate or up, row, word]; else
-        [R rows, tile, 8 rows, row, word]."""
-        return (1, 4, 2, 8, int(PART.value)) if self.is_gated else (2, 1, 4, 8, int(PART.value))
+        """The words of a block of rows of a piece: of a gated product [R rows and piece, 8 rows, gate or up, row,
+        word]; else [R rows, piece, 8 rows, row, word]."""
+        return (1, 4, 2, 8, self.piece_words) if self.is_gated else (2, 1, 4, 8, self.piece_words)
 
     @property
     def words_shape(self) -> list[int]:
         """The words of all stages."""
-        return [self.num_stages * self.all_blocks, *self.words_tile]
+        return [self.num_stages * self.all_blocks * self.pieces, *self.words_tile]
 
 
 _BF16_INTEGERS = gl.constexpr(
@@ -133,7 +139,9 @@ def _load(descriptors, work, stages, KIND: gl.constexpr):
     ALL_BLOCKS: gl.constexpr = KIND.all_blocks
     NUM_STAGES: gl.constexpr = KIND.num_stages
     SCALE_WORDS: gl.constexpr = KIND.scale_words
-    NUM_BYTES: gl.constexpr = _PARTS * PART * KIND.row_tile * 2 + ALL_BLOCKS * BLOCK * (PART * 2 + 4 * SCALE_WORDS)
+    PIECES: gl.constexpr = KIND.pieces
+    OF_ROW: gl.constexpr = PIECES * KIND.piece_words * 2 + 4 * SCALE_WORDS
+    NUM_BYTES: gl.constexpr = _PARTS * PART * KIND.row_tile * 2 + ALL_BLOCKS * BLOCK * OF_ROW
     words_parts = reinterpret(words_smem, words_smem.dtype, KIND.words_shape, words_desc.layout)
     scales_parts = reinterpret(
         scales_smem, scales_smem.dtype, [NUM_STAGES * ALL_BLOCKS, SCALE_WORDS, BLOCK // 16, 2, 8], scales_desc.layout
@@ -156,12 +164,14 @@ def _load(descriptors, work, stages, KIND: gl.constexpr):
             for block in gl.static_range(ALL_BLOCKS):
                 number = strip * ALL_BLOCKS + block
                 at = stage * ALL_BLOCKS + block
-                words = words_parts.index(at)
-                if KIND.is_gated:
-                    place = (expert * row_blocks + number) * in_tiles + inner
-                    tma_load(words_desc, [place, 0, 0, 0, 0], bar, words)
-                else:
-                    tma_load(words_desc, [expert * row_blocks + 2 * number, inner, 0, 0, 0], bar, words)
+                for n in gl.static_range(PIECES):
+                    words = words_parts.index(at * PIECES + n)
+                    piece = inner * PIECES + n
+                    if KIND.is_gated:
+                        place = (expert * row_blocks + number) * in_tiles * PIECES + piece
+                        tma_load(words_desc, [place, 0, 0, 0, 0], bar, words)
+                    else:
+                        tma_load(words_desc, [expert * row_blocks + 2 * number, piece, 0, 0, 0], bar, words)
                 scales = scales_parts.index(at)
                 group = (expert * in_tiles + inner) * SCALE_WORDS
                 tma_load(scales_desc, [group, number * (BLOCK // 16), 0, 0], bar, scales)
@@ -186,7 +196,7 @@ def _factors(pairs, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
         scales = _twice(exact, DTYPE)
         low_scales = _twice(exact - exact.to(DTYPE).to(gl.float32), DTYPE)
         zeros = (pairs & 255) * 65537 + (0x43004300 if gl.bfloat16 == DTYPE else 0x64006400)
-    elif FORMAT == "affine":
+    elif FORMAT == "affine" or FORMAT == "affine in 8 bits":
         scales, zeros = gl.inline_asm_elementwise(
             BF16_HALVES if gl.bfloat16 == DTYPE else F16_HALVES,
             "=&r,=&r,r",
@@ -200,16 +210,17 @@ def _factors(pairs, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _numbers(words, scales, low_scales, zeros, part: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
-    """Return the numbers of one part: [BLOCK, PART] of DTYPE."""
+    """Return the numbers of one part, in the same bits of all words: [BLOCK, words] of DTYPE."""
+    EIGHT: gl.constexpr = 4 if FORMAT == "affine in 8 bits" else 0
     if FORMAT == "mxfp4":
         factors = ((scales >> (8 * part)) & 255) + 126
         factors = factors * 8388736  # in both halves of a register: << 7 and << 23
         numbers = gl.inline_asm_elementwise(
             _FP4_NUMBERS[part], "=r,r,r,r", [words, factors[:, None]], dtype=gl.bfloat16, is_pure=True, pack=2
         )
-    elif FORMAT == "affine":
+    elif FORMAT == "affine" or FORMAT == "affine in 8 bits":
         numbers = gl.inline_asm_elementwise(
-            BF16_AFFINE[part] if gl.bfloat16 == DTYPE else F16_AFFINE[part],
+            BF16_AFFINE[part + EIGHT] if gl.bfloat16 == DTYPE else F16_AFFINE[part + EIGHT],
             "=r,r,r,r,r,r",
             [words, scales[:, None], zeros[:, None]],
             dtype=gl.bfloat16 if gl.bfloat16 == DTYPE else gl.float16,
@@ -229,32 +240,51 @@ def _numbers(words, scales, low_scales, zeros, part: gl.constexpr, FORMAT: gl.co
 
 
 @gluon.jit
-def _add_block(
-    total,
-    words,  # [BLOCK, PART] int16 in shared memory
-    scales_smem,  # [BLOCK / 8, 8] int32 for each group of columns
-    first_group,
-    x_smem,
-    stage,
-    SCALE_WORDS: gl.constexpr,
-    FORMAT: gl.constexpr,
-    DTYPE: gl.constexpr,
-    OPERAND: gl.constexpr,
-):
-    """Add the product of one block of a tile: [BLOCK, ROW_TILE]. Only the last part may still be multiplied."""
-    codes = words.load(OPERAND)
+def _group_factors(scales, FORMAT: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
+    """Load the scales of a group of columns, [BLOCK / 8, 8] int32 in shared memory, as `_factors` returns them."""
     # Of rows of the operand: eight in lanes, two in registers, and four in warps.
     in_rows: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0]], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[2, 0], [4, 0]], [], [BLOCK // 8, 8]
     )
-    GROUP_PARTS: gl.constexpr = _PARTS // SCALE_WORDS
+    pairs = gl.convert_layout(scales.load(in_rows).reshape([BLOCK]), gl.SliceLayout(1, OPERAND))
+    return _factors(pairs, FORMAT, DTYPE)
+
+
+@gluon.jit
+def _add_block(
+    total,
+    words_smem,  # [BLOCK, words] int16 for each piece
+    scales_smem,  # [BLOCK / 8, 8] int32 for each group of columns
+    x_smem,
+    block,  # of those of all stages
+    stage,
+    KIND: gl.constexpr,
+    DTYPE: gl.constexpr,
+    OPERAND: gl.constexpr,
+):
+    """Add the product of one block of a tile: [BLOCK, ROW_TILE]. Only the last part may still be multiplied."""
+    FORMAT: gl.constexpr = KIND.format
+    SCALE_WORDS: gl.constexpr = KIND.scale_words
+    PIECES: gl.constexpr = KIND.pieces
+    first_group = block * SCALE_WORDS
+    codes = words_smem.index(block * PIECES).load(OPERAND)
     last = codes
     for part in gl.static_range(_PARTS):
-        if part % GROUP_PARTS == 0:
-            scales = scales_smem.index(first_group + part // GROUP_PARTS)
-            pairs = gl.convert_layout(scales.load(in_rows).reshape([BLOCK]), gl.SliceLayout(1, OPERAND))
-            scales, low_scales, zeros = _factors(pairs, FORMAT, DTYPE)
-        numbers = _numbers(codes, scales, low_scales, zeros, part, FORMAT, DTYPE)
+        if part > 0 and part * PIECES % _PARTS == 0:
+            codes = words_smem.index(block * PIECES + part * PIECES // _PARTS).load(OPERAND)
+        if SCALE_WORDS > _PARTS:  # a piece has two groups, in the halves of its words
+            group = first_group + 2 * part
+            scales, low_scales, zeros = _group_factors(scales_smem.index(group), FORMAT, DTYPE, OPERAND)
+            low = _numbers(codes, scales, low_scales, zeros, 0, FORMAT, DTYPE)
+            scales, low_scales, zeros = _group_factors(scales_smem.index(group + 1), FORMAT, DTYPE, OPERAND)
+            high = _numbers(codes, scales, low_scales, zeros, 1, FORMAT, DTYPE)
+            numbers = gl.join(low, high).permute((0, 2, 1)).reshape([BLOCK, PART])
+            numbers = gl.convert_layout(numbers, OPERAND)
+        else:
+            if part % (_PARTS // SCALE_WORDS) == 0:
+                group = first_group + part * SCALE_WORDS // _PARTS
+                scales, low_scales, zeros = _group_factors(scales_smem.index(group), FORMAT, DTYPE, OPERAND)
+            numbers = _numbers(codes, scales, low_scales, zeros, part % (_PARTS // PIECES), FORMAT, DTYPE)
         panel = x_smem.index(stage * _PARTS + part).permute((1, 0))
         total = warpgroup_mma(numbers, panel, total, is_async=True)
         warpgroup_mma_wait(1, deps=[last])
@@ -332,8 +362,6 @@ def _multiply(result, work, stages, all_out_smem, SELF: gl.constexpr, KIND: gl.c
     BLOCKS: gl.constexpr = KIND.blocks
     ALL_BLOCKS: gl.constexpr = KIND.all_blocks
     NUM_STAGES: gl.constexpr = KIND.num_stages
-    FORMAT: gl.constexpr = KIND.format
-    SCALE_WORDS: gl.constexpr = KIND.scale_words
     ROW_TILE: gl.constexpr = KIND.row_tile
     x_smem, words_smem, scales_smem, full, free = stages
     num_tiles = work[1]
@@ -355,11 +383,8 @@ def _multiply(result, work, stages, all_out_smem, SELF: gl.constexpr, KIND: gl.c
                 under_way = totals[:0]
                 for n in gl.static_range(BLOCKS):
                     at = stage * ALL_BLOCKS + SELF * BLOCKS + n
-                    words, group = words_smem.index(at), at * SCALE_WORDS
                     under_way += (
-                        _add_block(
-                            totals[n], words, scales_smem, group, x_smem, stage, SCALE_WORDS, FORMAT, DTYPE, operand
-                        ),
+                        _add_block(totals[n], words_smem, scales_smem, x_smem, at, stage, KIND, DTYPE, operand),
                     )
                 # ptxas would wait for each product, were one under way when the next tile begins.
                 ended = warpgroup_mma_wait(0, deps=under_way)
@@ -393,10 +418,12 @@ def hopper_w4_kernel(
     FEATURES: gl.constexpr = BLOCK // 2 if KIND.is_gated else BLOCK
     out_dtype: gl.constexpr = out_ptr.dtype.element_ty
     in_panels: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    in_words: gl.constexpr = gl.NVMMASharedLayout(2 * KIND.piece_words, 16, 2)
+    num_pieces: gl.constexpr = NUM_STAGES * KIND.all_blocks * KIND.pieces
     of_scales: gl.constexpr = gl.NVMMASharedLayout(32, 32, 2)
     of_result: gl.constexpr = gl.NVMMASharedLayout(64 if KIND.is_gated else 128, KIND.out_bytes * 8, 2)
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [NUM_STAGES * _PARTS, KIND.row_tile, PART], in_panels)
-    words_smem = gl.allocate_shared_memory(gl.int16, [NUM_STAGES * KIND.all_blocks, BLOCK, PART], in_panels)
+    words_smem = gl.allocate_shared_memory(gl.int16, [num_pieces, BLOCK, KIND.piece_words], in_words)
     num_groups: gl.constexpr = NUM_STAGES * KIND.all_blocks * KIND.scale_words
     scales_smem = gl.allocate_shared_memory(gl.int32, [num_groups, BLOCK // 8, 8], of_scales)
     out_smem = gl.allocate_shared_memory(out_dtype, [NUM_GROUPS, KIND.row_tile, FEATURES], of_result)
