@@ -3,6 +3,7 @@ whatever the checkpoint's layout, cut over ranks and stages too; what cannot be 
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,9 +166,12 @@ def test_two_ranks_give_the_logits_of_one(
 
 
 def test_random_weights_are_of_a_usual_size(
-    checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path]
+    original: Path, checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path], tmp_path: Path
 ) -> None:
-    dense = (checkpoints[name][0] for name in ("awq", "nvfp4"))
+    found = {"quant_method": "gguf_affine", "bits": 4, "type": "Q4_K", "modules_in_8_bits": ["layers.0.mlp"]}
+    in_gguf = shutil.copytree(original, tmp_path / "gguf")
+    edit_json(in_gguf / "config.json", quantization_config=found)
+    dense = (*(checkpoints[name][0] for name in ("awq", "nvfp4")), in_gguf)
     for path, name in (*((one, "mlp.gate_up_proj") for one in dense), (experts["mxfp4"], "mlp.experts")):
         model = build_model(
             load_model_config(path).with_quantization("w4a16"), TensorParallelGroup.single(), torch.float32

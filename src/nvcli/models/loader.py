@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from nvcli.attention.spec import AttentionSpec
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
-from nvcli.kernels.w4 import join_scales
-from nvcli.kernels.weight_formats import W4Format
+from nvcli.kernels.w4 import join_halves, join_scales
+from nvcli.kernels.weight_formats import AFFINE_KINDS, W4Format
 from nvcli.kernels.whole_numbers import round_up
 from nvcli.models.adapters.adapter import Adapter, with_own_head
 from nvcli.models.causal_lm import CausalLM
@@ -232,7 +232,10 @@ def _fill_scales(module: nn.Module, target: ScaleTarget) -> None:
         scales[..., 0, :] = int(torch.tensor(_STD / _FP4_STD).view(torch.int32))
     else:
         one = torch.ones(1, 1)
-        scales.fill_(int(join_scales(one * (_STD / _CODES_STD), one * _MIDDLE_CODE)))
+        if target.scaling.kind in AFFINE_KINDS:
+            scales.fill_(int(join_halves(one * (_STD / (_CODES_STD * target.scaling.zero / _MIDDLE_CODE)), one * 0)))
+        else:
+            scales.fill_(int(join_scales(one * (_STD / _CODES_STD), one * _MIDDLE_CODE)))
 
 
 def materialize(model: nn.Module, device: torch.device, make: Callable[[int], Tensor] | None = None) -> None:
