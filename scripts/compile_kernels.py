@@ -69,8 +69,9 @@ _GGUF = {
     "quant_method": "gguf_affine",
     "type": "Q4_K",
     "bits": 4,
-    "modules_in_8_bits": ["model.layers.1", "model.layers.2"],
-    "modules_in_groups_of_16": ["model.layers.2"],
+    "lm_head": True,
+    "modules_in_8_bits": ["model.layers.1", "model.layers.2", "model.embed_tokens"],
+    "modules_in_groups_of_16": ["model.layers.2", "model.embed_tokens"],
 }
 _LIGHTNING = {"architectures": ["MiniMaxForCausalLM"], "num_hidden_layers": 4}
 _LING = {
@@ -163,7 +164,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "8B in FP8": ("qwen3-8b", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "8B in FP8 with fast sums": ("qwen3-8b", {"quantization": "fp8", "fp8_accumulation": "fast"}),
     "8B in 4 bits": ("qwen3-8b", {"quantization": "w4a16"}),
-    "8B in GGUF": ("qwen3-8b", {"quantization": "w4a16", "hf_overrides": {"quantization_config": _GGUF}}),
+    "tied 8B in GGUF": (
+        "qwen3-8b",
+        {"quantization": "w4a16", "hf_overrides": {"quantization_config": _GGUF, "tie_word_embeddings": True}},
+    ),
     "8B batch-invariant": ("qwen3-8b", {"batch_invariant": True}),
     "8B with drafts": ("qwen3-8b", {"speculation": SpeculationConfig(method="lookup")}),
     "30B-A3B": ("qwen3-30b-a3b", {}),

@@ -27,7 +27,7 @@ from nvcli.models.draft_heads.own_files import with_draft_head
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import begin_reading, find_weights, materialize
 from nvcli.models.registry import build_model
-from nvcli.models.stored_routers import with_stored_routers
+from nvcli.models.stored_tensors import with_stored_tensors
 from nvcli.worker.distributed.stage import WHOLE, Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
@@ -78,7 +78,7 @@ class ModelDriver:
     ) -> None:
         """`lora` is merged into the weights; requests choose among `row_loras`. `has_mtp`: with the head for
         multi-token prediction; `draft_head`: with the head in this folder."""
-        config = with_stored_routers(load_model_config(path, expert_parallel=expert_parallel), path)
+        config = with_stored_tensors(load_model_config(path, expert_parallel=expert_parallel), path)
         adapter = None if lora is None else read_adapter(lora, config)
         config = (config if adapter is None else adapter.adapt(config)).with_quantization(quantization)
         config = config.with_mtp() if has_mtp else config

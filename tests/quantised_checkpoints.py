@@ -34,15 +34,17 @@ class Format:
 
 
 def write_quantised(
-    plain: Path, folder: Path, chosen: Format, *, skip: tuple[str, ...] = ("layers.1.mlp",)
+    plain: Path, folder: Path, chosen: Format, *, skip: tuple[str, ...] = ("layers.1.mlp",), has_head: bool = False
 ) -> tuple[Path, Path]:
     """Write a checkpoint of one file twice into `folder`: with its linear layers quantised, and with the plain weights
-    that these stand for. Layers whose names contain one of `skip` stay as they are."""
+    that these stand for. Layers whose names contain one of `skip` stay as they are, and so does the LM head unless
+    `has_head`."""
     tensors = load_file(plain / "model.safetensors")
     stored, generator = dict(tensors), torch.Generator().manual_seed(1)
     for name, weight in tensors.items():
         parent = name.removesuffix(".weight")
-        if parent.rpartition(".")[2] in LINEAR and not any(part in name for part in skip):
+        is_chosen = parent.rpartition(".")[2] in LINEAR or (has_head and parent == "lm_head")
+        if is_chosen and not any(part in name for part in skip):
             parts, tensors[name] = chosen.encode(weight.float(), generator)
             del stored[name]
             stored |= {f"{parent}.{part}": values for part, values in parts.items()}

@@ -15,7 +15,7 @@ from nvcli.kernels.triton.products import w4_linear as kernels
 from nvcli.kernels.triton.products.product_launch import Kind, ProductLaunch, for_format
 from nvcli.kernels.triton.products.products import multiply
 from nvcli.kernels.triton.products.w4_linear import LINEAR
-from nvcli.kernels.weight_formats import NVFP4_BLOCK, StoredGroups, W4Format
+from nvcli.kernels.weight_formats import NVFP4_BLOCK, StoredGroups, W4Format, W4Kind
 
 pytestmark = MARKS
 SHARED_MEMORY = 227 * 1024
@@ -61,6 +61,40 @@ def test_nothing_is_lost_of_affine_codes(kind: Literal["affine", "affine in 8 bi
     assert torch.equal(w4.dequantise(words, joined, codes.shape[1], format), values)
     found = kernels.dequantise(words.to(DEVICE), joined.to(DEVICE), codes.shape[1], format, torch.float32)
     assert torch.equal(found.cpu(), values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"), [("integer", 64), ("affine", 32), ("affine in 8 bits", 16), ("nvfp4", NVFP4_BLOCK)]
+)
+def test_rows_by_their_numbers(kind: W4Kind, group: int) -> None:
+    """Of ids that another rank has, zeros; in blocks of few rows."""
+    format, generator = W4Format(kind, group).for_rows(52), torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 1 << format.bits, (52, 320), generator=generator, dtype=torch.uint8)
+    scales = torch.randn(52, 320 // group, generator=generator)
+    if kind == "integer":
+        joined = w4.join_scales(scales, scales.abs().round())
+    elif kind == "nvfp4":
+        joined = w4.join_block_scales(scales.abs().to(torch.float8_e4m3fn), torch.rand(52, generator=generator), format)
+    else:
+        joined = w4.join_halves(scales, scales.flip(0))
+    words, ids = w4.pack(codes, format), torch.randint(90, 170, (40,), generator=generator, dtype=torch.int32)
+    mine = (ids >= 100) & (ids < 152)
+    expected = torch.zeros(40, 320)
+    expected[mine] = w4.dequantise(words, joined, 320, format)[ids[mine] - 100]
+    for look_up in (w4.w4_rows, kernels.dequantise_rows):
+        device = torch.device("cpu") if look_up is w4.w4_rows else DEVICE
+        moved = (one.to(device) for one in (ids, words, joined))
+        found = look_up(*moved, format, 100, torch.full((40, 320), torch.nan, device=device))
+        assert torch.equal(found.cpu(), expected)
+
+
+def test_an_lm_head_is_converted_in_parts() -> None:
+    format = W4Format("integer", 64)
+    words, scales, values = make(160, 320, format)
+    x, bias = torch.randn(3, 320, generator=torch.Generator().manual_seed(1)), torch.arange(160.0)
+    with patch.object(w4, "CONVERTED_ROWS", 64):
+        found = w4.w4_linear(x, words, scales, format, bias)
+    torch.testing.assert_close(found, x @ values.t() + bias, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["integer", "mxfp4 for fp8"])

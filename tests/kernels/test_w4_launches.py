@@ -33,8 +33,15 @@ def of_table(kind: Kind, rows: int) -> object:
     return next((launch for most, launch in LINEAR[kind] if rows <= most), None)
 
 
-def choose(kind: Kind, rows: int, *, dtype: torch.dtype = torch.bfloat16, format: W4Format = GROUP_128) -> object:
-    x, words = torch.empty(rows, 1024, dtype=dtype), torch.empty(6144, 256, dtype=torch.int16)
+def choose(
+    kind: Kind,
+    rows: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    format: W4Format = GROUP_128,
+    out_features: int = 6144,
+) -> object:
+    x, words = torch.empty(rows, 1024, dtype=dtype), torch.empty(out_features, 256, dtype=torch.int16)
     return w4_linear.choose_w4_launch(kind, x, words, format)
 
 
@@ -72,6 +79,12 @@ def test_launches_fit(kind: Kind, format: W4Format) -> None:
             assert hopper_w4.num_stages(launch, format, out_bytes, is_gated=kind == "gated") >= 2
             assert 1 <= launch.num_parts <= max(1, in_features // 256)
             assert launch.num_parts == 1 or kind != "gated"
+
+
+def test_an_lm_head_takes_hoppers_kernel_for_more_rows() -> None:
+    for format in (GROUP_128, W4Format("affine in 8 bits", 16)):
+        of_head = [choose("plain", rows, format=format, out_features=152064) for rows in (64, 1024, 1025)]
+        assert [isinstance(launch, HopperW4Launch) for launch in of_head] == [False, True, False]
 
 
 def test_as_few_rounds_as_possible() -> None:

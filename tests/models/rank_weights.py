@@ -13,7 +13,7 @@ from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
 from nvcli.models.registry import build_model
-from nvcli.models.stored_routers import with_stored_routers
+from nvcli.models.stored_tensors import with_stored_tensors
 from nvcli.worker.distributed.stage import WHOLE, Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
@@ -33,7 +33,7 @@ def load_model(
     """The model of rank `rank` of `size` ranks in a stage."""
     group = TensorParallelGroup.single()
     group.rank, group.size = rank, size
-    config = with_stored_routers(load_model_config(path, expert_parallel=expert_parallel), path)
+    config = with_stored_tensors(load_model_config(path, expert_parallel=expert_parallel), path)
     adapter = None if lora is None else read_adapter(lora, config)
     config = (config if adapter is None else adapter.adapt(config)).with_quantization(quantization)
     model = build_model(config, group, dtype, stage=stage)

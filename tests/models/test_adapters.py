@@ -23,8 +23,9 @@ from nvcli.kernels.fp8_types import numbers
 from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.adapters.find import find_adapter
 from nvcli.models.config import load_model_config
+from nvcli.models.stored_tensors import with_stored_tensors
 from nvcli.worker.distributed.stage import Stage
-from quantised_checkpoints import FORMATS, fp8_blocks, write_quantised
+from quantised_checkpoints import FORMATS, fp8_blocks, packed, write_quantised
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
 
@@ -146,13 +147,18 @@ def _values(parameters: dict[str, Tensor], name: str) -> Tensor:
 
 def test_four_bits_of_changed_weights_cannot_be_kept(tmp_path: Path) -> None:
     original = write_tiny_model(tmp_path / "base", "Llama", head_dim=32, **SIZES)
-    base, _ = write_quantised(original, tmp_path / "quantised", FORMATS["gptq"])
-    model = load_model_config(base).with_quantization("w4a16")
+    base, values = write_quantised(original, tmp_path / "quantised", packed(32), has_head=True)
+    model = with_stored_tensors(load_model_config(base), base).with_quantization("w4a16")
+    assert model.keeps_head
     changed = read_adapter(write_adapter(tmp_path / "a", low_rank(original, ("q_proj",))), model)
     with pytest.raises(ConfigError, match=r"w4a16, and the adapter \(`lora`\) changes .*q_proj.weight"):
         changed.check_kept(model)
-    beside = read_adapter(write_adapter(tmp_path / "b", low_rank(original, ("lm_head",)), target_modules=None), model)
-    beside.check_kept(model)
+    of_head = low_rank(original, ("lm_head",))
+    path = write_adapter(tmp_path / "b", of_head, target_modules=None)
+    read_adapter(path, model).check_kept(model)
+    found = dict(load_model(base, lora=path, quantization="w4a16").named_parameters())["lm_head.weight"]
+    merged = load_file(merge(values, of_head, tmp_path / "merged") / "model.safetensors")
+    torch.testing.assert_close(found, merged["lm_head.weight"])
 
 
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj"

@@ -30,7 +30,7 @@ from model_driver import ModelDriver
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT
 from nvcli.models.config import load_model_config
 from nvcli.models.experts import Router
-from nvcli.models.stored_routers import with_stored_routers
+from nvcli.models.stored_tensors import with_stored_tensors
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.tensor_parallel import StageState, TensorParallelGroup
 from tensor_parallel_ranks import run_ranks
@@ -251,8 +251,8 @@ def test_routers_stored_in_bfloat16_stay_so(checkpoint_of: Checkpoints, tmp_path
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     config = load_model_config(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    assert not with_stored_routers(config, tmp_path).stores_wide_routers
-    assert with_stored_routers(config, path).stores_wide_routers
+    assert not with_stored_tensors(config, tmp_path).stores_wide_routers
+    assert with_stored_tensors(config, path).stores_wide_routers
 
 
 @pytest.mark.parametrize("name", SHAPES)

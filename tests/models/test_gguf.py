@@ -35,12 +35,12 @@ from nvcli.demo import demo_path
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.run.image_settings import why_no_images
 from nvcli.job.text.tokenizer import Tokenizer
-from nvcli.kernels.w4 import dequantise
+from nvcli.kernels.w4 import dequantise, w4_rows
 from nvcli.models.checkpoint import is_hub_id, read_tensors, resolve_model, weight_files
 from nvcli.models.config import load_model_config
 from nvcli.models.embedding_files import EmbeddingFiles, read_embedding_files
 from nvcli.models.experts import Experts
-from nvcli.models.geometry import model_tensors
+from nvcli.models.geometry import EMBEDDING, HEAD, model_tensors
 from nvcli.models.gguf import tokenizer as gguf_tokenizer
 from nvcli.models.gguf.architectures import ARCHITECTURES
 from nvcli.models.gguf.blocks import numbers_of_blocks
@@ -51,6 +51,7 @@ from nvcli.models.gguf.types import BLOCK_TYPES, TENSOR_TYPES
 from nvcli.models.layer_config import LayerConfig
 from nvcli.models.linear_methods import W4LinearMethod
 from nvcli.models.mixers.delta_net import DeltaNetConfig
+from nvcli.models.parallel import VocabShard
 from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.rope import rope_frequencies
 from nvcli.models.stored_values import OpenFiles
@@ -299,13 +300,15 @@ def test_ranks_keep_the_numbers_of_blocks(family: str, tmp_path: Path) -> None:
         ("Phi3", "Q4_0"),
         ("Qwen3_5Text", "Q4_1"),
         ("Lfm2", "Q5_0"),
+        ("Qwen2", "Q6_K"),
         ("Qwen3Moe", "Q5_K"),
         ("Qwen3Moe", "MXFP4"),
         ("GptOss", "MXFP4"),
     ],
 )
 def test_ranks_keep_blocks_as_they_are(family: str, blocks: str, tmp_path: Path) -> None:
-    """In 4 bits or 8, but for the layers that are in other types; or as plain numbers."""
+    """In 4 bits or 8, but for the layers that are in other types, and with the LM head or the embedding that it is tied
+    to; or as plain numbers."""
     count = "num_local_experts" if family == "GptOss" else "num_experts"
     size = 256 if blocks.endswith("K") else 64  # whole blocks
     width = 96 if family == "Phi3" else 2 * size  # of which ranks may have halves
@@ -316,6 +319,7 @@ def test_ranks_keep_blocks_as_they_are(family: str, blocks: str, tmp_path: Path)
     if family == "Lfm2":  # whose files have other names than the decoder
         settings = dict(FAMILIES["lfm2"][1])
     settings |= {"hidden_size": size, "intermediate_size": width, "vocab_size": 97}
+    settings |= TIED if family == "Qwen2" else {}
     path = write_tiny_model(tmp_path / "model", family, **settings, **experts)
     others = {"token_embd.weight": Type.Q8_0, "blk.1.ffn_down.weight": Type.Q4_1, "blk.1.attn_q.weight": Type.F16}
     others |= {"blk.2.ffn_up_exps.weight": Type.Q8_0} if blocks == "MXFP4" else {}
@@ -352,7 +356,16 @@ def test_ranks_keep_blocks_as_they_are(family: str, blocks: str, tmp_path: Path)
                 weight = f"{name}.weight"
                 columns = plain[weight].shape[1]
                 decoded[weight] = dequantise(module.weight, module.weight_scale, columns, module.method.format)
+            elif isinstance(module, VocabShard) and module.format is not None:
+                values = dequantise(module.weight, module.weight_scale, size, module.format)
+                decoded[f"{name}.weight"] = values
+                rows = torch.zeros(97, size)
+                first = rank * len(values)
+                rows[first : first + len(values)] = values[: 97 - first]
+                ids, out = torch.arange(97), torch.empty(97, size)
+                assert torch.equal(w4_rows(ids, module.weight, module.weight_scale, module.format, first, out), rows)
         assert len(decoded) >= (4 if blocks == "MXFP4" else 6)
+        assert (f"{EMBEDDING if family == 'Qwen2' else HEAD}.weight" in decoded) == (blocks != "MXFP4")
         for parameter, values in model.named_parameters():
             if not parameter.endswith("_scale"):
                 error = (decoded.get(parameter, values) - plain[parameter]).abs().max()

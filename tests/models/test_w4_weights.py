@@ -10,17 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from rank_weights import load_model
 from safetensors.torch import load_file
+from test_gguf import TOKENIZER
 from torch import Tensor
 
 from batches import RequestState, make_batch
 from checkpoints import edit_json, reference_logits, write_tiny_model
 from expert_shapes import GPT_OSS
+from gguf_files import write_gguf
 from model_driver import CPU, ModelDriver
 from mxfp4 import quantise as quantise_experts
 from nvcli.errors import ConfigError, LoadError
 from nvcli.kernels.w4 import dequantise
+from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import load_model_config
 from nvcli.models.linear_methods import W4LinearMethod
 from nvcli.models.loader import init_random_weights
@@ -59,15 +63,17 @@ load_w4 = partial(load_model, quantization="w4a16")
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("original") / "model", head_dim=48, **SIZES)
+    return write_tiny_model(tmp_path_factory.mktemp("original") / "model", head_dim=48, vocab_size=104, **SIZES)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(original: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """(quantised, plain) by format."""
+    """(quantised, plain) by format, with an LM head that is quantised."""
     folder = tmp_path_factory.mktemp("formats")
     return {
-        name: write_quantised(original, folder / name, one, skip=() if "gptq" in name else ("layers.1.mlp",))
+        name: write_quantised(
+            original, folder / name, one, skip=() if "gptq" in name else ("layers.1.mlp",), has_head=True
+        )
         for name, one in KEPT.items()
     }
 
@@ -86,6 +92,8 @@ def test_logits_and_bytes(name: str, checkpoints: dict[str, tuple[Path, Path]]) 
     layers = [module for module in model.modules() if isinstance(getattr(module, "method", None), W4LinearMethod)]
     # GPTQ has no list of layers that are left alone.
     assert len(layers) == (8 if "gptq" in name else 6)
+    assert model.lm_head is not None
+    assert (model.lm_head.format is None) == ("act-order" in name)
     assert model.weight_bytes() == weight_bytes(model.config, "float32")
     torch.testing.assert_close(logits(quantised), reference_logits(plain, IDS), atol=2e-4, rtol=1e-4)
 
@@ -158,9 +166,16 @@ def run_rank(group: TensorParallelGroup, paths: list[Path]) -> list[Tensor]:
 
 
 def test_two_ranks_give_the_logits_of_one(
-    checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path], tmp_path: Path
+    checkpoints: dict[str, tuple[Path, Path]],
+    experts: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    paths = [checkpoints["awq"][0], experts["awq"], experts["mxfp4"], experts["nvfp4"]]
+    """Also with an embedding in 8 bits, which is the LM head, too."""
+    tied = write_tiny_model(tmp_path / "tied", "Qwen2", hidden_size=64, intermediate_size=64, tie_word_embeddings=True)
+    in_gguf = write_gguf(tied, tmp_path / "tied.gguf", choose=lambda name: Type.Q8_0, **TOKENIZER)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    paths = [checkpoints["awq"][0], experts["awq"], experts["mxfp4"], experts["nvfp4"], resolve_model(str(in_gguf))]
     for path, found in zip(paths, run_ranks(2, run_rank, tmp_path, paths)[0], strict=True):
         torch.testing.assert_close(found, logits(path), atol=2e-4, rtol=1e-4)
 

@@ -48,7 +48,7 @@ from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.kernels.mxfp4 import SCALE_BIAS, numbers_of_codes, powers_of_scales
-from nvcli.kernels.weight_formats import AFFINE_KINDS, W4Format
+from nvcli.kernels.weight_formats import AFFINE_KINDS, CONVERTED_ROWS, W4Format
 
 LARGEST_FP4_SCALE = 128
 """The largest scale of MXFP4 that can be kept: 2, with a bias of 127. Kernels have it 2^126 times as large."""
@@ -188,7 +188,30 @@ def w4_linear(
         result = kernels.linear("plain", x, words, scales, format, out)
         if result is not None:
             return result if bias is None else result.add_(bias)
-    return linear(x, values_for(x, words, scales, format), bias, out)
+    if len(words) <= CONVERTED_ROWS:
+        return linear(x, values_for(x, words, scales, format), bias, out)
+    out = torch.empty(len(x), len(words), dtype=x.dtype, device=x.device) if out is None else out
+    for first in range(0, len(words), CONVERTED_ROWS):
+        part = slice(first, first + CONVERTED_ROWS)
+        values = values_for(x, words[part], scales[:, part].contiguous(), format)
+        out[:, part] = linear(x, values, None if bias is None else bias[part])
+    return out
+
+
+def w4_rows(ids: Tensor, words: Tensor, scales: Tensor, format: W4Format, start: int, out: Tensor) -> Tensor:
+    """Look up the rows of `ids` in the part of a weight [in, out] that begins with row `start`, into `out`; others get
+    zeros. ids: [T]; out: [T, in], contiguous, which is returned."""
+    if ids.is_cuda:
+        from nvcli.kernels.triton.products import w4_linear as kernels
+
+        return kernels.dequantise_rows(ids, words, scales, format, start, out)
+    local = ids.long() - start
+    mine = (local >= 0) & (local < len(words))
+    places = local.where(mine, 0)
+    tiles = words.view(-1, words.shape[1] // format.part, format.row_block, format.part)
+    found = tiles[places // format.row_block, :, places % format.row_block].flatten(1)
+    values = dequantise(found, scales[:, places], out.shape[1], format.for_rows(1))
+    return out.copy_(values.masked_fill_(~mine.unsqueeze(-1), 0))
 
 
 def w4_linear_for_sum(

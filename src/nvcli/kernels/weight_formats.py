@@ -27,6 +27,9 @@ _PART = 32
 ROW_BLOCK = 32
 """How many rows' words of a tile follow one another: a program that reads 64-byte pieces of many rows gets less of the
 memory's bandwidth. With 64 an H200 takes up to a quarter longer for few rows."""
+CONVERTED_ROWS = 1 << 15
+"""The most rows of a weight for a plain product that are in 16 bits in memory at a time. LM heads have more: all of one
+would take more than the head itself."""
 NVFP4_BLOCK = 16
 """How many neighbours of a row share a scale in NVFP4."""
 W4_GROUPS = (128, 64, 32)

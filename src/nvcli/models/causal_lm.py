@@ -263,7 +263,8 @@ class CausalLM(nn.Module):
             width = self.config.hidden_size
             embedding = self.model.embed_tokens
             assert embedding is not None
-            states = embedding.weight.new_empty(batch.num_tokens, width * len(head.aux_layers))
+            shape = batch.num_tokens, width * len(head.aux_layers)
+            states = torch.empty(shape, dtype=embedding.dtype, device=embedding.weight.device)
             parts = torch.split(states, width, dim=1)
             streams = dict(zip(map(str, head.aux_layers), parts, strict=True))
             hidden = self.model(batch, None, streams)

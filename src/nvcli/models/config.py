@@ -70,7 +70,7 @@ class ModelConfig:
     """Whether each rank of a layer computes the attention of other requests, with all heads (`enable_attention_dp`),
     rather than some heads of all requests."""
     stores_wide_routers: bool = False
-    """Whether the checkpoint stores the routers of experts in float32 (`stored_routers.py`)."""
+    """Whether the checkpoint stores the routers of experts in float32 (`stored_tensors.py`)."""
     quantisation: Quantisation | None = None
     """How the checkpoint's linear layers or experts are quantised; None if they are not."""
     quantization: KeptWeights = "none"
@@ -127,6 +127,17 @@ class ModelConfig:
     def stored_groups(self) -> StoredGroups:
         """How the checkpoint groups its 4-bit weights. Raises ConfigError if it has none or ranks cannot keep them."""
         return stored_groups(self.quantisation, self.quantization, has_experts=self.has_experts)
+
+    @property
+    def keeps_head(self) -> bool:
+        """Whether ranks keep the LM head, or the embedding that it is tied to, in the 4 or 8 bits of the checkpoint.
+
+        Qwen3-8B's in Q6_K takes an H200 192 µs in place of 302 for a row, which is 3.6 % of a step, as long as one in
+        bfloat16 for 128 rows, 166 µs more for 256, which is 0.7 % of a step, and five eighths of the memory.
+        """
+        if self.quantisation is None or self.quantization not in FOUR_BITS or self.decoder.layout.is_headless:
+            return False
+        return self.quantisation.has_head and not self.quantisation.has_column_order
 
     @property
     def has_experts(self) -> bool:

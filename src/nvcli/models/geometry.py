@@ -82,15 +82,20 @@ def _with_factors(tensors: Iterable[TensorSpec], factors: Mapping[str, float]) -
 
 
 def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator[TensorSpec]:
-    """Mark the weights of linear layers to be kept in FP8 or 4 bits, except those that the checkpoint did not quantise.
+    """Mark the weights of linear layers to be kept in FP8 or 4 bits, except those that the checkpoint did not quantise,
+    and the LM head, if the checkpoint has its 4 bits.
     Projections that a layer fuses are kept in the same way, and so are those of a mixture of experts, whose weights are
     the only ones in MXFP4; other layers are in FP8 beside them, or not quantised. Weights with factors stay plain."""
     names = {tensor.name for tensor in tensors}
+    head = EMBEDDING if config.tie_word_embeddings else HEAD
     scaled = {tensor.name for tensor in tensors if tensor.factor != 1.0}
     is_mxfp4 = config.quantisation is not None and config.quantisation.numbers == "mxfp4"
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
         parent = module.rpartition(".")[0]
+        if config.keeps_head and tensor.name == f"{head}.weight" and tensor.factor == 1.0:
+            yield replace(tensor, w4=config.groups_of([module]))
+            continue
         parts = [f"{parent}.{one}" for one in tensor.kept_with if f"{parent}.{one}.{kind}" in names]
         multiplied = parts  # together
         if tensor.is_of_experts:  # files name each expert

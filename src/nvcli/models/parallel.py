@@ -29,10 +29,19 @@ from nvcli.kernels.invariant_linear import invariant_linear
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.kernels.lora import activate_with_low_rank, add_low_rank
 from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, AdapterRows
+from nvcli.kernels.w4 import w4_linear, w4_rows
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.layer_config import LearnedPositions
 from nvcli.models.tensor_spec import StoredDtype, TensorSpec
-from nvcli.models.weights import DerivedModule, WeightModule, WeightSource, empty_parameter, length, stacked_rows
+from nvcli.models.weights import (
+    DerivedModule,
+    WeightModule,
+    WeightSource,
+    empty_parameter,
+    empty_w4,
+    length,
+    stacked_rows,
+)
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
@@ -299,23 +308,53 @@ class TensorShard(TensorShards):
         assert self.tensors, name
 
 
-class VocabParallelEmbedding(TensorShard):
+class VocabShard(TensorShards):
+    """A rank's M rows of an embedding or an LM head [vocabulary, H], in the model's type, or in the 4 or 8 bits that a
+    checkpoint has (`kernels/w4.py`)."""
+
+    weight_scale: nn.Parameter
+    """Present only if the weight is in such bits."""
+
+    def __init__(self, build: BuildContext, names: Mapping[str, str]) -> None:
+        """Create the parameters. `names`: see `TensorShards`; `weight` is among them."""
+        super().__init__(build, names)
+        tensor = self.tensors["weight"]
+        self.dtype, self.hidden_size = getattr(torch, tensor.dtype), tensor.shape[1]
+        self.format = tensor.w4_format(self.group.size)
+        if self.format is not None:
+            self.weight, self.weight_scale = empty_w4(tensor.kept_shape(self.group.size), self.format)
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        for source in super().weight_sources():
+            if self.format is None or source.parameter != "weight":
+                yield source
+            else:
+                yield source.in_w4("weight_scale", self.format)
+
+
+class VocabParallelEmbedding(VocabShard):
     """[T] ids → [T, H], sharded by vocabulary over the ranks and padded to divide evenly. Ranks may have different ids
     (`BuildContext.has_own_rows`)."""
 
     def __init__(self, build: BuildContext, path: str) -> None:
-        super().__init__(build, f"{path}.weight")
+        super().__init__(build, {"weight": f"{path}.weight"})
         self.has_own_rows = build.has_own_rows
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.embedding(ids, self.weight)
+            return self._look_up(ids) if self.format is not None else F.embedding(ids, self.weight)
         if self.has_own_rows:
-            everyone = self.group.gather_rows(ids)
-            return self.group.scatter_sum(embed_part(everyone, self.weight, self.group.rank * len(self.weight), None))
-        num_rows, hidden_size = self.weight.shape
-        buffer = self.group.partial_sum_buffer((len(ids), hidden_size), self.weight.dtype, first=True)
-        return self.group.sum(embed_part(ids, self.weight, self.group.rank * num_rows, buffer))
+            return self.group.scatter_sum(self._look_up(self.group.gather_rows(ids)))
+        buffer = self.group.partial_sum_buffer((len(ids), self.hidden_size), self.dtype, first=True)
+        return self.group.sum(self._look_up(ids, buffer))
+
+    def _look_up(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Look up the ids that this rank has, in `out` if that is given; others get zeros."""
+        start = self.group.rank * len(self.weight)
+        if self.format is None:
+            return embed_part(ids, self.weight, start, out)
+        out = torch.empty(len(ids), self.hidden_size, dtype=self.dtype, device=ids.device) if out is None else out
+        return w4_rows(ids, self.weight, self.weight_scale, self.format, start, out)
 
 
 class PositionEmbedding(TensorShard):
@@ -353,24 +392,28 @@ class SinusoidalPositions(DerivedModule):
         return self.table.index_select(0, positions)
 
 
-class ParallelLMHead(TensorShards):
+class ParallelLMHead(VocabShard):
     """The output projection: [N, H] → [N, M], for this rank's M tokens, starting at rank × M. Tokens past the
     vocabulary are padding."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, build: BuildContext, names: Mapping[str, str], *, tied_to: TensorShard | None = None) -> None:
-        """Build the head. `names`: see `TensorShards`; `tied_to`: an embedding in this stage whose weight it shares."""
+    def __init__(self, build: BuildContext, names: Mapping[str, str], *, tied_to: VocabShard | None = None) -> None:
+        """Build the head. `names`: see `VocabShard`; `tied_to`: an embedding in this stage whose weight it shares."""
         super().__init__(build, names)
         self.product = build.product
         self.is_tied = tied_to is not None
         if tied_to is not None:
             self.weight = tied_to.weight
+            if self.format is not None:
+                self.weight_scale = tied_to.weight_scale
 
     def weight_sources(self) -> Iterator[WeightSource]:
         return (one for one in super().weight_sources() if not (self.is_tied and one.parameter == "weight"))
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.format is not None:
+            return w4_linear(hidden, self.weight, self.weight_scale, self.format, self.bias)
         return self.product(hidden, self.weight, self.bias)
 
 

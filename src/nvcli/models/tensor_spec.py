@@ -158,7 +158,8 @@ class TensorSpec:
         if self.w4 is None:
             return None
         *_, rows, columns = self.kept_shape(size)
-        kept = self.w4.kept(columns, rows)
+        of_last = self.shape[:1] if self.sharding is Sharding.VOCAB else ()  # whose last rank has fewer
+        kept = self.w4.kept(columns, rows, *of_last)
         assert kept is not None, "ModelConfig.check_tensor_parallel comes first"
         return kept
 

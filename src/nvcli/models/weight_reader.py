@@ -30,6 +30,7 @@ from nvcli.models.rounded_rows import RoundedRows, RowTally
 from nvcli.models.stacked_values import stack_ranges
 from nvcli.models.stored_values import OpenFiles, reading
 from nvcli.models.tensor_info import FileRange, TensorInfo
+from nvcli.models.tensor_spec import Sharding
 from nvcli.models.weights import WeightSource, length
 
 _MAX_THREADS = 8
@@ -265,7 +266,10 @@ def _pieces(a: Assignment, info: TensorInfo) -> Iterator[Assignment]:
     has_codes = info.codes is not None or info.flat is not None or info.form is not None
     has_codes &= a.target.dim() == 2
     is_uploaded = a.target.device.type == "cuda" and not info.is_transposed and a.target.dim() == 2
-    if is_words or not (is_computed or is_uploaded or has_codes) or has_kept_codes(info, a.source):
+    if is_words and a.source.tensor.sharding is not Sharding.VOCAB:  # of layers, which are small
+        yield a
+        return
+    if not (is_computed or is_uploaded or has_codes) or has_kept_codes(info, a.source):
         yield a
         return
     num_rows, num_columns = a.target.shape
@@ -278,7 +282,9 @@ def _pieces(a: Assignment, info: TensorInfo) -> Iterator[Assignment]:
     for first in range(0, num_rows, step):
         last = min(first + step, num_rows)
         scales = a.scales
-        if scales is not None:
+        if scales is not None and is_words:
+            scales = scales[:, first:last]
+        elif scales is not None:
             per_scale = FP8_BLOCK if scales.dim() == 2 else 1
             scales = scales[first // per_scale : ceil_div(last, per_scale)]
         source = replace(a.source, read=(slice(rows.start + first, rows.start + last), columns))

@@ -14,6 +14,7 @@ from nvcli.attention.spec import StateSpec, attention_kinds, projected_kind
 from nvcli.core.config_types import FP8_PRODUCTS
 from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
 from nvcli.core.messages import MemoryUse
+from nvcli.kernels.weight_formats import CONVERTED_ROWS
 from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.config import ModelConfig
 from nvcli.models.kv_groups import kv_groups
@@ -158,12 +159,14 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
 
 def _widened_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """Return the size of the largest layer's 4-bit weight in the model's own type, in which it is multiplied by many
-    tokens."""
+    tokens, or of the LM head's part for which that is done at a time."""
     if model.quantization != "w4a16" or model.stored_groups.kind == "mxfp4":
         return 0
     size = config.tensor_parallel_size
     blocks = [block for layer in model.decoder.layer_kinds for block in layer.blocks]
     most = max(sum(piece.fused_rows for piece in block.pieces(model.ranks(size, block))) for block in blocks)
+    if model.keeps_head:
+        most = max(most, min(ceil_div(model.vocab_size, size), CONVERTED_ROWS))
     return most * model.hidden_size * DTYPE_BYTES[config.dtype]
 
 

@@ -19,6 +19,8 @@ from nvcli.job.run.kept_weights import explain_choice, keep_weights
 from nvcli.kernels.weight_formats import W4Format
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.geometry import model_tensors
+from nvcli.models.tensor_spec import Sharding
+from nvcli.sizing.costs import model_costs
 from nvcli.sizing.memory import estimate
 from nvcli.sizing.weights import weight_bytes
 from nvcli.tools.bench.shapes import write_shape
@@ -181,7 +183,8 @@ def test_how_gguf_is_kept(gib: int, bits: int, kept: str, line: str, tmp_path: P
     """Its layers may have codes and groups of other sizes, of which those that are multiplied together have one."""
     write_shape("qwen3-8b", tmp_path)
     found = {"quant_method": "gguf_affine", "bits": bits, "type": "Q4_K" if bits == 4 else "Q8_0"}
-    found |= {"modules_in_8_bits": ["model.layers.0.self_attn.v_proj"], "modules_in_groups_of_16": ["mlp.down_proj"]}
+    found |= {"modules_in_8_bits": ["model.layers.0.self_attn.v_proj", "lm_head"], "lm_head": True}
+    found |= {"modules_in_groups_of_16": ["mlp.down_proj", "lm_head"]}
     edit_json(tmp_path / "config.json", quantization_config=found)
     run, shape = RunConfig(model="m", device="cuda"), load_model_config(tmp_path)
     model = keep_weights(run, shape, "cuda", gpus=gpus_of(gib * GIB))
@@ -195,7 +198,12 @@ def test_how_gguf_is_kept(gib: int, bits: int, kept: str, line: str, tmp_path: P
         ("1.mlp.down_proj", "affine", 16),
     ):
         assert formats[f"model.layers.{name}.weight"] == W4Format(kind, group)
-    assert formats["lm_head.weight"] is None
+    assert formats["lm_head.weight"] == W4Format("affine in 8 bits", 16)
+    assert formats["model.embed_tokens.weight"] is None
+    for plain in (shape.with_quantization("fp8"), kept_model.headless()):
+        assert not any(one.w4 for one in model_tensors(plain, "bfloat16") if one.sharding is Sharding.VOCAB)
+    costs = [model_costs(one, "bfloat16", tensor_parallel_size=2).lm_head for one in (kept_model, shape)]
+    assert costs[0].num_bytes * 8 == costs[1].num_bytes * 5, "10 bits a weight in place of 16"
 
 
 @pytest.mark.parametrize(("gib", "capability", "kept"), [(24, (8, 9), "fp8"), (24, (8, 0), "w4a16")])

@@ -35,7 +35,7 @@ from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.config_overrides import UnreadOverride
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
 from nvcli.models.same_tokens import check_same_tokens
-from nvcli.models.stored_routers import with_stored_routers
+from nvcli.models.stored_tensors import with_stored_tensors
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
 
@@ -68,7 +68,7 @@ def load_checkpoint(run: RunConfig, model_path: Path, setter_of: SetterOf = unkn
         setter = setter_of(("hf_overrides", *error.key))
         raise ConfigError(f"{setter}: {error}" if setter else str(error)) from None
     model = model.for_length(run.max_model_len or model.max_position_embeddings)
-    return with_stored_routers(model, model_path)
+    return with_stored_tensors(model, model_path)
 
 
 def resolve_engines(

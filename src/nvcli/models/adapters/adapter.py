@@ -61,12 +61,16 @@ class Adapter:
         return max((change.down.shape[0] for change in self.products), default=0)
 
     def adapt(self, model: ModelConfig) -> ModelConfig:
-        """Return the model with the tensors that it has once the adapter is merged into it."""
+        """Return the model with the tensors that it has once the adapter is merged into it. An LM head that changes is
+        not that of the checkpoint's bits."""
+        of_head = {TIED_HEAD, TIED_TO} if model.tie_word_embeddings else {TIED_HEAD}
+        if model.quantisation is not None and not of_head.isdisjoint((*self.changes, *self.replaced)):
+            model = replace(model, quantisation=replace(model.quantisation, has_head=False))
         return replace(model, tie_word_embeddings=False) if self.unties_head else model
 
     def check_kept(self, model: ModelConfig) -> None:
         """Raise ConfigError if ranks are to keep a weight in the checkpoint's bits that the adapter changes."""
-        for tensor in model_tensors(model, model.dtype):
+        for tensor in model_tensors(self.adapt(model), model.dtype):
             if tensor.w4 is None:
                 continue
             changed = next((n for n in tensor.stored_names if n in self.changes or n in self.replaced), None)

@@ -27,7 +27,7 @@ from nvcli.models.gguf.settings import read_settings
 from nvcli.models.gguf.tensors import read_model_header, separate_names
 from nvcli.models.gguf.tokenizer import GGUFVocabulary
 from nvcli.models.gguf.types import AFFINE_TYPES
-from nvcli.models.quantisation.gguf import AFFINE_METHOD, MXFP4_METHOD, NARROW, WIDE
+from nvcli.models.quantisation.gguf import AFFINE_METHOD, HEAD, MXFP4_METHOD, NARROW, WIDE
 from nvcli.models.safetensors_header import unreadable
 from nvcli.models.tensor_info import MXFP4
 from nvcli.models.tensor_spec import EXPERTS
@@ -152,7 +152,7 @@ def _pooling(kind: object) -> dict[str, str]:
 
 def _quantisation(header: GGUFHeader, architecture: Architecture) -> dict[str, Any]:
     """Return the section that says which layers' weights are not in blocks that ranks can keep, if most are, and how:
-    those of experts in MXFP4, or those of all layers in types of `AFFINE_TYPES`."""
+    those of experts in MXFP4, or those of all layers in types of `AFFINE_TYPES`, maybe with the LM head."""
     of_layers = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1 and layer_of(tensor.name) >= 0]
     for method, kinds in ((MXFP4_METHOD, (MXFP4,)), (AFFINE_METHOD, AFFINE_TYPES)):
         weights = [one for one in of_layers if method != MXFP4_METHOD or one.name.endswith("_exps.weight")]
@@ -168,9 +168,14 @@ def _quantisation(header: GGUFHeader, architecture: Architecture) -> dict[str, A
             {f"{parent}{own}" for parent, own, _ in (module.partition(f".{EXPERTS}") for module in left)}
         )
         if method == AFFINE_METHOD:
+            num_wide = sum(one.num_bytes for one in kept if AFFINE_TYPES[one.type.name].bits > 4)
+            found["bits"] = 8 if 2 * num_wide > sizes.total() else 4
+            head = header.tensors.get("output.weight") or header.tensor("token_embd.weight")
+            found[HEAD] = head.type.name in kinds
+            if found[HEAD]:
+                kept.append(head)
             wide = [one for one in kept if AFFINE_TYPES[one.type.name].bits > 4]
             narrow = [one for one in kept if AFFINE_TYPES[one.type.name].group < AFFINE_GROUPS[0]]
-            found["bits"] = 8 if 2 * sum(one.num_bytes for one in wide) > sizes.total() else 4
             found |= {WIDE: _modules(wide, architecture), NARROW: _modules(narrow, architecture)}
         return {"quantization_config": found}
     return {}

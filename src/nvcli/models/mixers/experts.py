@@ -43,13 +43,13 @@ class ExpertsConfig(FeedForward):
     has_correction: bool = False
     """Whether numbers from the checkpoint are added to the scores when experts are chosen; see `route`."""
     may_lack_correction: bool = False
-    """Whether a checkpoint may leave these numbers out, which then are 0 (`stored_routers.py`)."""
+    """Whether a checkpoint may leave these numbers out, which then are 0 (`stored_tensors.py`)."""
     has_factors: bool = False
     """Whether each expert's weight for a token is multiplied by a number from the checkpoint; see `route`."""
     weighs_inputs: bool = False
     """Whether a token's weight multiplies what its expert reads, in place of the result; it has one expert then."""
     has_wide_router: bool = False
-    """Whether the router's weight is kept in float32 where a checkpoint stores it so (`stored_routers.py`)."""
+    """Whether the router's weight is kept in float32 where a checkpoint stores it so (`stored_tensors.py`)."""
     table_size: int | None = None
     """The number of token ids, if a table from the checkpoint says which experts each has (hash routing); None: the
     router chooses them by its scores."""

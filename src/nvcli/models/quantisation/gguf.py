@@ -10,6 +10,8 @@ from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFil
 from nvcli.models.tensor_info import MXFP4_GROUP
 
 AFFINE_METHOD, MXFP4_METHOD = METHODS = "gguf_affine", "gguf_mxfp4"
+HEAD = "lm_head"
+"""The key of config.json that says whether the LM head, or the embedding that it is tied to, is in such blocks too."""
 WIDE, NARROW = "modules_in_8_bits", "modules_in_groups_of_16"
 """Keys of config.json that list modules."""
 
@@ -28,5 +30,10 @@ def read_gguf(config: QuantisationFile) -> Quantisation:
         return Quantisation(**of_both, numbers="mxfp4", bits=4, group_size=MXFP4_GROUP)
     bits = config.bits("bits", (4, 8))
     return Quantisation(
-        **of_both, numbers="affine", bits=bits, wide=config.names(WIDE), narrow_groups=config.names(NARROW)
+        **of_both,
+        numbers="affine",
+        bits=bits,
+        has_head=config.get(HEAD, bool, False),
+        wide=config.names(WIDE),
+        narrow_groups=config.names(NARROW),
     )

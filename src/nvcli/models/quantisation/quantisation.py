@@ -102,6 +102,11 @@ class WeightParts:
     flat: FlatParts | None = None
     """The other tensors of a flattened weight."""
 
+    @property
+    def has_four_bits(self) -> bool:
+        """Whether codes have 4 bits each."""
+        return self.packing is not None and self.packing.bits == 4
+
 
 ONE_BY_ONE = WeightParts(
     codes="weight",
@@ -143,6 +148,9 @@ class Quantisation:
     """Whether all quantised weights are in NVFP4, with no factors besides its own, so that ranks can keep them."""
     has_fp8_beside: bool = False
     """Whether the layers besides experts in MXFP4 are in FP8; otherwise they are not quantised."""
+    has_head: bool = False
+    """Whether the LM head, or the embedding that it is tied to, is stored likewise, so that ranks can keep it. Of
+    formats whose config.json does not say so, the files do (`stored_tensors.py`)."""
     makes_ternary: bool = False
     """Whether plain weights of the layers become ternary when they are loaded."""
     rounds_inputs: bool = False

@@ -33,7 +33,7 @@ from nvcli.models.loader import (
 )
 from nvcli.models.registry import stored_dtype
 from nvcli.models.same_architecture import check_same_architecture
-from nvcli.models.stored_routers import with_stored_routers
+from nvcli.models.stored_tensors import with_stored_tensors
 from nvcli.worker.runner.device import wait_for_gpu
 from nvcli.worker.runner.memory_regions import HostCopy, MemoryRegion, make_region
 
@@ -71,7 +71,7 @@ def read_files(config: EngineConfig, path: Path) -> ModelFiles:
         attention_dp=config.enable_attention_dp,
         overrides=config.hf_overrides,
     )
-    model = with_stored_routers(model.for_length(config.max_model_len), path)
+    model = with_stored_tensors(model.for_length(config.max_model_len), path)
     model = model.headless() if config.embedding_size else model
     model = model.with_tower() if config.max_image_tokens else model
     adapter = None

@@ -32,7 +32,7 @@ from nvcli.kernels.triton.products.w4_codes import (
     nvfp4_numbers,
     scales_and_zeros,
 )
-from nvcli.kernels.weight_formats import ROW_BLOCK, W4Format
+from nvcli.kernels.weight_formats import CONVERTED_ROWS, ROW_BLOCK, W4Format
 from nvcli.kernels.whole_numbers import ceil_div
 
 Ranges = tuple[tuple[int, ProductLaunch | None], ...]
@@ -65,6 +65,9 @@ HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 256), "sum": (64, 1
 HOPPER_ROWS_OF_8_BITS: Mapping[int, int] = {16: 512, 32: 1024}
 """The second number for codes of 8 bits, by the columns of a group. An H200 takes 106 µs in place of 179 for the gate
 and up projection of Qwen3-8B at 256 rows in groups of 16, 205 of 237 at 512, and 391 of 372 at 1,024."""
+HOPPER_HEAD_ROWS = 1024
+"""The second number for an LM head, which is converted in parts: Qwen3-8B's takes 2,440 µs in place of 2,833 at so many
+rows in groups of 16, 594 of 996 at 256 and 303 of 518 at 128, where one in bfloat16 takes 1,629, 428 and 310."""
 HOPPER_EXPERT_ROWS = 256
 """Mean rows of an expert above which the kernel for Hopper GPUs multiplies it. A layer of gpt-oss-20b takes
 an H200 2,955 µs with it and 3,490 without at 8,192 tokens, 1,024 for each expert; 1,127 and 1,110 at 320 for each."""
@@ -116,6 +119,8 @@ def choose_w4_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> 
     least, most = HOPPER_ROWS[kind]
     if format.bits == 8:
         most = HOPPER_ROWS_OF_8_BITS[format.group]
+    if kind == "plain" and len(words) > CONVERTED_ROWS:
+        most = HOPPER_HEAD_ROWS
     if least < len(x) <= most and _serves_on_hopper(x, format, x.shape[1]):
         from nvcli.kernels.triton.products import hopper_w4
 
@@ -165,11 +170,14 @@ def choose_parts(num_rows: int, out_features: int, in_features: int, launch: Pro
     return max(1, min(wanted // programs, ceil_div(in_features, launch.in_tile) // 2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "start"])
 def _dequantise_kernel(
+    ids_ptr,  # None: all rows; or [num_rows] int32 or int64, those that are converted, of which other weights have some
     words_ptr,  # [OUT_FEATURES / ROW_BLOCK, tiles, ROW_BLOCK, PART] int16
     scales_ptr,  # [groups or tiles, OUT_FEATURES] int32
-    out_ptr,  # [OUT_FEATURES, IN_FEATURES], written
+    out_ptr,  # [num_rows, IN_FEATURES], written
+    num_rows,
+    start,  # the number by which ids name the first row
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     KIND: tl.constexpr,
@@ -183,12 +191,16 @@ def _dequantise_kernel(
     TILE: tl.constexpr = PARTS * PART
     WORDS: tl.constexpr = (IN_FEATURES + TILE - 1) // TILE * PART
     tile = tl.program_id(0)
-    rows = tl.program_id(1) * _DEQUANTISED_ROWS + tl.arange(0, _DEQUANTISED_ROWS)
+    out_rows = tl.program_id(1) * _DEQUANTISED_ROWS + tl.arange(0, _DEQUANTISED_ROWS)
     inner = tl.arange(0, PART)
-    is_row = rows < OUT_FEATURES
+    is_out_row = out_rows < num_rows
+    rows, is_row = out_rows, is_out_row
+    if ids_ptr is not None:
+        rows = (tl.load(ids_ptr + out_rows, mask=is_out_row, other=-1) - start).to(tl.int32)
+        is_row = is_out_row & (rows >= 0) & (rows < OUT_FEATURES)
     word_ptrs = words_ptr + first_words(rows, WORDS, ROW_BLOCK, PART) + tile * (ROW_BLOCK * PART)
     words = tl.load(word_ptrs, mask=is_row[:, None], other=0)
-    out_ptrs = out_ptr + rows[:, None].to(tl.int64) * IN_FEATURES + tile * TILE + inner[None, :]
+    out_ptrs = out_ptr + out_rows[:, None].to(tl.int64) * IN_FEATURES + tile * TILE + inner[None, :]
     if KIND == "nvfp4":
         factors = tl.load(scales_ptr + rows, mask=is_row, other=0).to(tl.float32, bitcast=True) * NVFP4_UNIT
         scales_ptr += OUT_FEATURES
@@ -205,18 +217,28 @@ def _dequantise_kernel(
         else:
             of_group, zeros = scales_and_zeros(scales, tl.float32, PACKED=False)
             values = integers(words, zeros, part, tl.float32, PACKED=False) * of_group[:, None]
-        mask = is_row[:, None] & (first + inner < IN_FEATURES)[None, :]
+        mask = is_out_row[:, None] & (first + inner < IN_FEATURES)[None, :]
         tl.store(out_ptrs + part * PART, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format, dtype: torch.dtype) -> Tensor:
     """See `nvcli.kernels.w4.dequantise`. [out, columns] of `dtype`."""
-    assert words.is_contiguous()
-    assert scales.is_contiguous()
     out = torch.empty(len(words), columns, dtype=dtype, device=words.device)
+    return _convert(None, words, scales, format, 0, out)
+
+
+def dequantise_rows(ids: Tensor, words: Tensor, scales: Tensor, format: W4Format, start: int, out: Tensor) -> Tensor:
+    """See `nvcli.kernels.w4.w4_rows`."""
+    return _convert(ids, words, scales, format, start, out)
+
+
+def _convert(ids: Tensor | None, words: Tensor, scales: Tensor, format: W4Format, start: int, out: Tensor) -> Tensor:
+    num_rows, columns = out.shape
+    for tensor in (words, scales, out):
+        assert tensor.is_contiguous()
     sizes = {"OUT_FEATURES": len(words), "IN_FEATURES": columns, "GROUP": format.group, "PART": format.part}
     sizes |= {"PARTS": format.parts, "HAS_GROUP_SCALES": format.has_group_scales}
-    _dequantise_kernel[ceil_div(columns, format.tile), ceil_div(len(words), _DEQUANTISED_ROWS.value)](
-        words, scales, out, KIND=format.kind, ROW_BLOCK=format.row_block, **sizes
+    _dequantise_kernel[ceil_div(columns, format.tile), ceil_div(num_rows, _DEQUANTISED_ROWS.value)](
+        ids, words, scales, out, num_rows, start, KIND=format.kind, ROW_BLOCK=format.row_block, **sizes
     )
     return out

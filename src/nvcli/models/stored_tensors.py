@@ -1,8 +1,10 @@
-"""Notices what a checkpoint stores of its routers. Torch-free.
+"""Notices what only a checkpoint's files say of its tensors: how they have routers, and whether the LM head is
+quantised. Torch-free.
 
 transformers computes the routers of some families in float32 (`ExpertsConfig.has_wide_router`), but most of their
 checkpoints store them in the type of the other weights, in which they take half the memory and time. And some leave out
-the corrections of the scores (`ExpertsConfig.may_lack_correction`).
+the corrections of the scores (`ExpertsConfig.may_lack_correction`). Quantised checkpoints seldom hold a quantised LM
+head, and few formats say in config.json whether they do.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ from pathlib import Path
 from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_file, read_index, weight_files
 from nvcli.models.config import ModelConfig
+from nvcli.models.geometry import HEAD
 from nvcli.models.layer_config import LayerConfig
 from nvcli.models.mixers.experts import CORRECTION, ExpertsConfig
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.tensor_spec import EXPERTS
 
 
-def with_stored_routers(model: ModelConfig, path: Path) -> ModelConfig:
-    """Return the model with its routers as the checkpoint folder `path` stores them. Files that are missing or broken
-    change nothing here: loading them says what is wrong."""
+def with_stored_tensors(model: ModelConfig, path: Path) -> ModelConfig:
+    """Return the model with its routers and its LM head as the checkpoint folder `path` stores them. Files that are
+    missing or broken change nothing here: loading them says what is wrong."""
     blocks = {
         f"model.layers.{number}.{name}.gate": block
         for number, layer in enumerate(model.layers)
@@ -39,6 +42,11 @@ def with_stored_routers(model: ModelConfig, path: Path) -> ModelConfig:
         if corrections and _first_of(model, corrections, path) is None:
             kinds = tuple(_without_correction(layer) for layer in model.decoder.layer_kinds)
             model = replace(model, decoder=replace(model.decoder, layer_kinds=kinds))
+        if (quantisation := model.quantisation) is not None and quantisation.kept_as == "w4a16":
+            codes = {f"{HEAD}.{parts.codes}": parts for parts in quantisation.parts if parts.has_four_bits}
+            found = _first_of(model, set(codes), path) if codes and not model.tie_word_embeddings else None
+            if found is not None and found.dtype in codes[f"{HEAD}.{found.name.rpartition('.')[2]}"].stored_as:
+                model = replace(model, quantisation=replace(quantisation, has_head=True))
     return model
 
 
