@@ -128,6 +128,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 20},
     ),
     "llama, dynamic rope": ("Llama", {"rope_parameters": {**DEFAULT, "rope_type": "dynamic", "factor": 6.0}}),
+    "llama 3.2 with vision, read as text": (
+        "MllamaText",
+        {"num_hidden_layers": 5, "cross_attention_layers": [1, 3], "head_dim": None},
+    ),
     "helium": ("Helium", {"hidden_size": 64}),
     "cwm": ("Cwm", {"sliding_window": 20, "num_hidden_layers": 5, "rope_parameters": None}),
     "ministral, windows by layer": ("Ministral", {"sliding_window": 20, **FOUR_LAYERS}),

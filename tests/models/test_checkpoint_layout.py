@@ -3,6 +3,7 @@ that stay on disk."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import reference_model, write_tiny_model
+from checkpoints import edit_json, reference_model, write_tiny_model
 from family_shapes import SHAPES
 from model_driver import CPU, ModelDriver
 from nvcli.errors import LoadError
+from nvcli.models.config import load_model_config
 from nvcli.tools.doctor.model_probe import check_tensors
 
 OLDER = [
@@ -130,6 +132,38 @@ def test_older_and_newer_prefixes(text: str, head: str, vision: str, tmp_path: P
     (note,) = driver.notes
     assert "(vision_tower" in note
     assert "left on disk" in check_tensors(path).found
+
+
+def test_layers_that_attend_to_images_alone_stay_on_disk(tmp_path: Path) -> None:
+    """Also in lists of layers that are not quantised, those after them have other numbers."""
+    family, overrides = SHAPES["llama 3.2 with vision, read as text"]
+    path = write_tiny_model(tmp_path / "llama", family, **overrides)
+    expected = parameters(path)
+    text = json.loads((path / "config.json").read_text())
+    alone = [f"language_model.model.layers.{number}.mlp.up_proj" for number in (1, 4)]
+    edit_json(path / "config.json", architectures=["MllamaForConditionalGeneration"], text_config=text)
+    for prefix in ("language_model.model.", "model.language_model."):
+
+        def rename(tensors: dict[str, Tensor], prefix: str = prefix) -> dict[str, Tensor]:
+            return {
+                name if name.startswith("lm_head") else prefix + name.rpartition("model.")[2]: tensor
+                for name, tensor in tensors.items()
+            }
+
+        rewrite(path, rename)
+        driver = ModelDriver(path)
+        for name, parameter in driver.model.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+        (note,) = driver.notes
+        assert "(image_layers)" in note
+    edit_json(path / "config.json", quantization_config={"quant_method": "fp8", "modules_to_not_convert": alone})
+    model = load_model_config(path)
+    modules = (f"model.layers.{number}.{name}" for number in range(3) for name in ("mlp.up_proj", "self_attn.q_proj"))
+    assert [name for name in modules if model.leaves_alone(name)] == ["model.layers.2.mlp.up_proj"]
+    for value in ([5], [True], 1, [0, 1, 2, 3, 4]):
+        edit_json(path / "config.json", text_config={**text, "cross_attention_layers": value})
+        with pytest.raises(LoadError, match=r"`text_config\.cross_attention_layers`: .* is not a list of some of 5"):
+            load_model_config(path)
 
 
 def test_a_tensor_of_the_text_part_that_nobody_knows_is_refused(tmp_path: Path) -> None:

@@ -186,8 +186,8 @@ class CheckpointLayout:
                 name = name.replace(wanted, found)
             prefixes = [each for each in _TEXT_PREFIXES if self.is_part and name.startswith(each[1])]
             names += [name, *(found + name.removeprefix(wanted) for found, wanted in prefixes if found != wanted)]
-            names += [found + name.removeprefix(to) for found, to in self.starts if name.startswith(to)]
-        return names
+        names += [found + each.removeprefix(to) for each in names for found, to in self.starts if each.startswith(to)]
+        return [each for each in names if (own := self.with_own_start(each)) == each or own in names]
 
 
 def starts_after(prefix: str, starts: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -73,7 +73,6 @@ _LACKING = {
     **{f"Inkling2{kind}For{use}": _ATTENDED_BLOCKS for kind in ("", "Loop") for use in _USES},
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
     "JetMoeForCausalLM": "its attention has experts, which nvcli does not compute",
-    "MllamaForConditionalGeneration": "some of its layers attend to images alone, which nvcli does not compute",
     "Molmo2ForConditionalGeneration": "its tower makes tokens across tiles that overlap, as nvcli's do not",
     "OLMoForCausalLM": "its files are those of its own code; allenai's checkpoints whose names end in -hf run",
     "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",

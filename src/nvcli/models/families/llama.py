@@ -1,5 +1,5 @@
-"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783), the models of their architecture (Yi, DeepSeek-LLM, SmolLM2),
-InternLM3, Seed-OSS (https://github.com/ByteDance-Seed/seed-oss), Helium 1
+"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783), the models of their architecture (Yi, DeepSeek-LLM, SmolLM2), the
+text part of Llama 3.2 with vision, InternLM3, Seed-OSS (https://github.com/ByteDance-Seed/seed-oss), Helium 1
 (https://huggingface.co/kyutai/helium-1-preview-2b), CWM (https://arxiv.org/abs/2510.02387), which has windows, and
 SmolLM3 (https://huggingface.co/blog/smollm3), in which every fourth layer does not rotate (NoPE)."""
 
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from nvcli.core.validation import show
+from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
@@ -20,6 +22,29 @@ def read_llama(config: ModelFile) -> DecoderConfig:
         mlp=config.mlp(bias=config.mlp_bias()),
     )
     return config.decoder(layer)
+
+
+def read_mllama(config: ModelFile) -> DecoderConfig:
+    """Read the layers that attend to text. Prompts without images skip the others, which are left on disk."""
+    key, count = "cross_attention_layers", config.num_layers()
+    left = config.values[key] if config.has(key) else [*range(3, min(count, 40), 5)]
+    is_list = isinstance(left, list) and all(type(number) is int and 0 <= number < count for number in left)
+    kept = [number for number in range(count) if is_list and number not in left]
+    if not kept:
+        raise config.error(key, f"{show(left)} is not a list of some of {count} layers")
+    own = {number: f"layers.{place}." for place, number in enumerate(kept)}
+    starts = tuple(
+        (f"{start}layers.{number}.", f"{start}{own[number]}" if number in own else _FOR_IMAGES)
+        for number in range(count)
+        for start in ("model.", "language_model.model.", "model.language_model.")
+    )
+    layer = LayerConfig(mixer=config.attention(rope=config.rope(500_000.0)), mlp=config.mlp())
+    layout = CheckpointLayout(starts=starts, left=(_FOR_IMAGES,), longer=("model.embed_tokens.weight",))
+    return config.decoder([layer] * len(kept), layout=layout)
+
+
+_FOR_IMAGES = "image_layers."
+"""The beginning that the names of their tensors get."""
 
 
 def read_internlm3(config: ModelFile) -> DecoderConfig:
@@ -64,6 +89,13 @@ LLAMA = Family(
     features="also Yi, DeepSeek-LLM, SmolLM2 and others of this shape; EuroBERT in `nvcli embed`",
     examples=("meta-llama/Llama-3.1-8B-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "01-ai/Yi-1.5-9B-Chat"),
     read=read_llama,
+)
+MLLAMA = Family(
+    name="Llama 3.2 with vision",
+    architectures=("MllamaForConditionalGeneration", "MllamaForCausalLM"),
+    features="reads text alone: its tower, and the layers that attend to images, are left on disk",
+    examples=("meta-llama/Llama-3.2-11B-Vision-Instruct",),
+    read=read_mllama,
 )
 HELIUM = Family(
     name="Helium 1",
