@@ -266,6 +266,19 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "VideoLlama3": ("Qwen2", "VideoLlama3Vision", {**_VISION, "num_hidden_layers": 2, "patch_size": 8}),
     "GotOcr2": ("Qwen2", "GotOcr2Vision", _SAM),
+    "Ovis2": (
+        "Qwen2",
+        "Ovis2Vision",
+        {
+            **_VISION,
+            "num_hidden_layers": 2,
+            "image_size": 32,
+            "patch_size": 4,
+            "hidden_stride": 2,
+            "vocab_size": 45,
+            "qkv_bias": True,
+        },
+    ),
     "DeepseekOcr2": (
         "DeepseekOcr2Text",
         "DeepseekOcr2Vision",
@@ -409,6 +422,10 @@ _WHOLE: dict[str, dict[str, Any]] = {
     },
     "AyaVision": {"image_token_index": IMAGE_TOKEN},
     "GotOcr2": {"image_token_index": IMAGE_TOKEN},
+    "Ovis2": {
+        "image_token_id": IMAGE_TOKEN,
+        "visual_indicator_token_ids": [90, 91, 92, 93, 94],
+    },
     "GraniteDocling": {"image_token_id": IMAGE_TOKEN, "pad_token_id": 0, "density_router_hidden_size": 8},
     "Granite4Vision": {
         "image_token_index": IMAGE_TOKEN,
@@ -590,6 +607,8 @@ def write_tiny_model(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.2
+            if "embeddings_table" in name:  # of whose vectors Ovis 2 reads means
+                scale = 1.0
             own = name.replace(".norm_attn_norm.", ".")  # DBRX's name of a block
             if ".layer_scale" not in own:  # which RADIO's published files leave out
                 parameter.copy_(noise * scale + (1.0 if "norm" in own or ".ln_" in own else 0.0))
@@ -679,11 +698,13 @@ def _make_config(transformers: Any, family: str, arguments: dict[str, Any]) -> A
         return getattr(transformers, f"{family}Config")(**arguments)
     text_name, vision_name, vision_arguments = WITH_VISION[family]
     name = family.partition(" ")[0]
+    of_both = {key: arguments[key] for key in ("hidden_size", "vocab_size")} if family == "Ovis2" else {}
     return getattr(transformers, f"{name}{'_' if _is_whole_name(name) else ''}Config")(
         text_config=getattr(transformers, f"{text_name}Config")(**arguments),
         vision_config=getattr(transformers, f"{vision_name}Config")(**vision_arguments),
         tie_word_embeddings=arguments["tie_word_embeddings"],
         **_WHOLE.get(family, {"image_token_id": IMAGE_TOKEN}),
+        **of_both,
     )
 
 

@@ -199,6 +199,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "pixtral 12b": ("Llava Pixtral", {"head_dim": 8}),
     "llava with siglip": ("Llava Siglip", {"head_dim": 8}),
     "llava-next": ("LlavaNext", {"head_dim": 8}),
+    "ovis 2": ("Ovis2", {"head_dim": 8, "tie_word_embeddings": True}),
     "got-ocr 2": ("GotOcr2", {"head_dim": 8, "tie_word_embeddings": True}),
     "videollama 3": ("VideoLlama3", {"head_dim": 8, "tie_word_embeddings": True}),
     "llava-onevision": ("LlavaOnevision", {"head_dim": 8, "tie_word_embeddings": True}),

@@ -109,6 +109,16 @@ MARKS = {
             "temporal_patch_size": 1,
         }
     ),
+    "ovis 2": Marks(
+        ("<unused>", "<IMG_ATOM>", "<unused 2>"),
+        "<image>",
+        {
+            "image_processor_type": "Ovis2ImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "crop_to_patches": True,
+            "max_patches": 6,
+        },
+    ),
     "got-ocr 2": Marks(
         ("<img>", "<imgpad>", "</img>"),
         "<imgpad>",

@@ -195,6 +195,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "hunyuan_vl": getattr(transformers, "HunYuanVLImageProcessorPil", None),  # not in version 5.10
         "got_ocr2": GotOcr2ImageProcessorPil,
         "got_ocr": GotOcr2ImageProcessorPil,
+        "ovis2": GotOcr2ImageProcessorPil,
         "deepseek_ocr2": GotOcr2ImageProcessorPil,
         "paddleocr_vl": PaddleOCRVLImageProcessorPil,
         "idefics3": Idefics3ImageProcessorPil,

@@ -94,6 +94,7 @@ FAMILIES = [
     "pixtral 12b",
     "videollama 3",
     "got-ocr 2",
+    "ovis 2",
 ]
 SIZES = [(5, 7), (1, 1), (2, 9), (5, 7), (4, 4)]
 """Rows and columns of tokens: with whole windows of 2 and others, and two of one size."""

@@ -8,7 +8,7 @@ import msgspec
 
 MAX_PROMPT_IMAGES = 64
 """The most images of a prompt, with all their tiles."""
-MOST_IMAGE_BYTES = 162
+MOST_IMAGE_BYTES = 163
 """The most bytes of an image in a message, or of a tile that is an image of its own."""
 
 
@@ -23,9 +23,15 @@ class TileGrid(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The rows and columns of tokens in the middle that are not of bars around the image."""
     shown: tuple[int, int] = (0, 0)
     """The rows and columns to which these are interpolated."""
+    is_marked: bool = False
+    """Whether tokens follow each other tile by tile instead, with learned vectors before the whole image and behind it,
+    between tiles, and behind all."""
 
     def num_tokens(self, tile_tokens: int) -> int:
         """Return the tokens of the image, whose tiles have `tile_tokens` in a row."""
+        if self.is_marked:
+            count = self.rows * self.columns
+            return (1 + count) * tile_tokens**2 + 3 + max(0, count - 1)
         rows, columns = self.shown
         return tile_tokens**2 + (rows * (columns + 1) if self.rows else 1)
 

@@ -75,7 +75,6 @@ _LACKING = {
     "JetMoeForCausalLM": "its attention has experts, which nvcli does not compute",
     "Molmo2ForConditionalGeneration": "its tower makes tokens across tiles that overlap, as nvcli's do not",
     "OLMoForCausalLM": "its files are those of its own code; allenai's checkpoints whose names end in -hf run",
-    "Ovis2ForConditionalGeneration": "its tower weighs the vectors of a table, which nvcli does not compute",
     "PerceptionLMForConditionalGeneration": "its tower is one of timm's, which nvcli does not compute",
     "RwkvForCausalLM": _RECURRENT,
     "xLSTMForCausalLM": _RECURRENT,

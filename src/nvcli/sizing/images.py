@@ -65,10 +65,11 @@ def tower_bytes(config: EngineConfig, vision: VisionConfig) -> int:
         in_attention = 9 * vision.hidden_size + 5 * most
     if vision.conv_layers:
         in_attention = 9 * vision.hidden_size  # gates and values, and sums in float32 with what is added to them
+    in_merger = 3 * vision.merger.size // vision.merge_size**2 if vision.merger.kind == "table" else 0
     results = vision.num_outputs * vision.out_size // vision.merge_size**2
     kept = vision.patch_values + 4 * vision.hidden_size + results
     size = DTYPE_BYTES[config.dtype]
     cut = vision.patch_values * (size + 4 / max(1, vision.temporal_patch_size))
     ranks = config.tensor_parallel_size
     gathered = 0 if ranks == 1 else (2 + ranks) * results * size  # own ones, their copy, and those of all ranks
-    return patches * int(max((kept + max(in_mlp, in_attention)) * size, cut, gathered))
+    return patches * int(max((kept + max(in_mlp, in_attention, in_merger)) * size, cut, gathered))

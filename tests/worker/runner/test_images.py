@@ -60,6 +60,7 @@ MORE_ON_GPUS = [
     "granite docling",
     "paligemma",
     "paligemma 2",
+    "ovis 2",
 ]
 """Families of which CPUs compare logits alone (`test_vision_parity.py`)."""
 Checkpoint = tuple[Path, ImageRequests, list[list[int]]]

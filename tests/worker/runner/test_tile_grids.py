@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,6 +17,7 @@ import transformers
 from PIL import Image
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 
 from checkpoints import greedy_answer
 from hostile_images import encoded
@@ -38,11 +40,13 @@ KINDS = {
     "llava-next": LlavaNextImageProcessorPil,
     "llava-onevision": LlavaOnevisionImageProcessorPil,
     "granite 4 vision": LlavaNextImageProcessorPil,
+    "ovis 2": Ovis2ImageProcessorPil,
     "deepseek-ocr 2": getattr(transformers, "DeepseekOcr2ImageProcessorPil", None),  # not in version 5.17
 }
 FEW_PROMPTS: Sizes = [[(9, 96)], [(30, 100), (9, 96)]]
 """For a family whose images have many patches."""
 MAX_TOKENS, END_ID = 6, 1
+OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 
 
 def photo(height: int, width: int) -> Image.Image:
@@ -59,15 +63,29 @@ def written(count: int, tokens: Sequence[int] | None = None) -> list[int]:
     return [5, *(token for number in range(count) for token in [*[IMAGE_ID] * (tokens or [1] * count)[number], 7]), 8]
 
 
-def their_inputs(theirs: Any, photos: Sequence[Image.Image], name: str) -> dict[str, torch.Tensor]:
-    """What transformers' processor makes of the images of one prompt, and the tokens of each image."""
+def their_inputs(
+    theirs: Any, photos: Sequence[Image.Image], name: str
+) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
+    """What transformers' processor makes of the images of one prompt, and the marks of each image's tokens where it has
+    any, by number; -1: the token is of the image."""
     found = theirs([photos] if name == "llava-onevision" else photos, return_tensors="pt")
     keys = "pixel_values", "image_sizes", "batch_num_images", "pixel_values_local", "num_local_patches"
-    return {key: found[key] for key in keys if key in found}
+    marks: list[list[int]] = []
+    if name == "ovis 2":
+        text = object.__new__(transformers.Ovis2Processor)
+        text.image_seq_length = 16
+        texts = [text.replace_image_token(found, number) for number in range(len(photos))]
+        names = {"<IMG_ATOM>": -1, **{mark: number for number, mark in enumerate(OVIS_MARKS)}}
+        marks = [[names[token] for token in re.findall("<.*?>", text)] for text in texts]
+    return {key: found[key] for key in keys if key in found}, marks
 
 
-def features_of(found: Any) -> list[torch.Tensor]:
+def features_of(found: Any, marks: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """What the decoder reads of each image: its tokens' embeddings, and what is added before later layers."""
+    if marks:
+        own = iter(found.pooler_output.flatten(0, 1))
+        vectors = found.visual_indicator_features
+        return [torch.stack([vectors[mark] if mark >= 0 else next(own) for mark in each]) for each in marks]
     deep = dict(getattr(found, "deepstack_features", {}))
     if not deep:
         return list(found.pooler_output)
@@ -103,9 +121,9 @@ def test_images_in_rows_are_read_as_by_transformers(
         assert not isinstance(pixels, RowError)
         parts = [len(each.fit.pictures) if parts_tiles(vision) else 1 for each in pixels]
         ids, placed = images.expand(written(len(photos), parts), pixels)
-        inputs = their_inputs(theirs, photos, name)
+        inputs, marks = their_inputs(theirs, photos, name)
         with torch.inference_mode():
-            features = features_of(reference.model.get_image_features(**inputs, return_dict=True))
+            features = features_of(reference.model.get_image_features(**inputs, return_dict=True), marks)
         assert placed.num_tokens == tuple(map(len, features)), sizes
         assert ids == written(len(photos), placed.num_tokens)
         request: Request = make_request(number, ids, MAX_TOKENS, stop_ids=[END_ID])
@@ -114,6 +132,10 @@ def test_images_in_rows_are_read_as_by_transformers(
                 request, prompt_ids=placed.packed(ids), images=placed.images, image_token_id=IMAGE_ID
             )
         )
+        if marks:
+            assert images.write("a<image>b" * len(photos), pixels) == "a<IMG_ATOM>b" * len(photos)
+        for image, own in zip(placed.images, marks, strict=False):
+            ids[image.first : image.end] = [90 + mark if mark >= 0 else IMAGE_ID for mark in own]
         prompts.append((ids, inputs, torch.cat(features)))
         kept.append(placed)
     assert runner._images is not None

@@ -1,7 +1,7 @@
 """Models with the decoder of another family after a vision tower: LLaVA (https://arxiv.org/abs/2310.03744), with CLIP's
 or SigLIP's, and Pixtral 12B (https://arxiv.org/abs/2410.07073), whose files have its form; VideoLLaMA 3
-(https://arxiv.org/abs/2501.13106); InternVL 3 and 3.5
-(https://arxiv.org/abs/2504.10479); and Idefics 3 (https://arxiv.org/abs/2408.12637), SmolVLM
+(https://arxiv.org/abs/2501.13106); InternVL 3 and 3.5 (https://arxiv.org/abs/2504.10479); Ovis 2
+(https://arxiv.org/abs/2405.20797); and Idefics 3 (https://arxiv.org/abs/2408.12637), SmolVLM
 (https://arxiv.org/abs/2504.05299) and Granite Docling, which see an image as tiles and as a whole."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from nvcli.models.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
 from nvcli.models.layer_config import DecoderConfig
 from nvcli.models.vision.internvl import read_internvl_vision, read_qianfan_vision
 from nvcli.models.vision.llava import read_llava_next_vision, read_llava_vision, read_onevision_vision
+from nvcli.models.vision.ovis import read_ovis_vision
 from nvcli.models.vision.sam import read_got_vision
 from nvcli.models.vision.siglip import read_docling_vision, read_idefics3_vision
 from nvcli.models.vision.video_llama import read_video_llama_vision
@@ -88,6 +89,17 @@ QIANFAN_OCR = Family(
     examples=("baidu/Qianfan-OCR",),
     read=read_qwen3,
     read_vision=read_qianfan_vision,
+)
+
+
+OVIS2 = Family(
+    name="Ovis 2",
+    architectures=("Ovis2ForConditionalGeneration",),
+    features="Qwen2 with a vision tower (AIMv2), whose results weigh the vectors of a table",
+    examples=("thisisiron/Ovis2-2B-hf",),
+    read=read_qwen2,
+    read_vision=read_ovis_vision,
+    ties_embeddings=True,
 )
 
 

@@ -9,7 +9,7 @@ Omni, Kimi K2.5, Llama 4, Step 3.7, Muse Glimmer), Pillow takes its steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -205,6 +205,14 @@ def _tile_rule(file: JsonFile, vision: VisionConfig, *, cuts_always: bool = True
     if not least <= most <= _MOST_TILES:
         raise file.error("max_patches", f"{most:,} is not supported; supported: from {least} to {_MOST_TILES}")
     return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 384), least=least, most=most)
+
+
+def _marked_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    rule = _tile_rule(file, vision, cuts_always=False)
+    assert isinstance(rule, TileRule)
+    if file.get("use_covering_area_grid", bool, True):
+        rule = replace(rule, least=1, fits="area")
+    return replace(rule, is_marked=True)
 
 
 def _page_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
@@ -457,6 +465,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "llama4": _Kind(("Llama4",), _canvas_rule, 2, _HALF, _HALF),
     "step3p7": _Kind(("Step3p7",), _window_rule, 2, _CLIP_MEAN, _CLIP_STD, needs_file=False),
     "video_llama_3": _Kind(("VideoLlama3",), _area_rule(56 * 56, 28 * 28 * 1280, merge=1), 3, _HALF, _HALF),
+    "ovis2": _Kind(("Ovis2",), _marked_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "muse_glimmer": _Kind(("MuseGlimmer",), _shape_rule, 1, _HALF, _HALF),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
 }

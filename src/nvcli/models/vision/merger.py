@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate_and_multiply, side_by_side
-from nvcli.models.vision.vision_config import QKV, DeepOutput, VisionConfig
+from nvcli.models.vision.vision_config import NUM_MARKS, QKV, DeepOutput, VisionConfig
 from nvcli.models.weights import DerivedModule
 
 
@@ -296,6 +296,32 @@ class QueryMerger(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(queries.shape)
 
 
+class TableMerger(nn.Module):
+    """A softmax over the patches' normed projection weighs the vectors of a table (Ovis 2,
+    https://arxiv.org/abs/2405.20797): [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.count, self.eps = config.late_merge**2, config.merger.eps
+        self.projection = Linear(build, f"{path}.projection")
+        self.norm, self.table = (Weights(build, f"{path}.{name}") for name in ("norm", "table"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.projection(side_by_side(x, self.count))
+        x = F.layer_norm(x, x.shape[-1:], self.norm.weight, self.norm.bias, self.eps).softmax(-1)
+        return F.pad(x, (0, NUM_MARKS)) @ self.table.weight
+
+    def with_marks(self, embeddings: Tensor, count: int, columns: int) -> Tensor:
+        """Put the vectors of marks around and between the tokens of an image: [N, O] → [tokens, O]. `embeddings`:
+        `count` of each tile, in rows of `columns` tiles, and of the whole image, which comes first here."""
+        begin, whole_end, tile_end, row_end, end = torch.split(self.table.weight[-NUM_MARKS:], 1)
+        *tiles, whole = torch.split(embeddings, count)
+        parts = [begin, whole, whole_end]
+        for number, tile in enumerate(tiles):
+            parts += [row_end if number % columns == 0 else tile_end, tile] if number else [tile]
+        return torch.cat([*parts, end])
+
+
 def make_deep_merger(build: BuildContext, path: str, config: VisionConfig, output: DeepOutput) -> nn.Module:
     """Make the merger of a deep output."""
     if config.merger.kind == "queries":
@@ -319,5 +345,6 @@ def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Modu
         "placed": PlacedMerger,
         "convolved": ConvolvedMerger,
         "queries": QueryMerger,
+        "table": TableMerger,
     }
     return kinds[kind](build, path, config)

@@ -16,6 +16,8 @@ from nvcli.models.vision.image_size import MOST_RATIO, AreaRule, Fit, SizeRule, 
 _NARROW, _LONG, _LONG_AND_SMALL, _REST = 32, 4, 1.5, 0.2
 """Step 3.7: the sides below which images are squared if they are many times as long, the times of those and of small
 images that are cut, and the part of a window that is no window of its own."""
+_ENOUGH = 0.9
+"""Ovis 2: the part of an image's pixels that its tiles are to show."""
 _MOST_SHRINKING = 1.1
 """Rows and columns of tokens are shown that are too many by a smaller factor."""
 
@@ -58,7 +60,7 @@ class WideRule:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileRule(CutRule):
     """Images are cut into equal squares, in the arrangement that fits them best (`get_optimal_tiled_canvas` of InternVL
-    and of Command A Vision); or all are brought to one square."""
+    and of Command A Vision, `get_min_tile_covering_grid` of Ovis 2); or all are brought to one square."""
 
     margin: int = 0
     """`Fit.margin`"""
@@ -69,19 +71,29 @@ class TileRule(CutRule):
     """The most tiles of a side."""
     wide: WideRule | None = None
     """The images that may have more tiles; None: none may."""
-    fits: Literal["shape", "scale"] = "shape"
+    fits: Literal["shape", "scale", "area"] = "shape"
     """shape: the arrangement's shape is nearest to the image's; scale: the image is enlarged least, or if it cannot be,
-    made smaller least."""
+    made smaller least; area: it is the smallest that shows most of the image's pixels, its columns taken for rows."""
+    is_marked: bool = False
+    """`TileGrid.is_marked`"""
 
     @property
     def most_pictures(self) -> int:
         most = max(self.most, 0 if self.wide is None else self.wide.most)
         return most + (most > 1)
 
+    @property
+    def max_tokens(self) -> int:
+        return super(TileRule, self).max_tokens + (self.most + 2) * self.is_marked
+
     def fit(self, height: int, width: int) -> Fit:
         tile, (rows, columns) = self.tile, self._arrangement(height, width)
         fit = Fit(height=tile, width=tile, margin=self.margin)
-        return fit if rows * columns == 1 else replace(fit, tile=(tile, tile), grid=(rows, columns))
+        if rows * columns > 1:
+            fit = replace(fit, tile=(tile, tile), grid=(rows, columns))
+        if self.is_marked:
+            fit = replace(fit, layout=TileGrid(rows=fit.grid[0], columns=fit.grid[1], is_marked=True))
+        return fit
 
     def _arrangement(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles. Among arrangements of one shape, the larger one is taken while the
@@ -99,12 +111,32 @@ class TileRule(CutRule):
             larger = [scale for scale in scales if scale >= 1]
             columns, rows = found[scales.index(min(larger) if larger else max(scales))]
             return rows, columns
+        if self.fits == "area":
+            shown = {grid: self._shown(height, width, *grid) for grid in found}
+            if enough := [grid for grid in found if shown[grid] > _ENOUGH]:
+                found = [grid for grid in enough if math.prod(grid) == math.prod(enough[0])]
+            columns, rows = max(found, key=shown.__getitem__)  # transformers tries them as rows and columns
+            return rows, columns
         best, nearest = (1, 1), math.inf
         for columns, rows in found:
             apart = abs(width / height - columns / rows)
             if apart < nearest or (apart == nearest and width * height > 0.5 * self.tile**2 * columns * rows):
                 best, nearest = (columns, rows), apart
         return best[1], best[0]
+
+    def _shown(self, height: int, width: int, rows: int, columns: int) -> float:
+        """Return the part of an image's pixels that squares of a tile's size show of a grid of its parts, of which the
+        last of a row or column have what remains."""
+        tall, wide = ([size // count] * (count - 1) for size, count in ((height, rows), (width, columns)))
+        parts = [
+            (max(down, across), min(down, across))
+            for down in (*tall, height - sum(tall))
+            for across in (*wide, width - sum(wide))
+        ]
+        tile = self.tile
+        return sum(short / long * tile * tile if long > tile else long * short for long, short in parts) / (
+            height * width
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.distance_attention import DistanceAttention
 from nvcli.models.vision.early_merger import EarlyMerger
 from nvcli.models.vision.image_processor import ImageProcessor
-from nvcli.models.vision.merger import BorderedMerger, EndedMerger, make_deep_merger, make_merger
+from nvcli.models.vision.merger import BorderedMerger, EndedMerger, TableMerger, make_deep_merger, make_merger
 from nvcli.models.vision.patch_convolution import PatchConvolution
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
 from nvcli.models.vision.query_encoder import QueryEncoder
@@ -91,9 +91,11 @@ class VisionTower(nn.Module):
 
     def in_rows(self, embeddings: Tensor, tiles: TileGrid) -> Tensor:
         """Return the embeddings of an image's tokens with those of the ends of rows (`pack_image_features`), from those
-        of its tiles and the whole image: [N, outputs × O] → [tokens, outputs × O]."""
-        assert self.newline is not None
+        of its tiles and the whole image; or with those of marks: [N, outputs × O] → [tokens, outputs × O]."""
         side = self.config.tile_tokens
+        if isinstance(self.merger, TableMerger):
+            return self.merger.with_marks(embeddings, side**2, tiles.columns)
+        assert self.newline is not None
         whole, newline = embeddings[-(side**2) :], self.newline.weight.repeat(self.config.num_outputs)
         if not tiles.rows:
             return torch.cat([whole, newline[None]])

@@ -12,6 +12,7 @@ from nvcli.models.vision.vision_config import (
     BOUNDS,
     CHANNELS,
     HALVING,
+    NUM_MARKS,
     QKV,
     TOWER,
     QueryEncoderConfig,
@@ -129,6 +130,11 @@ def _merger(vision: VisionConfig, dtype: StoredDtype, path: str, *, norms_square
         return
     if merger.kind == "linear":
         yield from _linear(dtype, f"{path}.projection", out, merged, has_bias=bias)
+        return
+    if merger.kind == "table":
+        yield from _linear(dtype, f"{path}.projection", merger.size, merged, has_bias=bias)
+        yield from _norm(dtype, f"{path}.norm", merger.size, merger.norm)
+        yield _tensor(dtype, f"{path}.table.weight", merger.size + NUM_MARKS, out)
         return
     if merger.kind == "queries":
         yield from _queries(vision, dtype, path)

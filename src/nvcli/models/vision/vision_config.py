@@ -19,6 +19,8 @@ from nvcli.models.vision.image_text import ImageText
 TOWER = "visual"
 """The first part of the names of a tower's tensors."""
 CHANNELS = 3
+NUM_MARKS = 5
+"""Vectors of a merger's table that stand around and between the tokens of tiles."""
 HALVING = 3
 """Patches of the side of the square that a convolution reads which halves their grid."""
 QKV = FUSED["qkv"]
@@ -53,6 +55,7 @@ ProcessorKind = Literal[
     "step3p7",
     "muse_glimmer",
     "video_llama_3",
+    "ovis2",
 ]
 """The image processors of transformers, by the first part of their names."""
 Interpolation = Literal[
@@ -82,6 +85,7 @@ MergerKind = Literal[
     "placed",
     "convolved",
     "queries",
+    "table",
 ]
 
 
@@ -97,10 +101,12 @@ class MergerConfig:
     were, and projected, and learned vectors stand after their rows; placed: they are normed and projected,
     and the places of tokens in their tile are added, then normed, projected and normed; convolved: two convolutions
     that halve the grid and double the vectors are projected; queries: their means with learned vectors attend to each
-    other and to the patches of their window, in a layer after whose blocks norms are, and are projected."""
+    other and to the patches of their window, in a layer after whose blocks norms are, and are projected; table: they
+    are projected and normed to numbers whose softmax weighs the vectors of a table, which has others for marks."""
     size: int
     """The size between the two projections of its MLP, or the last two; convolved: of the result of the second
-    convolution, 0 if it is double that of the first; linear, pool, project, ended: 0."""
+    convolution, 0 if it is double that of the first; table: its vectors that are weighed; linear, pool, project,
+    ended: 0."""
     neck_size: int = 0
     """The size to which a projection and a convolution that keeps the grid, each with a norm, bring patches before
     `convolved`, whose convolutions then have no biases; 0: they stay as they are."""
