@@ -26,8 +26,7 @@ class ResidualGate(TensorShards):
     def forward(self, part: Tensor | None, residual: Tensor) -> None:
         """Change `residual` [T, H] in place. `part` is this rank's part of the result, as in `layers.py`."""
         assert part is not None, "nothing was to be added to the stream yet"
-        total = self.group.sum(part) if self.group.size > 1 else part
-        add_through_gate(total, residual, self.gate, self.scale, self.settings)
+        add_through_gate(self.group.sum(part), residual, self.gate, self.scale, self.settings)
 
 
 class GatedResidualLayer(DecoderLayer):

@@ -45,8 +45,7 @@ class StreamShares(TensorShards):
         delta, streams, kept = state
         assert norm.bias is None, "no family has one"
         assert not norm.is_centered, "no family has one"
-        if delta is not None and self.group.size > 1:
-            delta = self.group.sum(delta)
+        delta = None if delta is None else self.group.sum(delta)
         weights = ShareWeights(self.fn, self.base, self.scale)
         return read_streams(streams, delta, kept, weights, self.settings, norm.weight, norm.eps)
 
@@ -67,8 +66,7 @@ class StreamGates(nn.Module):
     def forward(self, state: LayerState, norm: InputNorm) -> tuple[Tensor, Tensor]:
         """Return what `StreamShares.forward` returns. The norm has weights for each stream."""
         delta, streams, kept = state
-        if delta is not None and self.group.size > 1:
-            delta = self.group.sum(delta)
+        delta = None if delta is None else self.group.sum(delta)
         normed = norm_streams(streams, delta, kept, self.settings, norm.weight, norm.eps)
         products, logits = self.down(normed).tensor_split((self.settings.gate_rank,), dim=1)
         return gate_streams(normed, self.up(F.silu(products)), logits, self.settings)
@@ -79,7 +77,7 @@ def with_result(state: LayerState, group: TensorParallelGroup, settings: StreamS
     delta, streams, kept = state
     if delta is not None:
         assert kept is not None
-        add_to_streams(streams, group.sum(delta) if group.size > 1 else delta, kept, settings.count)
+        add_to_streams(streams, group.sum(delta), kept, settings.count)
     return streams
 
 

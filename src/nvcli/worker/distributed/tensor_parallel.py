@@ -75,7 +75,7 @@ class TensorParallelGroup:
 
     def sum(self, part: Tensor) -> Tensor:
         """Sum `part` over the ranks: [T, H] → [T, H], maybe in place. It is the first sum of a forward pass, or rows of
-        another size than the residual stream's."""
+        another size than the residual stream's. A lone rank's part, or parts, stay as they are."""
         memory = self._peer_memory_for(part.shape, part.dtype)
         return self._all_reduce(part) if memory is None else memory.sum(part)
 
