@@ -82,13 +82,12 @@ def test_steps_of_all_kinds(geometry: dict[str, Any]) -> None:
     bench.step((a, 4), (b, 4), (c, 25), shape=shape)
 
 
-@pytest.mark.parametrize("windows", [(None,), (40, 300, 1)], ids=str)
-def test_prompts_that_attend_both_ways(windows: tuple[int | None, ...]) -> None:
+def test_prompts_that_attend_both_ways() -> None:
     """Prompts shorter and longer than tiles and windows, and padding."""
-    bench = Bench(num_kv_heads=2, ratio=2, windows=windows, both_ways=True, num_tokens=3000, block_size=24)
+    bench = Bench(num_kv_heads=2, ratio=2, windows=(None, 1, 70), both_ways=True, block_size=24)
     bench.leave_garbage(float("nan"))
-    work = [(History(), count) for count in (1, 15, 41, 500)]
-    bench.step(*work, shape=BatchShape(decode_rows=1, prefill_rows=5, prefill_tokens=600))
+    work = [(History(), count) for count in (1, 15, 41, 250)]
+    bench.step(*work, shape=BatchShape(decode_rows=1, prefill_rows=4, prefill_tokens=330))
 
 
 def test_more_heads_than_a_tile_has_rows() -> None:
