@@ -84,10 +84,6 @@ def test_classes(tmp_path: Path, keys: dict[str, Any], labels: tuple[str, ...], 
         ({"pad_token_id": "0"}, '`pad_token_id`: "0" is not an integer'),
         ({"problem_type": "ranking"}, '`problem_type`: "ranking" is not supported; supported: regression, single_l'),
         ({"pooling": "max"}, '`pooling`: "max" is not supported; supported: avg, cls, last'),
-        (
-            {"architectures": ["ModernBertDecoderForSequenceClassification"]},
-            "a classifier with a prediction head is not",
-        ),
     ],
 )
 def test_classes_that_cannot_be_read(tmp_path: Path, keys: dict[str, Any], told: str) -> None:

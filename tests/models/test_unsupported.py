@@ -59,7 +59,7 @@ NONE = "its config.json fits no supported family"
         ("BertModel", {**LLAMA, "type_vocab_size": 2}, "it is an encoder, and nvcli serves decoders"),
         ("DistilBertForMaskedLM", LLAMA, "it is an encoder, and nvcli serves decoders"),
         ("T5ForConditionalGeneration", {"d_model": 64, "is_encoder_decoder": True}, "it is an encoder with a decoder"),
-        ("OtherForSequenceClassification", LLAMA, "it is a classifier, and nvcli serves decoders that generate text"),
+        ("OtherForSequenceClassification", LLAMA, "it is a classifier, and nvcli serves decoders, ModernBERT"),
         ("Qwen2ForProcessRewardModel", LLAMA, "its head is that of its own code; `nvcli classify` runs"),
         ("BailingMoeV2ForCausalLM", {**LLAMA, **EXPERTS}, "no model of it"),
     ],

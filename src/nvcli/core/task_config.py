@@ -48,6 +48,8 @@ class Classifier(msgspec.Struct, frozen=True, kw_only=True):
     """The function that makes probabilities of the head's numbers; none: they become no probabilities."""
     position: Position = "last"
     """The tokens whose hidden state, or mean of them, the head reads."""
+    has_bias: bool = False
+    """Whether the head has a bias."""
     temperature: float = 1.0
     """The head's numbers are divided by it."""
     pad_id: int | None

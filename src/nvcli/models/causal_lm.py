@@ -33,10 +33,9 @@ from nvcli.models.parallel import (
     ParallelLMHead,
     PositionEmbedding,
     SinusoidalPositions,
-    TensorShard,
     VocabParallelEmbedding,
 )
-from nvcli.models.prediction import Prediction
+from nvcli.models.prediction import ClassifierHead, Prediction
 from nvcli.models.shared_block_layer import SharedBlockLayer
 from nvcli.models.stream_layer import StreamEnd, StreamLayer
 from nvcli.models.vision.tower import VisionTower
@@ -228,8 +227,10 @@ class CausalLM(nn.Module):
             name = EMBEDDING if config.tie_word_embeddings else HEAD
             tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
             self.lm_head = ParallelLMHead(build, {"weight": f"{name}.weight", "bias": HEAD_BIAS}, tied_to=tied_to)
-        self.score = TensorShard(build, f"{SCORE}.weight") if f"{SCORE}.weight" in build.tensors else None
+        self.score: ClassifierHead | None = None
         """The head of a classifier, in its last stage."""
+        if f"{SCORE}.weight" in build.tensors:
+            self.score = ClassifierHead(build)
         self.draft_head: DraftHead | None = None
         """The head that drafts tokens; None: the run uses none."""
         if config.draft_head is not None:
@@ -303,7 +304,12 @@ class CausalLM(nn.Module):
     def read_states(self, hidden: Tensor) -> Tensor:
         """Return what requests for hidden states get: the state [H] in float32, or a classifier's logits [L], with the
         same bits whatever else is computed. Only the last stage can."""
-        return hidden if self.score is None else torch.mv(self.score.weight, hidden)
+        if self.score is None:
+            return hidden
+        if self.prediction is not None:
+            hidden = self.prediction(hidden[None].to(self.prediction.weight.dtype))[0].float()
+        logits: Tensor = self.score(hidden)
+        return logits
 
     @property
     def mixers(self) -> tuple[TokenMixer, ...]:

@@ -36,7 +36,7 @@ _TEXT_PREFIXES = (
     ("score.", "score."),
 )
 """Prefixes of the text model's tensor names in multimodal checkpoints: (in older or newer files, in the decoder)."""
-_OF_HEADS = ("lm_head.", "score.")
+_OF_HEADS = ("lm_head.", "score.", "prediction.")
 """Prefixes of the names of heads, which files of a bare decoder do not have."""
 
 

@@ -26,7 +26,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.generation_config import GENERATION_CONFIG_FILE, eos_token_ids, generation_defaults, not_applied
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.layer_config import PREDICTION, DecoderConfig, LayerConfig
 from nvcli.models.mixers.mixer import Block, Mixer, Piece, Ranks
 from nvcli.models.quantisation.formats import read_quantisation
 from nvcli.models.quantisation.kept import problems_of_cut_groups, stored_groups
@@ -221,8 +221,10 @@ class ModelConfig:
     def headless(self) -> ModelConfig:
         """Return the model as runs without an LM head need it: one in the files is ignored, and the embedding takes its
         place, which needs no memory. Hidden states are not scaled for it."""
-        layout = replace(self.decoder.layout, is_headless=True)
-        decoder = replace(self.decoder, layout=layout, has_head_bias=False, logit_scale=1.0, prediction_head=None)
+        layout, prediction = replace(self.decoder.layout, is_headless=True), self.decoder.prediction_head
+        if prediction is not None and self.classifier is None:
+            layout, prediction = replace(layout, left=(*layout.left, f"{PREDICTION}.")), None
+        decoder = replace(self.decoder, layout=layout, has_head_bias=False, logit_scale=1.0, prediction_head=prediction)
         return replace(self, tie_word_embeddings=True, decoder=decoder)
 
     def check_tensor_parallel(self, size: int) -> None:

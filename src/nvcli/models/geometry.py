@@ -184,7 +184,9 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
             yield vector(HEAD_BIAS, config.vocab_size, Sharding.VOCAB, "LM head", dtype)
         if config.classifier is not None:
             shape = len(config.classifier.labels), hidden
-            yield matrix(SCORE, shape, Sharding.REPLICATED, "float32", "classifier")
+            yield from with_bias(
+                matrix(SCORE, shape, Sharding.REPLICATED, "float32", "classifier"), bias=config.classifier.has_bias
+            )
         if config.draft_head is not None:
             for tensor in config.draft_head.tensors(context, config.vocab_size):
                 yield replace(tensor, part="draft head")

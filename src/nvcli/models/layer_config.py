@@ -29,7 +29,7 @@ MOST_STREAMS = 16
 """The most residual streams; more than any model has."""
 TO_GATES, FROM_GATES = "W_down", "W_up"
 """The matrices of a norm's gates."""
-PREDICTION = "lm_head.prediction"
+PREDICTION = "prediction"
 """The beginning of the names of a prediction head's tensors."""
 RATE_OF_MIXER, RATE_OF_MLP = "lambda_1", "lambda_2"
 """The names of the rates at which the stream goes towards a block's result."""
@@ -200,7 +200,7 @@ class LearnedPositions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionHead:
     """A projection of the last hidden states to the same size, an activation and a norm like the decoder's, before the
-    LM head (`prediction.py`)."""
+    LM head or a classifier's (`prediction.py`)."""
 
     activation: PlainActivation
     has_bias: bool = False

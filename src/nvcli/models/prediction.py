@@ -1,14 +1,17 @@
-"""Prediction: the prediction head of some decoders, between their last hidden states and the LM head."""
+"""Prediction: the prediction head of some models, between their last hidden states and the LM head or that of a
+classifier. ClassifierHead: the latter."""
 
 from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.plain_activation import activate
+from nvcli.models.geometry import SCORE
 from nvcli.models.layer_config import PREDICTION, PredictionHead
 from nvcli.models.layers import Norm
 from nvcli.models.mixers.mixer import NormConfig
@@ -31,3 +34,16 @@ class Prediction(TensorShards):
         x = row_by_row(self.activate, x) if self.batch_invariant else self.activate(x)
         norm = self.norm
         return rms_norm(x, norm.weight, norm.eps, is_centered=norm.is_centered, bias=norm.bias)
+
+
+class ClassifierHead(TensorShards):
+    """The numbers of a classifier's classes, which every rank computes whole: a state [H] in float32 → [L]."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, build: BuildContext) -> None:
+        super().__init__(build, {kind: f"{SCORE}.{kind}" for kind in ("weight", "bias")})
+
+    def forward(self, state: Tensor) -> Tensor:
+        logits = torch.mv(self.weight, state)
+        return logits if self.bias is None else logits + self.bias

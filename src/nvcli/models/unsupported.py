@@ -118,7 +118,7 @@ def _kind(name: str, values: Mapping[str, Any]) -> str | None:
     elif name.endswith("ForMaskedLM") or "type_vocab_size" in values:
         kind = "an encoder"
     if kind is not None:
-        return f"it is {kind}, and nvcli serves decoders that generate text, and classifiers of texts made of them"
+        return f"it is {kind}, and nvcli serves decoders, ModernBERT, EuroBERT, and classifiers of texts made of these"
     if any(key.startswith(("mamba_", "ssm_", "state_size")) for key in values):
         return "it has Mamba layers of a kind that nvcli does not compute"
     text = values.get("text_config")

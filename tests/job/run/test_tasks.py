@@ -461,6 +461,39 @@ def test_classes_are_those_of_transformers(
     assert row["score"] == pytest.approx(rows[0]["classes"][2]["logit"], abs=1e-5)
 
 
+HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "a decoder with a prediction head": ("ModernBertDecoder", "", {"classifier_bias": True}),
+    "the first token of both ways": ("ModernBert", "", {"norm_bias": True}),
+    "the mean of both ways": ("ModernBert", "", {"classifier_pooling": "mean", "classifier_bias": True}),
+    "NVIDIA": ("Llama", "LlamaBidirectionalForSequenceClassification", {"pooling": "avg", "temperature": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_classes_of_other_heads_are_those_of_transformers(
+    jobs: Jobs, encode: Callable[[str], list[int]], name: str, tmp_path: Path
+) -> None:
+    import torch
+
+    family, architecture, settings = HEADS[name]
+    shape = {"id2label": {0: "a", 1: "b"}, "pad_token_id": BYTE_Z}
+    if not architecture:
+        shape |= {"local_attention": 20, "rope_parameters": None, "head_dim": None, "num_key_value_heads": None}
+    jobs.model = write_byte_model(tmp_path / "model", family=family, **shape, **settings)
+    text = PROMPT + " grey" * 9
+    ids = torch.tensor([[BOS, *encode(text)]])
+    reference = reference_model(jobs.model)
+    with torch.inference_mode():
+        if architecture:
+            reference.config.is_causal = False  # transformers then attends both ways
+            expected = reference.score(reference.model(ids)[0].mean(1))[0] / 0.5
+            edit_json(jobs.model / "config.json", architectures=[architecture], **settings)
+        else:
+            expected = reference(ids).logits[0]
+    (row,) = jobs([{"prompt": text}], "classify", max_model_len=256, max_num_batched_tokens=256)
+    assert [each["logit"] for each in row["classes"]] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
 def test_a_model_without_classes_classifies_nothing(jobs: Jobs) -> None:
     with pytest.raises(ConfigError, match="which has no classes; use `nvcli score` or `nvcli embed`"):
         jobs([{"prompt": "a"}], "classify")

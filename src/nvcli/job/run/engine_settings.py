@@ -185,7 +185,7 @@ def resolve_engine_config(
     if dtype == "auto":
         dtype = model.dtype if device == "cuda" else "float32"
     embedding = embedding_settings(run, model_path, model) if run.task == "embed" else None
-    keeps_prompts_whole = model.both_ways or (embedding is not None and embedding.needs_whole_prompts)
+    keeps_prompts_whole = _keeps_prompts_whole(model, embedding)
     least_tokens = max_model_len if keeps_prompts_whole or reads_whole_prompts(model) else 0
     max_num_batched_tokens = _max_num_batched_tokens(run, model, device, max_model_len, gpus, least=least_tokens)
     max_image_tokens, max_prompt_images = image_limits(run, model_path, model, max_model_len)
@@ -238,6 +238,12 @@ def resolve_engine_config(
         whole_tokens=whole_tokens(model, max_image_tokens, least_tokens, max_num_batched_tokens),
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
+
+
+def _keeps_prompts_whole(model: ModelConfig, embedding: EmbeddingSettings | None) -> bool:
+    """Whether each prompt is computed in one step: its tokens attend to each other, or something reads their mean."""
+    reads_mean = embedding is not None and embedding.needs_whole_prompts
+    return model.both_ways or reads_mean or (model.classifier is not None and model.classifier.position == "all")
 
 
 def _embedding_size(model: ModelConfig, embedding: EmbeddingSettings | None) -> int:

@@ -34,7 +34,13 @@ Training changes nearly all weights, or at least those of whole layers, and the 
 apart."""
 _MIN_FILE_SAMPLES = 8
 _WEIGHT_SAMPLE_BYTES = 4096
-_LATER = {"embed.gets_mean": False, "embed.prefix": "", "classify.position": "last", "classify.temperature": 1.0}
+_LATER = {
+    "embed.gets_mean": False,
+    "embed.prefix": "",
+    "classify.position": "last",
+    "classify.has_bias": False,
+    "classify.temperature": 1.0,
+}
 """Settings of tasks that are no facts with these values, as outputs begun before there were any lack them."""
 _NOT_READ = {"model.safetensors.index.json", "trainer_state.json"}
 

@@ -75,7 +75,7 @@ def task_result(
     task = prepared.task.task
     answer: ScoreAnswer | EmbedAnswer | ClassifyAnswer | None
     if isinstance(task, Classifier):
-        answer = _classes(task, query_results[0], prepared.num_prompt_tokens)
+        answer = _classes(task, query_results[0])
     elif isinstance(task, EmbedTask):
         answer = _vector(task, query_results[0], prepared.num_prompt_tokens)
     else:
@@ -187,11 +187,9 @@ def _vector(task: EmbedTask, parts: Sequence[PromptQueryResult], num_tokens: int
     return EmbedAnswer(embedding=vector.tolist())
 
 
-def _classes(task: Classifier, parts: Sequence[PromptQueryResult], num_tokens: int) -> ClassifyAnswer | None:
-    """Make the classes of a row; None if a logit is not finite. The head is linear: logits of parts are added up."""
-    divisor = task.temperature * (num_tokens if task.position == "all" else 1)
-    sums = map(math.fsum, zip(*(_floats(part.hidden_sum) for part in parts), strict=True))
-    logits = [total / divisor for total in sums]
+def _classes(task: Classifier, parts: Sequence[PromptQueryResult]) -> ClassifyAnswer | None:
+    """Make the classes of a row; None if a logit is not finite."""
+    logits = [logit / task.temperature for logit in _floats(b"".join(part.hidden_sum for part in parts))]
     if not all(map(math.isfinite, logits)):
         return None
     probabilities = _probabilities(task.activation, logits)

@@ -165,7 +165,7 @@ def task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows 
     settings = embedding_settings(run, model_path, model)
     task = EmbedTask(
         position=settings.position,
-        gets_mean=settings.needs_whole_prompts,
+        gets_mean=model.both_ways or settings.needs_whole_prompts,
         normalize=settings.normalize,
         prefix=settings.prefix,
         dimensions=run.embed.dimensions,

@@ -86,7 +86,7 @@ LLAMA = Family(
         *("LlamaBidirectionalModel", "LlamaBidirectionalForSequenceClassification"),
         *("EuroBertModel", "EuroBertForMaskedLM"),
     ),
-    features="also Yi, DeepSeek-LLM, SmolLM2 and others of this shape; EuroBERT in `nvcli embed`",
+    features="also Yi, DeepSeek-LLM, SmolLM2 and others of this shape; EuroBERT in `embed`",
     examples=("meta-llama/Llama-3.1-8B-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "01-ai/Yi-1.5-9B-Chat"),
     read=read_llama,
 )

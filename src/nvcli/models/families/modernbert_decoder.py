@@ -23,6 +23,7 @@ _LAYOUT = CheckpointLayout(
         *starts_after("model.", _STARTS),
         *((head, f"{PREDICTION}.") for head in ("lm_head.", "head.")),
         ("decoder.", "lm_head."),
+        ("classifier.", "score."),
     ),
     renamed=(
         (".attn_norm.", ".input_layernorm."),
@@ -74,8 +75,8 @@ def _attention(config: ModelFile, kind: str) -> AttentionConfig:
 MODERNBERT_DECODER = Family(
     name="ModernBERT decoder",
     architectures=("ModernBertDecoderForCausalLM",),
-    encoders=("ModernBertModel", "ModernBertForMaskedLM"),
-    features="LayerNorm, windows in two of three layers, gated GELU; a prediction head; the encoder in `nvcli embed`",
+    encoders=("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
+    features="LayerNorm, windows in two of three layers, gated GELU, a prediction head; also the encoder",
     examples=("jhu-clsp/ettin-decoder-1b", "Alibaba-NLP/gte-modernbert-base"),
     read=read,
     ties_embeddings=True,

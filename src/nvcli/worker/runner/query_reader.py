@@ -63,8 +63,8 @@ class PendingQueryResults:
     top_logprobs: Tensor
     """[S, K] float32"""
     hidden_sums: Tensor
-    """[n, H] float32, for each query that wants hidden states: their sums, or [n, L] a classifier's logits, or what
-    dense modules make of their means."""
+    """[n, H] float32, for each query that wants hidden states: their sums, or their means where prompts are computed
+    whole, or what dense modules make of these; or [n, L] a classifier's logits."""
 
     def result(self) -> list[PromptQueryResult]:
         """Return a result for each query. Call it once the step has finished, on any thread."""
@@ -96,9 +96,9 @@ class PromptQueryReader:
     def __init__(self, model: CausalLM, group: TensorParallelGroup, device: torch.device, config: EngineConfig) -> None:
         """Read the files of dense modules, if there are any. Raises LoadError."""
         self._model, self._group, self._device = model, group, device
-        self._batch_invariant = config.batch_invariant
+        self._batch_invariant, self._gives_means = config.batch_invariant, config.keeps_prompts_whole
         self._dense: DenseModules | None = None
-        """The layers that make embeddings of the means of hidden states; None: requests get sums of these."""
+        """The layers that make embeddings of pooled hidden states; None: these are the embeddings."""
         if config.dense and model.stage.is_last:
             self._dense = DenseModules(config.dense, device, is_random=config.load_format == "dummy")
 
@@ -129,11 +129,12 @@ class PromptQueryReader:
         """Read the kept hidden states [R, H], as `CausalLM.forward` gives them, and start the copies to the host."""
         logprobs, top_ids, top_logprobs = self._score(hidden, plan)
         sums = [hidden[first : first + count].sum(dim=0, dtype=torch.float32) for first, count in plan.spans]
+        if self._gives_means:
+            sums = [total / count for total, (_, count) in zip(sums, plan.spans, strict=True)]
         read = torch.stack([*map(self._model.read_states, sums)]) if sums else hidden.new_empty(0, dtype=torch.float32)
         if sums and self._dense is not None:
-            means = read / to_device(np.array([[count] for _, count in plan.spans], dtype=np.float32), self._device)
             apply = self._dense.apply
-            read = torch.cat([apply(mean[None]) for mean in means]) if self._batch_invariant else apply(means)
+            read = torch.cat([apply(state[None]) for state in read]) if self._batch_invariant else apply(read)
         on_host = [x.to("cpu", non_blocking=True) for x in (logprobs, top_ids, top_logprobs, read)]
         return PendingQueryResults(plan.queries, *on_host)
 
