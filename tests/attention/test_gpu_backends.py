@@ -58,6 +58,7 @@ WINDOWS = [(None,), (100, None), (1, 4096, 100), (777,)]
 DECODES = BatchShape(decode_rows=24)
 FEW_DECODES = BatchShape(decode_rows=3)
 CHUNKS = BatchShape(prefill_rows=6, prefill_tokens=700)
+CHUNKS_OF_ONE_STEP = BatchShape(prefill_rows=6, prefill_tokens=3000)
 MIXED = BatchShape(decode_rows=24, prefill_rows=6, prefill_tokens=700)
 DRAFTS = BatchShape(decode_rows=12, tokens_per_row=4, prefill_rows=3, prefill_tokens=300)
 
@@ -93,6 +94,16 @@ def make_bench(
         poison=float("nan") if name in ("triton", "torch") else 100.0,
         **options,
     )
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=str)
+@pytest.mark.parametrize(
+    "case", [("triton", 256, 1, 3, 64, BF16), ("triton", 128, 8, 4, 64, F16), ("torch", 64, 12, 1, 16, F32)], ids=str
+)
+def test_prompts_that_attend_both_ways(case: tuple[Any, ...], kv_dtype: torch.dtype | None) -> None:
+    bench = make_bench(*case, num_tokens=20_000, windows=(None, 257, 65), both_ways=True, kv_dtype=kv_dtype)
+    bench.leave_garbage(100.0)
+    bench.step(*((History(), count) for count in (1, 15, 128, 700, 2048)), shape=CHUNKS_OF_ONE_STEP)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
