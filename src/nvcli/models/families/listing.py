@@ -34,7 +34,7 @@ def format_families(families: Iterable[Family]) -> str:
     ).wrap
     lines = []
     for family in families:
-        facts = (family.features, ", ".join(family.architectures), ", ".join(family.examples))
+        facts = family.features, ", ".join((*family.architectures, *family.encoders)), ", ".join(family.examples)
         right = [line for fact in facts for line in wrap(fact)]
         left = [family.name, *[""] * (len(right) - 1)]
         lines += [f"{name:{width}}{line}" for name, line in zip(left, right, strict=True)]
@@ -43,5 +43,5 @@ def format_families(families: Iterable[Family]) -> str:
 
 def format_families_json(families: Iterable[Family]) -> str:
     """Format a JSON list with an object for each family."""
-    keys = ("name", "architectures", "features", "examples")
+    keys = ("name", "architectures", "encoders", "features", "examples")
     return json.dumps([{key: getattr(family, key) for key in keys} for family in families], indent=2)
