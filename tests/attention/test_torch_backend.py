@@ -104,6 +104,18 @@ def test_writes_nothing_into_the_cache() -> None:
     assert torch.equal(bench.kv_cache.data, before)
 
 
+@pytest.mark.parametrize("num_cached", [0, 4, 14, 15, 40])
+def test_nan_is_not_lost(num_cached: int) -> None:
+    """A row whose numbers are NaN must not get an answer."""
+    bench = Bench(num_kv_heads=2, ratio=2)
+    for count in (1, 3, 60):
+        history = History()
+        bench.fill(history, num_cached)
+        step = bench.batch((history, count))
+        step.inputs[0][0].fill_(torch.nan)
+        assert step.forward()[0].isnan().all()
+
+
 def test_garbage_behind_a_request_is_not_read() -> None:
     """A block's slots behind the request's end hold what an earlier owner left there; so does the null block."""
     bench = Bench(block_size=16)

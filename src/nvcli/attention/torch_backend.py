@@ -44,6 +44,8 @@ _GROUP_BYTES_CPU = 4 << 20
 _GROUP_BYTES_GPU = 512 << 20
 _QUERY_CHUNK = 256
 """Tokens of a chunk that are attended at once where a mask is needed; bounds the mask's size."""
+_VECTOR_KEYS = 16
+"""Scores in one of a CPU's widest vectors."""
 
 _Kind = tuple[int | None, int]
 """The window and the KV group, which determine a plan."""
@@ -416,13 +418,17 @@ def softmax_attention(
     `written_softmax.attend`."""
     if written_softmax.is_needed(spec):
         return written_softmax.attend(spec, q, k, v, mask=mask, is_causal=is_causal, sinks=sinks)
-    with _sound_kernels(q.device):
+    with _sound_kernels(q.device, k.shape[-2]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=spec.scale)
 
 
-def _sound_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """Rule out cuDNN's attention on a GPU, since it faults on masks of odd widths (seen with torch 2.11)."""
-    if device.type != "cuda":
+def _sound_kernels(device: torch.device, num_keys: int) -> AbstractContextManager[None]:
+    """Rule out torch's kernels that are wrong: on a GPU cuDNN's, which faults on masks of odd widths (seen with torch
+    2.11), and on a CPU the one that gives 0 for NaN where keys are few (up to 2.14)."""
+    if device.type == "cuda":
+        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    elif num_keys < _VECTOR_KEYS:
+        kernels = [SDPBackend.MATH]
+    else:
         return nullcontext()
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return cast(AbstractContextManager[None], sdpa_kernel(kernels))
