@@ -373,6 +373,7 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
             {**_VISION, "num_hidden_layers": 2, "image_size": 32, "patch_size": 4, "vision_use_head": False},
         ),
     ),
+    "Idefics2": ("Mistral", "Idefics2Vision", {**_VISION, "num_hidden_layers": 2, "image_size": 64, "patch_size": 8}),
     "Idefics3": ("Llama", "Idefics3Vision", {**_VISION, "num_hidden_layers": 2, "image_size": 34, "patch_size": 4}),
 }
 """Families of models that read images too: the classes of their text part and of their vision part, and a tiny one."""
@@ -422,6 +423,18 @@ _WHOLE: dict[str, dict[str, Any]] = {
     },
     "AyaVision": {"image_token_index": IMAGE_TOKEN},
     "GotOcr2": {"image_token_index": IMAGE_TOKEN},
+    "Idefics2": {
+        "image_token_id": IMAGE_TOKEN,
+        "perceiver_config": {
+            "hidden_size": 32,
+            "rms_norm_eps": 1e-5,
+            "resampler_n_latents": 5,
+            "resampler_depth": 2,
+            "resampler_n_heads": 4,
+            "num_key_value_heads": 2,
+            "resampler_head_dim": 12,
+        },
+    },
     "Ovis2": {
         "image_token_id": IMAGE_TOKEN,
         "visual_indicator_token_ids": [90, 91, 92, 93, 94],

@@ -204,6 +204,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "videollama 3": ("VideoLlama3", {"head_dim": 8, "tie_word_embeddings": True}),
     "llava-onevision": ("LlavaOnevision", {"head_dim": 8, "tie_word_embeddings": True}),
     "llava 1.5": ("Llava", {"head_dim": 8}),
+    "idefics 2": ("Idefics2", {"sliding_window": 20, "seed": 2}),
     "idefics 3": ("Idefics3", {"head_dim": 8}),
     "muse glimmer with vision": (
         "MuseGlimmer",

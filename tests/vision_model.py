@@ -67,6 +67,13 @@ _IDEFICS = Marks(
     },
 )
 MARKS = {
+    "idefics 2": _IDEFICS._replace(
+        processor={
+            "image_processor_type": "Idefics2ImageProcessor",
+            "size": {"shortest_edge": 2 * SIDE, "longest_edge": 8 * SIDE},
+            "do_image_splitting": True,
+        }
+    ),
     "gemma 3 with vision": Marks(
         ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
         "<start_of_image>",

@@ -22,6 +22,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.gemma4_unified import modeling_gemma4_unified
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -198,6 +199,7 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         "ovis2": GotOcr2ImageProcessorPil,
         "deepseek_ocr2": GotOcr2ImageProcessorPil,
         "paddleocr_vl": PaddleOCRVLImageProcessorPil,
+        "idefics2": Idefics2ImageProcessorPil,
         "idefics3": Idefics3ImageProcessorPil,
         "cohere2_vision": GotOcr2ImageProcessorPil,
         "llama4": GotOcr2ImageProcessorPil,
@@ -212,6 +214,8 @@ def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], processor: 
         do_resize=False, image_mean=list(processor.mean), image_std=list(processor.std), **own
     )
     found = prepare(images=list(images), return_tensors="pt", input_data_format="channels_last")
+    if vision.processor == "idefics2":  # filled up to the size of the largest
+        return {key: found[key] for key in ("pixel_values", "pixel_attention_mask")}
     if vision.processor == "granite_docling":  # of one row
         tiles = found["pixel_values"][None]
         return {"pixel_values": tiles, "pixel_attention_mask": torch.ones(tiles.shape[:2], dtype=torch.bool)}

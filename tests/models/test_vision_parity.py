@@ -79,6 +79,7 @@ FAMILIES = [
     "hunyuan v4 with vision",
     "internvl",
     "paddleocr-vl",
+    "idefics 2",
     "idefics 3",
     "granite docling",
     "lfm2-vl",
@@ -122,7 +123,7 @@ def test_memory_of_towers_is_planned(name: str, driver_of) -> None:
     _, driver, _ = driver_of(name)
     vision = driver.model.config.vision
     config = engine_config(max_image_tokens=64)
-    patches = tower_batch_tokens(config) * vision.merge_size**2
+    patches = tower_batch_tokens(config, vision) * vision.merge_size**2
     assert tower_bytes(config, vision) > patches * vision.patch_values * 4
 
 
@@ -179,6 +180,8 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
     images = [make_image(*size, seed) for seed, size in enumerate(sizes)]
     ids, spans = [3, 4, BEFORE_IMAGES], []
     for rows, columns in sizes:
+        if vision.merger.latents is not None:
+            rows, columns = 1, vision.num_tokens(rows, columns)
         border, row_end = vision.border, vision.has_row_ends
         canvas, apart = (((0, 0), 1), [TEXT_TOKEN]) if vision.canvas_marks else ((), [])
         spans.append(ImageSpan(len(ids), rows, columns + row_end, border, *canvas))

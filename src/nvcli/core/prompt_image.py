@@ -8,7 +8,7 @@ import msgspec
 
 MAX_PROMPT_IMAGES = 64
 """The most images of a prompt, with all their tiles."""
-MOST_IMAGE_BYTES = 163
+MOST_IMAGE_BYTES = 164
 """The most bytes of an image in a message, or of a tile that is an image of its own."""
 
 
@@ -66,6 +66,9 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Tokens of marks behind it, or behind its last slice, that have a place on the canvas, too."""
     tiles: TileGrid | None = None
     """Its tiles, if its tokens stand with vectors between them, as one row; None: it is read as it is."""
+    patches: tuple[int, int] | None = None
+    """The rows and columns of the patches of its pixels, if its tokens are one row whatever its size; None: as many as
+    its tokens have."""
 
     @property
     def end(self) -> int:

@@ -69,7 +69,6 @@ _LACKING = {
     "Ernie4_5_VLMoeForConditionalGeneration": "the tokens of its images have experts of their own, as nvcli's do not",
     "FastVlmForConditionalGeneration": "its tower is a network of convolutions, which nvcli does not compute",
     "HrmTextForCausalLM": "tokens of its prompts attend both ways, which nvcli computes for encoders and images alone",
-    "Idefics2ForConditionalGeneration": "its tower makes images of all sizes equally many tokens, as nvcli's do not",
     **{f"Inkling2{kind}For{use}": _ATTENDED_BLOCKS for kind in ("", "Loop") for use in _USES},
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
     "JetMoeForCausalLM": "its attention has experts, which nvcli does not compute",

@@ -34,9 +34,10 @@ def _token_bytes(config: EngineConfig, vision: VisionConfig) -> int:
     return vision.num_outputs * vision.out_size * DTYPE_BYTES[config.dtype]
 
 
-def tower_batch_tokens(config: EngineConfig) -> int:
-    """Return the most tokens of the images that the tower computes together, and of one image."""
-    return max(_BATCH_TOKENS, config.max_image_tokens)
+def tower_batch_tokens(config: EngineConfig, vision: VisionConfig) -> int:
+    """Return the most tokens of the images that the tower computes together, and of one image: their patches, where
+    latents read these."""
+    return max(_BATCH_TOKENS, config.max_image_tokens if vision.merger.latents is None else vision.num_positions)
 
 
 def largest_tower_batch(vision: VisionConfig, num_tokens: int) -> list[tuple[int, int]]:
@@ -56,7 +57,7 @@ def largest_tower_batch(vision: VisionConfig, num_tokens: int) -> list[tuple[int
 def tower_bytes(config: EngineConfig, vision: VisionConfig) -> int:
     """Return what the tower takes besides its weights, at its peak: in its layers or where the patches are cut, always
     beside the patches and the results of its mergers."""
-    patches = tower_batch_tokens(config) * vision.merge_size**2
+    patches = tower_batch_tokens(config, vision) * vision.merge_size**2
     clamped = 2 * vision.has_bounds * vision.hidden_size
     in_mlp = (1 + 2 * vision.is_gated) * vision.intermediate_size + clamped
     in_attention = 6 * vision.hidden_size  # projections, and their copies where no kernel takes them as they are
@@ -65,7 +66,7 @@ def tower_bytes(config: EngineConfig, vision: VisionConfig) -> int:
         in_attention = 9 * vision.hidden_size + 5 * most
     if vision.conv_layers:
         in_attention = 9 * vision.hidden_size  # gates and values, and sums in float32 with what is added to them
-    in_merger = 3 * vision.merger.size // vision.merge_size**2 if vision.merger.kind == "table" else 0
+    in_merger = 3 * vision.merger.size // vision.merge_size**2 if vision.merger.kind in ("table", "latents") else 0
     results = vision.num_outputs * vision.out_size // vision.merge_size**2
     kept = vision.patch_values + 4 * vision.hidden_size + results
     size = DTYPE_BYTES[config.dtype]

@@ -12,13 +12,14 @@ import torch
 import transformers
 from PIL import Image
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from checkpoints import edit_json
 from hostile_images import encoded
 from nvcli.core.config import RunConfig
 from nvcli.core.system.pixel_file import PixelFile
-from nvcli.errors import ConfigError
+from nvcli.errors import ConfigError, LoadError
 from nvcli.job.images.image_process import Question, answer
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.pixel_memory import PixelMemory, Pixels
@@ -28,7 +29,7 @@ from nvcli.job.run.row_settings import read_row_settings
 from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.models.config import load_model_config
 from nvcli.models.vision.image_processor import read_processor
-from vision_model import write_vision_model
+from vision_model import IMAGE_ID, write_vision_model
 from vision_reference import image_processor
 
 WIDE = {
@@ -315,6 +316,48 @@ def test_prompts_of_paligemma_without_a_template_are_those_of_transformers(tmp_p
     assert whole_tokens(model.with_tower(), 4, 64, 64) == 64
     with pytest.raises(ConfigError, match="computes a prompt with images of up to 65 tokens in one step"):
         whole_tokens(model.with_tower(), 4, 65, 64)
+
+
+def test_pictures_of_any_size_have_equally_many_tokens(tmp_path: Path) -> None:
+    """Quarters of an image and the whole, in prompts where marks of images meet each other and words."""
+    path = write_vision_model(tmp_path / "model", "idefics 2")
+    vision = load_model_config(path).vision
+    assert vision is not None
+    assert vision.text is not None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    their_images = Idefics2ImageProcessorPil.from_pretrained(path)
+    their_images.do_rescale = their_images.do_normalize = False
+    theirs = transformers.Idefics2Processor(their_images, tokenizer, image_seq_len=5)
+    memory = PixelMemory()
+    file = PixelFile(memory.path)
+    text = "a<image>b<image><image>\n<image> <c>"
+    for is_cut in (True, False):
+        edit_json(path / "preprocessor_config.json", do_image_splitting=is_cut)
+        their_images.do_image_splitting = is_cut
+        processor = read_processor(path, vision)
+        images = RowImages(processor, IMAGE_ID, ImageFolders.of((), ()), vision.text)
+        rng = np.random.default_rng(0)
+        for sizes in ([(2, 2), (35, 47), (500, 129), (63, 65)], [(3, 90), (64, 64), (131, 17), (1000, 999)]):
+            photos = [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+            pixels = list(prepared(photos, processor, memory, file))
+            written = images.write(text, pixels)
+            assert isinstance(written, str)
+            ids, placed = images.expand(tokenizer(written, add_special_tokens=False)["input_ids"], pixels)
+            found = theirs(images=[photos], text=[text], add_special_tokens=False, truncation=False)
+            assert ids == found["input_ids"][0]
+            assert len({image.key for image in placed.images}) == len(placed.images) == 4 * (5 if is_cut else 1)
+            for image, own, mask in zip(
+                placed.images, found["pixel_values"][0], found["pixel_attention_mask"][0], strict=True
+            ):
+                assert image.patches is not None
+                assert image.patches == (mask[:, 0].sum() // 8, mask[0].sum() // 8)
+                height, width = (8 * count for count in image.patches)
+                data = np.frombuffer(memory.read(image.offset, 3 * height * width), dtype=np.uint8)
+                kept = own[:, :height, :width].transpose(1, 2, 0)
+                np.testing.assert_array_equal(data.reshape(kept.shape), kept)
+    edit_json(path / "preprocessor_config.json", size={"shortest_edge": 16, "longest_edge": 72})
+    with pytest.raises(LoadError, match="`size`: is 16 to 72; supported: from 8 to 64"):
+        read_processor(path, vision)
 
 
 def test_prompts_of_got_ocr_without_a_template_are_those_of_transformers(tmp_path: Path) -> None:

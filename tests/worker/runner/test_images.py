@@ -40,6 +40,7 @@ FAMILIES = [
     "hunyuan-ocr",
     "paddleocr-vl",
     "internvl",
+    "idefics 2",
     "idefics 3",
     "lfm2-vl",
     "aya vision",

@@ -28,6 +28,7 @@ from nvcli.models.vision.image_size import Fit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.Image import Resampling as PillowFilter
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _MAX_BYTES = 2 << 30
@@ -158,6 +159,9 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
     from PIL.Image import Resampling as Filter
 
     resample, margin = Filter[resampling.upper()], fit.margin
+    if fit.parts:
+        yield from _quarters_and_whole(image, fit, resample)
+        return
     if fit.square is not None:
         image = _in_middle(image, max(image.size), max(image.size), fit.square)
     if fit.is_squared:
@@ -192,6 +196,16 @@ def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
     picture = fit.picture if fit.grid == (0, 0) else None
     whole = image.resize((fit.width + margin, fit.height + margin) if picture is None else picture[::-1], resample)
     yield whole.crop((0, 0, fit.width, fit.height))  # black where the image has ended, as in tiles
+
+
+def _quarters_and_whole(image: Image, fit: Fit, resample: PillowFilter) -> Iterator[Image]:
+    """Yield the quarters of an image, if they are read, and the image itself, as `Fit.parts` says."""
+    width, height = image.size
+    columns, rows = ((0, width // 2), (width // 2, width)), ((0, height // 2), (height // 2, height))
+    quarters = [(left, top, right, bottom) for top, bottom in rows for left, right in columns]
+    boxes = [*quarters, (0, 0, width, height)][-len(fit.parts) :]
+    for box, size, (tall, wide) in zip(boxes, fit.parts, fit.pictures, strict=True):
+        yield image.crop(box).resize(size[::-1], resample=resample).crop((0, 0, wide, tall))
 
 
 def _in_middle(image: Image, height: int, width: int, colour: tuple[int, int, int]) -> Image:

@@ -162,7 +162,7 @@ class RowImages:
             self._text.spelled(each.fit.height // side, each.fit.grid, number, has_whole_first=each.fit.has_whole_first)
             for number, each in enumerate(pixels)
         ]
-        return "".join(chain.from_iterable(zip(parts, [*spelled, ""], strict=True)))
+        return self._text.joined("".join(chain.from_iterable(zip(parts, [*spelled, ""], strict=True))))
 
     def expand(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[list[int], PromptImages]:
         """Return a written prompt with all tokens of its images, and where they are. Raises RowError if it has not
@@ -232,6 +232,9 @@ class RowImages:
             if len(parts) > 1:
                 key = blake2b(b"%d" % number, key=key, digest_size=16).digest()
             rows, columns = height // side, width // side + rule.has_row_ends
+            patches = None
+            if rule.tokens:
+                patches, rows, columns = (rows, columns), 1, rule.tokens
             behind = pixels.fit.behind if number + 1 == len(parts) else 0
             yield PromptImage(
                 first=0,
@@ -242,6 +245,7 @@ class RowImages:
                 key=key,
                 file=pixels.file,
                 offset=offset,
+                patches=patches,
             )
             offset += 3 * height * width
 

@@ -1,7 +1,8 @@
 """Models with the decoder of another family after a vision tower: LLaVA (https://arxiv.org/abs/2310.03744), with CLIP's
 or SigLIP's, and Pixtral 12B (https://arxiv.org/abs/2410.07073), whose files have its form; VideoLLaMA 3
 (https://arxiv.org/abs/2501.13106); InternVL 3 and 3.5 (https://arxiv.org/abs/2504.10479); Ovis 2
-(https://arxiv.org/abs/2405.20797); and Idefics 3 (https://arxiv.org/abs/2408.12637), SmolVLM
+(https://arxiv.org/abs/2405.20797); Idefics 2 (https://arxiv.org/abs/2405.02246); and Idefics 3
+(https://arxiv.org/abs/2408.12637), SmolVLM
 (https://arxiv.org/abs/2504.05299) and Granite Docling, which see an image as tiles and as a whole."""
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from nvcli.models.families.mistral import read_mistral
 from nvcli.models.families.model_file import ModelFile, read_by_type
 from nvcli.models.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
 from nvcli.models.layer_config import DecoderConfig
+from nvcli.models.vision.idefics2 import read_idefics2_vision
 from nvcli.models.vision.internvl import read_internvl_vision, read_qianfan_vision
 from nvcli.models.vision.llava import read_llava_next_vision, read_llava_vision, read_onevision_vision
 from nvcli.models.vision.ovis import read_ovis_vision
@@ -124,6 +126,23 @@ GOT_OCR2 = Family(
 )
 
 
+IDEFICS2 = Family(
+    name="Idefics 2",
+    architectures=("Idefics2ForConditionalGeneration",),
+    features="Mistral with a vision tower (SigLIP), whose images have equally many tokens",
+    examples=("HuggingFaceM4/idefics2-8b",),
+    read=read_mistral,
+    read_vision=read_idefics2_vision,
+    defaults={
+        **LLAMA_DEFAULTS,
+        "intermediate_size": 14_336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "sliding_window": 4096,
+    },
+)
 IDEFICS3 = Family(
     name="SmolVLM, Idefics 3",
     architectures=("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isqrt
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +34,7 @@ from nvcli.models.vision.tile_size import (
     FramedRule,
     GridRule,
     LargeRule,
+    QuarterRule,
     SliceRule,
     SplitRule,
     TileRule,
@@ -213,6 +215,21 @@ def _marked_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
     if file.get("use_covering_area_grid", bool, True):
         rule = replace(rule, least=1, fits="area")
     return replace(rule, is_marked=True)
+
+
+def _quarter_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    assert vision.merger.latents is not None
+    size, most = _object(file, "size"), isqrt(vision.num_positions) * vision.patch_size
+    shortest, longest = size.positive("shortest_edge", 378), size.positive("longest_edge", 980)
+    if not vision.patch_size <= shortest <= longest <= most:
+        raise file.error("size", f"is {shortest} to {longest}; supported: from {vision.patch_size} to {most}")
+    return QuarterRule(
+        side=vision.token_pixels,
+        tokens=vision.merger.latents.count,
+        shortest=shortest,
+        longest=longest,
+        is_cut=file.get("do_image_splitting", bool, False),
+    )
 
 
 def _page_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
@@ -465,6 +482,7 @@ _KINDS: dict[ProcessorKind, _Kind] = {
     "llama4": _Kind(("Llama4",), _canvas_rule, 2, _HALF, _HALF),
     "step3p7": _Kind(("Step3p7",), _window_rule, 2, _CLIP_MEAN, _CLIP_STD, needs_file=False),
     "video_llama_3": _Kind(("VideoLlama3",), _area_rule(56 * 56, 28 * 28 * 1280, merge=1), 3, _HALF, _HALF),
+    "idefics2": _Kind(("Idefics2",), _quarter_rule, 2, _HALF, _HALF),
     "ovis2": _Kind(("Ovis2",), _marked_rule, 3, _CLIP_MEAN, _CLIP_STD),
     "muse_glimmer": _Kind(("MuseGlimmer",), _shape_rule, 1, _HALF, _HALF),
     "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),

@@ -58,6 +58,10 @@ class Fit:
     """`PromptImage.tiles`"""
     is_middle: bool = False
     """Whether the whole image is the middle of what it is brought to first."""
+    parts: tuple[tuple[int, int], ...] = ()
+    """The heights and widths to which the quarters of an image, if they are read, and then the image are brought; the
+    model reads of each what fills squares of `unit` pixels. Empty: they are as other fields say."""
+    unit: int = 1
     margin: int = 0
     """Pixels at the lower and right edges of each tile, and of the whole image, which fill no token and are left out:
     the tile and the image are made larger by this many."""
@@ -65,6 +69,9 @@ class Fit:
     @property
     def canvas(self) -> tuple[int, int]:
         """The height and width of what is cut into tiles, row by row; of an image that is not cut those of itself."""
+        if self.parts:
+            (tall, wide), *others = self.parts
+            return (tall + others[2][0], wide + others[0][1]) if len(others) > 1 else (tall, wide)
         if self.grid == (0, 0):
             return self.height + self.margin, self.width + self.margin
         if self.cut is not None:
@@ -75,6 +82,8 @@ class Fit:
     @property
     def pictures(self) -> list[tuple[int, int]]:
         """The height and width of each tile, and of the whole image, if it is read, in the order in which they are."""
+        if self.parts:
+            return [(tall // self.unit * self.unit, wide // self.unit * self.unit) for tall, wide in self.parts]
         rows, columns = self.grid
         whole, tiles = [(self.height, self.width)] if self.height else [], [self.tile] * (rows * columns)
         return whole + tiles if self.has_whole_first else tiles + whole
@@ -90,6 +99,8 @@ class SizeRule(ABC):
     """`VisionConfig.has_row_ends`"""
     border: int = 0
     """`VisionConfig.border`"""
+    tokens: int = 0
+    """The tokens of each picture, whatever its size; 0: as many as there are squares."""
 
     @property
     @abstractmethod

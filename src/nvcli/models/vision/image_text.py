@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -36,6 +37,9 @@ class ImageText:
     after_alone: str | None = None
     """The text after them; None: `after`."""
 
+    joint: str = ""
+    """A mark that stands once where two would follow each other, and has a space behind it where neither space nor `<`
+    follows. Empty: there is none."""
     has_parts: bool = False
     """Whether tiles, and the whole image, are images of their own although there is no text between their tokens."""
 
@@ -59,6 +63,13 @@ class ImageText:
         if has_whole_first:
             return before + whole + tiles
         return before + tiles + whole
+
+    def joined(self, text: str) -> str:
+        """Return a prompt in which all images are spelled, with single joints."""
+        if not self.joint:
+            return text
+        single = text.replace(2 * self.joint, self.joint)
+        return re.sub(rf"{re.escape(self.joint)}(?=[^\s<])", f"{self.joint} ", single)
 
     def _spelled_tiles(self, rows: int, columns: int) -> str:
         """Return the text of tiles."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.models.parallel import BuildContext
+from nvcli.models.vision.latent_merger import LatentMerger
 from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate_and_multiply, side_by_side
 from nvcli.models.vision.vision_config import NUM_MARKS, QKV, DeepOutput, VisionConfig
 from nvcli.models.weights import DerivedModule
@@ -346,5 +347,6 @@ def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Modu
         "convolved": ConvolvedMerger,
         "queries": QueryMerger,
         "table": TableMerger,
+        "latents": LatentMerger,
     }
     return kinds[kind](build, path, config)

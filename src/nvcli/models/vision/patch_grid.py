@@ -211,6 +211,12 @@ def _interpolation(places: Ints, rows: int, columns: int, vision: VisionConfig) 
         row, column = np.searchsorted(bounds, shares, side="right").T
         taps = (row * side + column)[:, None]
         return taps, np.ones(taps.shape, dtype=np.float32)
+    if vision.interpolation == "shares":  # rounded as in `Idefics2VisionEmbeddings`
+        bounds = (np.arange(1, side) * (1 / side)).astype(np.float32)
+        shares = places.astype(np.float32) * (np.float32(1) / np.array([rows, columns], dtype=np.float32))
+        row, column = np.searchsorted(bounds, np.minimum(shares, np.float32(1 - 1e-6)), side="right").T
+        taps = (row * side + column)[:, None]
+        return taps, np.ones(taps.shape, dtype=np.float32)
     axes = []
     for axis, size in enumerate((rows, columns)):
         place = places[:, axis].astype(np.float32)

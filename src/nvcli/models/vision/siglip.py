@@ -30,7 +30,7 @@ from nvcli.models.vision.vision_file import (
     square,
 )
 
-_RENAMED = (
+RENAMED = (
     ("embeddings.patch_embedding.", "patch_embed.proj."),
     ("embeddings.position_embedding.", "pos_embed."),
     ("encoder.layers.", "blocks."),
@@ -41,13 +41,14 @@ _RENAMED = (
     (".mlp.fc", ".mlp.linear_fc"),
     ("post_layernorm.", "last_norm."),
 )
+"""Parts of the names of SigLIP's tensors."""
 _LEFT = (f"{TOWER}.head.", f"{TOWER}.embeddings.packing_position_embedding.")
 """Tensors that make one vector of an image, and a table that nothing reads."""
 _PREFIXES = (("vision_tower.vision_model.", f"{TOWER}."), *PREFIXES)  # the first in older files
 _GEMMA = TowerNames(
     prefixes=_PREFIXES,
     renamed=(
-        *_RENAMED,
+        *RENAMED,
         ("mm_soft_emb_norm.", "norm."),
         ("mm_input_projection_weight", "projection.weight"),
     ),
@@ -55,7 +56,7 @@ _GEMMA = TowerNames(
 )
 _IDEFICS = TowerNames(
     prefixes=(("vision_model.", f"{TOWER}."), ("connector.modality_projection.proj.", f"{TOWER}.merger.projection.")),
-    renamed=_RENAMED,
+    renamed=RENAMED,
 )
 _DOCLING = TowerNames(
     prefixes=(
@@ -70,14 +71,14 @@ _DOCLING = TowerNames(
         ("ln_mid.", "middle_norm."),
         ("ln_out.", "last_norm."),
         ("mlp_fc2.", "linear_fc2."),
-        *_RENAMED,
+        *RENAMED,
         *MLP_NAMES,
     ),
     left=(f"{TOWER}.merger.fine.",),
 )
 SQUARES = TowerNames(
     prefixes=_PREFIXES,
-    renamed=(*_RENAMED, ("layer_norm.", "norm."), ("layernorm.", "norm."), *MLP_NAMES),
+    renamed=(*RENAMED, ("layer_norm.", "norm."), ("layernorm.", "norm."), *MLP_NAMES),
     left=_LEFT,
 )
 _PADDLE = TowerNames(
@@ -87,7 +88,7 @@ _PADDLE = TowerNames(
         ("mlp_AR.", f"{TOWER}.merger."),
         ("projector.", f"{TOWER}.merger."),
     ),
-    renamed=(*_RENAMED, ("pre_norm.", "norm."), *MLP_NAMES),
+    renamed=(*RENAMED, ("pre_norm.", "norm."), *MLP_NAMES),
     left=_LEFT,
 )
 _TEXT = ImageText(  # `full_image_sequence` of transformers' processor

@@ -212,6 +212,48 @@ class SplitRule(CutRule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuarterRule(SizeRule):
+    """Images, and quarters of them, keep their size within limits, which come before their shape
+    (`get_resize_output_image_size` of Idefics 2)."""
+
+    shortest: int
+    longest: int
+    """The fewest and the most pixels of a side."""
+    is_cut: bool
+    """Whether quarters are read beside the whole image."""
+
+    @property
+    def most_pictures(self) -> int:
+        return 5 if self.is_cut else 1
+
+    @property
+    def max_tokens(self) -> int:
+        return self.most_pictures * self.tokens
+
+    @property
+    def most_pixels(self) -> int:
+        return self.most_pictures * self.longest**2
+
+    def fit(self, height: int, width: int) -> Fit:
+        if self.is_cut and min(height, width) < 2:
+            raise ValueError("it has fewer than 2 pixels in a row or column, and is read in quarters, too")
+        tall, wide = ((length // 2, length - length // 2) for length in (height, width))
+        quarters = [(down, across) for down in tall for across in wide] if self.is_cut else []
+        parts = tuple(self._limited(*size) for size in (*quarters, (height, width)))
+        fit = Fit(height=0, width=0, parts=parts, unit=self.side, grid=(2, 2) if self.is_cut else (0, 0))
+        height, width = fit.pictures[-1]
+        return replace(fit, height=height, width=width)
+
+    def _limited(self, height: int, width: int) -> tuple[int, int]:
+        ratio = width / height
+        if width >= height and width > self.longest:
+            height, width = int(self.longest / ratio), self.longest
+        elif height > width and height > self.longest:
+            height, width = self.longest, int(self.longest * ratio)
+        return max(height, self.shortest), max(width, self.shortest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GridRule(SizeRule):
     """Images keep their shape on the grid of tiles on which most of them is seen (`select_best_resolution` of
     LLaVA-NeXT)."""

@@ -75,8 +75,8 @@ class VisionTower(nn.Module):
         side = self.config.patch_size
         grids = [(image.shape[0] // side, image.shape[1] // side) for image in images]
         patches = torch.cat([self._patches(image, processor) for image in images])
-        merge = self.config.merge_size
-        sizes = [rows * columns // merge**2 for rows, columns in grids]
+        merge, latents = self.config.merge_size, self.config.merger.latents
+        sizes = [rows * columns // merge**2 if latents is None else latents.count for rows, columns in grids]
         outputs = list(torch.split(self._compute(patches, patch_grid(self.config, grids)), sizes))
         if isinstance(self.merger, BorderedMerger | EndedMerger):
             begin, newline, end = self.merger.borders()
@@ -170,11 +170,12 @@ class VisionTower(nn.Module):
             x = torch.cat([part[:, len(others) :].flatten(0, 1) for part in _by_segment(x, images)])
         x = x if self.last_norm is None else self.last_norm(x)
         reads = [_on_device(read, device) for read in grid.reads]
-        own = self.merger(x, reads) if reads else self.merger(x)
+        read = images if config.merger.latents is not None else reads
+        own = self.merger(x, read) if read else self.merger(x)
         if self.encoder is not None:
             own = self.encoder(own, tuple((first // squares, count, size // squares) for first, count, size in images))
         merged = torch.cat([own, *(deep[target] for target in sorted(deep))], dim=1)
-        assert len(merged) * squares == len(patches)
+        assert config.merger.latents is not None or len(merged) * squares == len(patches)
         inverse = _on_device(grid.inverse, device)
         return merged if inverse is None else merged[inverse]
 

@@ -15,6 +15,7 @@ from nvcli.models.vision.vision_config import (
     NUM_MARKS,
     QKV,
     TOWER,
+    LatentsConfig,
     QueryEncoderConfig,
     VisionConfig,
     turned_by_axis,
@@ -136,6 +137,9 @@ def _merger(vision: VisionConfig, dtype: StoredDtype, path: str, *, norms_square
         yield from _norm(dtype, f"{path}.norm", merger.size, merger.norm)
         yield _tensor(dtype, f"{path}.table.weight", merger.size + NUM_MARKS, out)
         return
+    if merger.latents is not None:
+        yield from _latents(vision, merger.latents, dtype, path)
+        return
     if merger.kind == "queries":
         yield from _queries(vision, dtype, path)
         return
@@ -217,6 +221,29 @@ def _encoder(vision: VisionConfig, encoder: QueryEncoderConfig, dtype: StoredDty
         yield from _linear(dtype, f"{path}.mlp.down_proj", size, encoder.intermediate_size, has_bias=False)
     yield from _norm(dtype, "encoder.norm", size, "rms")
     yield from _linear(dtype, "encoder.projection", vision.out_size, size, has_bias=True)
+
+
+def _latents(vision: VisionConfig, latents: LatentsConfig, dtype: StoredDtype, path: str) -> Iterator[TensorSpec]:
+    """Yield the tensors of `latents`."""
+    out, head = vision.out_size, latents.head_dim
+    yield from _gated(dtype, path, vision.merger.size, vision.hidden_size, out)
+    yield _tensor(dtype, f"{path}.latents.weight", latents.count, out)
+    for number in range(latents.depth):
+        layer = f"{path}.layers.{number}"
+        for name in ("norm1", "context_norm", "norm2"):
+            yield from _norm(dtype, f"{layer}.{name}", out, "rms")
+        for name, heads in zip(QKV, (latents.num_heads, *[latents.num_kv_heads] * 2), strict=True):
+            yield from _linear(dtype, f"{layer}.attn.{name}", heads * head, out, has_bias=False)
+        yield from _linear(dtype, f"{layer}.attn.proj", out, latents.num_heads * head, has_bias=False)
+        yield from _gated(dtype, f"{layer}.mlp", 4 * out, out, out)
+    yield from _norm(dtype, f"{path}.norm", out, "rms")
+
+
+def _gated(dtype: StoredDtype, path: str, inner: int, columns: int, out: int) -> Iterator[TensorSpec]:
+    """Yield the tensors of a gated MLP without biases."""
+    for name in ("gate_proj", "up_proj"):
+        yield from _linear(dtype, f"{path}.{name}", inner, columns, has_bias=False)
+    yield from _linear(dtype, f"{path}.down_proj", out, inner, has_bias=False)
 
 
 def _queries(vision: VisionConfig, dtype: StoredDtype, path: str) -> Iterator[TensorSpec]:

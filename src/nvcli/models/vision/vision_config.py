@@ -56,6 +56,7 @@ ProcessorKind = Literal[
     "muse_glimmer",
     "video_llama_3",
     "ovis2",
+    "idefics2",
 ]
 """The image processors of transformers, by the first part of their names."""
 Interpolation = Literal[
@@ -67,6 +68,7 @@ Interpolation = Literal[
     "bicubic",
     "resampled",
     "nearest",
+    "shares",
     "cropped",
     "axes",
     "turns",
@@ -86,7 +88,20 @@ MergerKind = Literal[
     "convolved",
     "queries",
     "table",
+    "latents",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentsConfig:
+    """Layers in which learned latents read the patches of an image and each other."""
+
+    count: int
+    """The latents, and the tokens of an image, whatever its size."""
+    depth: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +117,8 @@ class MergerConfig:
     and the places of tokens in their tile are added, then normed, projected and normed; convolved: two convolutions
     that halve the grid and double the vectors are projected; queries: their means with learned vectors attend to each
     other and to the patches of their window, in a layer after whose blocks norms are, and are projected; table: they
-    are projected and normed to numbers whose softmax weighs the vectors of a table, which has others for marks."""
+    are projected and normed to numbers whose softmax weighs the vectors of a table, which has others for marks;
+    latents: a gated MLP's results are read by learned latents, which become an image's tokens."""
     size: int
     """The size between the two projections of its MLP, or the last two; convolved: of the result of the second
     convolution, 0 if it is double that of the first; table: its vectors that are weighed; linear, pool, project,
@@ -140,6 +156,8 @@ class MergerConfig:
     """The factor of the mean of `project`."""
     is_standardised: bool = False
     """Whether a learned shift is subtracted from the scaled mean, and the difference multiplied by learned factors."""
+    latents: LatentsConfig | None = None
+    """The layers of `latents`; None: the merger is another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +309,8 @@ class VisionConfig:
     each other; faded: like borders, over zeros around the table, and of the turned grid; enlarged: like borders, as if
     the grid were a tenth of a patch larger; antialiased: like borders, over more entries where the grid is smaller;
     bicubic: likewise; resampled: bicubic over more
-    entries where the grid is smaller, with borders on each other; nearest: the entry of a patch's first pixel; cropped:
+    entries where the grid is smaller, with borders on each other; nearest: the entry of a patch's first pixel; shares:
+    likewise, as float32 has it; cropped:
     like borders, as if the grid were a square of its longer side; axes: none, the entries of a column and a row are
     added; turns: likewise, columns and rows taking turns in one table."""
     encoder: QueryEncoderConfig | None = None
@@ -368,7 +387,10 @@ class VisionConfig:
         return int(self.merger.kind == "bordered")
 
     def num_tokens(self, rows: int, columns: int) -> int:
-        """Return the vectors that the tower gives for an image of this many rows and columns of tokens."""
+        """Return the vectors that the tower gives for an image of this many rows and columns of tokens, or of patches
+        that latents read."""
+        if self.merger.latents is not None:
+            return self.merger.latents.count
         return rows * (columns + self.has_row_ends) + 2 * self.border + self.num_behind(rows)
 
     def num_behind(self, rows: int) -> int:

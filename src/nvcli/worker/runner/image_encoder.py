@@ -9,6 +9,7 @@ memory until the request has ended, so that an image can be computed again at an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 
@@ -39,8 +40,9 @@ class ImageEncoder:
         self._tower, self._group, self._device = tower, group, device
         self._processor = read_processor(config.model_path, tower.config)
         self._dtype = tower.patch_embed.weight.dtype
-        self._batch_tokens = tower_batch_tokens(config)
-        """The most tokens of the images that the tower computes together, and of one image."""
+        self._batch_tokens = tower_batch_tokens(config, tower.config)
+        """The most tokens, or patches that latents read, of the images that the tower computes together, and of one
+        image."""
         most_kept_bytes = group.min(kept_image_bytes(config, tower.config, device_bytes(device)))  # alike on all ranks
         self._kept = LruCache[bytes, Tensor](most_kept_bytes, lambda _, embeddings: embeddings.nbytes)
         """Digest → embeddings of an image's tokens."""
@@ -80,8 +82,8 @@ class ImageEncoder:
     def _shares(self, images: Iterable[PromptImage]) -> list[list[PromptImage]]:
         """Divide images among the ranks, so that each computes about as many tokens."""
         shares: list[list[PromptImage]] = [[] for _ in range(self._group.size)]
-        for image in sorted(images, key=_num_tokens, reverse=True):
-            min(shares, key=lambda share: sum(map(_num_tokens, share))).append(image)
+        for image in sorted(images, key=_size, reverse=True):
+            min(shares, key=lambda share: sum(map(_size, share))).append(image)
         return shares
 
     def _batches(self, images: Iterable[PromptImage]) -> Iterator[list[PromptImage]]:
@@ -89,7 +91,7 @@ class ImageEncoder:
         batch: list[PromptImage] = []
         num_tokens = 0
         for image in images:
-            size = _num_tokens(image)
+            size = _size(image)
             if batch and num_tokens + size > self._batch_tokens:
                 yield batch
                 batch, num_tokens = [], 0
@@ -144,6 +146,8 @@ class ImageEncoder:
             file = self._files[image.file] = PixelFile(image.file)
         side, device = self._tower.config.token_pixels, self._device
         rows, columns = image.rows, image.columns - self._tower.config.has_row_ends
+        if image.patches is not None:
+            rows, columns = image.patches
         if image.tiles is not None:
             columns = self._tower.config.tile_tokens
             rows = (image.tiles.rows * image.tiles.columns + 1) * columns
@@ -154,3 +158,8 @@ class ImageEncoder:
 
 def _num_tokens(image: PromptImage) -> int:
     return image.num_tokens
+
+
+def _size(image: PromptImage) -> int:
+    """Return the tokens that the tower computes for an image, or the patches that latents read."""
+    return image.num_tokens if image.patches is None else math.prod(image.patches)
