@@ -152,6 +152,7 @@ HOPPER, COPIES = PrefillKind.HOPPER, ScratchPrefillAttention
         ({"kv_dtype": FP8, "dtype": torch.float16}, None, False),
         ({"kv_dtype": FP8, "has_window": True}, None, False),
         ({"has_window": True}, None, False),
+        ({"both_ways": True}, None, False),
         ({"batch_invariant": True}, None, False),
         ({"has_plain_blocks": False}, HOPPER, True),
         ({"has_plain_blocks": False, "kv_dtype": FP8}, None, False),
@@ -160,7 +161,8 @@ HOPPER, COPIES = PrefillKind.HOPPER, ScratchPrefillAttention
 )
 def test_choice(change: dict[str, Any], wanted: PrefillKind | type | None, reads_segments: bool) -> None:
     changes = change.copy()
-    options = {"has_window": False, "batch_invariant": False, "has_plain_blocks": True, "has_whole_rows": True}
+    false = dict.fromkeys(("has_window", "both_ways", "batch_invariant"), False)
+    options = {**false, "has_plain_blocks": True, "has_whole_rows": True}
     options |= {name: changes.pop(name) for name in options if name in changes}
     fallback = PrefillKind.INVARIANT if options["batch_invariant"] else PrefillKind.USUAL
     shape = attention_shape(**{"head_dim": 128, **changes})
