@@ -51,7 +51,10 @@ def test_ranges(kind: Kind) -> None:
     for rows in (least + 1, most):
         assert isinstance(choose(kind, rows), HopperW4Launch)
         assert isinstance(choose(kind, rows, dtype=torch.float16), HopperW4Launch)
-        assert isinstance(choose(kind, rows, format=W4Format("affine", 32)), HopperW4Launch)
+    for rows, row_tile in ((17, 32), (32, 32), (least, 64), (least + 1, 128), (most, 128)):
+        launch = choose(kind, rows, format=W4Format("affine", 32))
+        assert isinstance(launch, HopperW4Launch)
+        assert launch.row_tile == row_tile
     for group, most_of_8_bits in HOPPER_ROWS_OF_8_BITS.items():
         for rows in (least, least + 1, most_of_8_bits, most_of_8_bits + 1):
             launch = choose(kind, rows, format=W4Format("affine in 8 bits", group))
