@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels.dispatch import with_kernel
@@ -34,7 +33,7 @@ def guessed_shares(x: Tensor, router: StreamRouter, weight: Tensor) -> Tensor:
     row j × N + i times the router's numbers.
     """
     count = weight.shape[1]
-    mixed = F.linear(_route(x, router), weight).view(-1, count, count).transpose(1, 2)
+    mixed = _products(_route(x, router), weight).view(-1, count, count).transpose(1, 2)
     of_streams = mixed + torch.eye(count, device=x.device)
     return torch.cat((of_streams[:, 1:].sum(dim=1), of_streams.flatten(1)), dim=1)
 
@@ -48,7 +47,7 @@ def corrected_shares(x: Tensor, router: StreamRouter, weight: Tensor) -> Tensor:
     of 1.
     """
     count = len(weight)
-    shares = F.linear(_route(x, router), weight) + 1.0
+    shares = _products(_route(x, router), weight) + 1.0
     of_streams = torch.eye(count, device=x.device).repeat(len(x), 1, 1)
     of_streams[:, 0] -= shares
     return torch.cat((shares, of_streams.flatten(1)), dim=1)
@@ -57,4 +56,9 @@ def corrected_shares(x: Tensor, router: StreamRouter, weight: Tensor) -> Tensor:
 def _route(x: Tensor, router: StreamRouter) -> Tensor:
     """Return the router's numbers in float32: [T, H] → [T, N]."""
     normed = rms_norm(x.float(), router.norm_weight, router.norm_eps) / x.shape[1]
-    return torch.tanh(F.linear(normed, router.weight.float()))
+    return torch.tanh(_products(normed, router.weight.float()))
+
+
+def _products(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ, row by row, so that no row's bits depend on how many there are: [T, in] and [out, in] → [T, out]."""
+    return torch.stack([(x * row).sum(dim=1) for row in weight], dim=1)
