@@ -128,8 +128,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "prefix-hits": {"max_num_seqs": 6, "max_num_batched_tokens": 512},
     "preempted": {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_kv_tokens": 380},
 }
-ATTENTION = [field.name for field in fields(AttentionSpec) if field.default is None or field.default is False]
-"""What some kinds of attention have and others have not."""
+ATTENTION = {one.name for one in fields(AttentionSpec) if one.default is None or one.default is False} - {"both_ways"}
+"""What some kinds of attention have and others have not; models that attend both ways write no answers."""
 OF_NEWER_FAMILIES = {"ResultConvolutions", "bias_extent", "NGramLookupConfig", "shares_choice"}
 """Kinds that only checkpoints of newer versions of transformers have."""
 TWO_RANKS = {"tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 64}
