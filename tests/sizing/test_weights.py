@@ -127,6 +127,16 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert_same(write_tiny_model(tmp_path / "tiny", family), tp=2, rank=1)
 
 
+def test_gates_that_are_cut(tmp_path: Path) -> None:
+    """No kernel multiplies gate and up with an activation that reads all gates."""
+    model = load_model_config(write_shape("gemma-3n-e4b", tmp_path))
+    config = engine_config(device="cuda", dtype="bfloat16", max_num_batched_tokens=2048)
+    kinds = tuple(replace(layer, mlp=model.layers[-1].mlp) for layer in model.decoder.layer_kinds)
+    models = model, replace(model, decoder=replace(model.decoder, layer_kinds=kinds))
+    cut, whole = (estimate(config, each, 80 << 30).planned["activations"] for each in models)
+    assert cut - whole == 2048 * 2 * 16384 * 2
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_norms_that_are_kept_in_float32_and_those_of_all_heads(tp: int, tmp_path: Path) -> None:
     for family in ("Gemma3Text", "Olmo3", "Granite"):

@@ -145,8 +145,8 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
     most += (model.decoder.num_streams - 1) * hidden
     most += model.decoder.has_loops * 2 * hidden  # the stream before them, and its sum with the stream
     most += model.decoder.keeps_embeddings * 5 * hidden  # they, the stream beside them, and two copies of it
-    if model.decoder.altup is not None:  # whose layers keep the streams, and what they guess of them beside these
-        most += model.decoder.num_streams * hidden
+    if model.decoder.altup is not None:
+        most += 4 * hidden  # the first stream as changed, its norm, attention's result, and what is still to be added
     if model.decoder.streams is not None and model.decoder.streams.gate_rank:  # streams, their norms, and gates
         most = max(most, (3 * model.decoder.num_streams + 1) * hidden)
     inputs = model.decoder.layer_inputs

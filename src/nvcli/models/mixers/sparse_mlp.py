@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import ClassVar
 
+from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.mixer import Ranks
 from nvcli.models.mixers.mlp import MLPConfig
 
@@ -25,3 +26,8 @@ class SparseMLPConfig(MLPConfig):
 
     def num_kernels(self, ranks: Ranks) -> int:
         return MLPConfig.num_kernels(self, ranks) + 1
+
+    def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
+        """Count the elements, beside gate and up, which no kernel multiplies with the activation."""
+        apart = 2 * self.intermediate_size // ranks.size
+        return MLPConfig.activation_elements(self, hidden_size, ranks, quantization) + apart
