@@ -54,8 +54,8 @@ class LightningConfig(RecurrentMixer):
         )
 
     def num_kernels(self, ranks: Ranks) -> int:
-        """Return the number of kernels. Several ranks norm the result step by step, with a sum between."""
-        return 8 if ranks.size == 1 else 17
+        """Return the number of kernels. Several ranks norm the result in two, with a sum between."""
+        return 8 if ranks.size == 1 else 10
 
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         size = self.inner_size // ranks.size
@@ -63,7 +63,7 @@ class LightningConfig(RecurrentMixer):
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         scores = self.num_heads * max(CHUNK, self.head_dim)
-        return 3 * hidden_size + ((6 if ranks.size == 1 else 10) * self.inner_size + scores) // ranks.size
+        return 3 * hidden_size + (6 * self.inner_size + scores) // ranks.size
 
     def unused_tensors(self, path: str) -> Iterator[str]:
         return (f"{path}.{name}" for name in _TABLES)
