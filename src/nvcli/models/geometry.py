@@ -83,7 +83,7 @@ def _with_factors(tensors: Iterable[TensorSpec], factors: Mapping[str, float]) -
 
 def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator[TensorSpec]:
     """Mark the weights of linear layers to be kept in FP8 or 4 bits, except those that the checkpoint did not quantise,
-    and the LM head, if the checkpoint has its 4 bits.
+    and the LM head, if the checkpoint has it in 4 or 8 bits that ranks can keep.
     Projections that a layer fuses are kept in the same way, and so are those of a mixture of experts, whose weights are
     the only ones in MXFP4; other layers are in FP8 beside them, or not quantised. Weights with factors stay plain."""
     names = {tensor.name for tensor in tensors}
