@@ -258,7 +258,8 @@ class AttentionConfig(ChoosingMixer):
         of_choice = 0
         if self.top_k is not None and self.index is not None:
             of_choice = self.index.num_kernels(self.kv_heads_per_rank(ranks.size))
-        return Mixer.num_kernels(self, ranks) + of_choice + (self.relative is not None)
+        of_norms = 2 * (self.qk_norm == "row")
+        return Mixer.num_kernels(self, ranks) + of_norms + of_choice + (self.relative is not None)
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         size = ranks.size
