@@ -51,13 +51,19 @@ def read_text_prompts(path: Path) -> TextPrompts:
     config = JsonFile.read_if_present(path / PROMPTS_FILE)
     prompts = config.object("prompts")
     by_name = {name: prompts.get(name, str, "") for name in prompts.values}
-    return TextPrompts(by_name, config.get("default_prompt_name", str, "") or None)
+    key = "default_prompt_name"
+    default = config.get(key, str, "") or None
+    if default is not None and default not in by_name:
+        raise config.error(key, f"{show(default)} is not among `prompts`: {', '.join(by_name) or 'none'}")
+    return TextPrompts(by_name, default)
 
 
 class EmbeddingFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Embedding settings from a checkpoint's files; None if the files say nothing."""
 
     pooling: PoolingName | None = None
+    pools_prompts: bool = True
+    """Whether a mean is also over the tokens of the prompt before a text."""
     dense: tuple[DenseModule, ...] = ()
     """The linear layers after the pooling, in order."""
     normalizes: bool | None = None
@@ -76,12 +82,13 @@ def read_embedding_files(path: Path, overrides: Mapping[str, Any] = NO_OVERRIDES
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise LoadError(f"{file}: holds no list of modules; download the file again")
     pooling: PoolingName | None = None
-    normalizes = False
+    pools_prompts, normalizes = True, False
     dense: list[DenseModule] = []
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
-            pooling = _pooling(_module_config(path, file, module))
+            config = _module_config(path, file, module)
+            pooling, pools_prompts = _pooling(config), config.get("include_prompt", bool, True)
         elif kind == "Dense" and not normalizes:
             dense.append(_dense(_module_config(path, file, module), dense))
         elif kind == "Normalize":
@@ -91,7 +98,7 @@ def read_embedding_files(path: Path, overrides: Mapping[str, Any] = NO_OVERRIDES
                 f"{file}: `type` is {show(module.get('type'))}, which is not supported{' there' * (kind == 'Dense')}; "
                 "supported: Transformer, Pooling, Dense, Normalize, in this order"
             )
-    return EmbeddingFiles(pooling=pooling, dense=tuple(dense), normalizes=normalizes)
+    return EmbeddingFiles(pooling=pooling, pools_prompts=pools_prompts, dense=tuple(dense), normalizes=normalizes)
 
 
 def _module_config(path: Path, file: Path, module: dict[str, Any]) -> JsonFile:

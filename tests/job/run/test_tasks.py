@@ -334,6 +334,12 @@ def test_the_files_of_a_checkpoint_say_how_embeddings_are_made(
     np.testing.assert_allclose(query["embedding"], hidden(f"q: {PROMPT}").mean(axis=0), atol=1e-4)
     with pytest.raises(ConfigError, match=r"\(--prompt-name\) is q, and .* names these: query, document"):
         jobs([{"prompt": PROMPT}], "embed", name="q.jsonl", embed={"prompt_name": "q"})
+    edit_json(folder / "1_Pooling" / "config.json", include_prompt=False)
+    with pytest.raises(ConfigError, match=r"the mean over texts without the prompt before them \(`include_prompt`"):
+        jobs([{"prompt": PROMPT}], "embed", name="q.jsonl")
+    edit_json(folder / "config_sentence_transformers.json", default_prompt_name="title")
+    with pytest.raises(LoadError, match=r"`default_prompt_name`.* is not among `prompts`: query, document"):
+        jobs([{"prompt": PROMPT}], "embed", name="q.jsonl")
     with pytest.raises(ConfigError, match="no LM head"):
         jobs([{"prompt": PROMPT}], "score", name="scores.jsonl")
 

@@ -49,14 +49,22 @@ def embedding_settings(run: RunConfig, model_path: Path, model: ModelConfig) -> 
         )
     pooling = (files.pooling or "last") if embed.pooling == "auto" else embed.pooling
     normalize = files.normalizes is not False if embed.normalize == "auto" else embed.normalize
-    return EmbeddingSettings(POSITIONS[pooling], dense, normalize, _prefix(run, model_path), size)
+    prefix = _prefix(run, model_path)
+    if prefix and pooling == "mean" and not files.pools_prompts:
+        raise ConfigError(
+            f"{run.model} asks for the mean over texts without the prompt before them (`include_prompt` of its Pooling "
+            "is false), which is not supported; `embed.prompt_name` (--prompt-name) can name an empty prompt, and "
+            "`embed.pooling` (--pooling) another pooling"
+        )
+    return EmbeddingSettings(POSITIONS[pooling], dense, normalize, prefix, size)
 
 
 def _prefix(run: RunConfig, model_path: Path) -> str:
-    """Return the prompt that goes before texts. Raises ConfigError for one that the checkpoint does not name."""
+    """Return the prompt that goes before texts. Raises LoadError, and ConfigError for one that has no such name in the
+    checkpoint."""
     prompts, name = read_text_prompts(model_path), run.embed.prompt_name
     if name is None:
-        return prompts.by_name.get(prompts.default or "", "")
+        return "" if prompts.default is None else prompts.by_name[prompts.default]
     if name not in prompts.by_name:
         known = ", ".join(prompts.by_name) or "none"
         raise ConfigError(
