@@ -17,8 +17,6 @@ NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 
 _ROPE_KEYS = {"rope_scaling": "rope_parameters", "rope_parameters": "rope_scaling"}
 """Two names of the same section; a file has one of them."""
-_READ_ELSEWHERE = ("is_causal", "use_bidirectional_attention")
-"""Keys that only embedding runs read."""
 _PROBES: tuple[Any, ...] = (None, False, True, [""])
 """Probe values: code that reads a key distinguishes some of them, or refuses one."""
 
@@ -52,7 +50,7 @@ def check_overrides(file: JsonFile, overrides: Mapping[str, Any], read: Callable
         def with_value(value: Any, path: tuple[str, ...] = path) -> object:
             return read(with_overrides(file, _replaced(overrides, path, value)))
 
-        if path[0] in _READ_ELSEWHERE or is_read(with_value, wanted):
+        if is_read(with_value, wanted):
             continue
         raise UnreadOverride(
             f"`hf_overrides`: `{'.'.join(path)}` changes nothing: nvcli reads no such key of {file.path} for this model"
