@@ -65,6 +65,7 @@ def test_shapes_take_overrides_where_they_have_the_key(tmp_path: Path, name: str
         ({"rope_theta": 5.0}, "`rope_theta` changes nothing: .*did you mean `rope_parameters.rope_theta`"),
         ({"max_position_embedings": 64}, "did you mean `max_position_embeddings`"),
         ({"initializer_range": 0.1}, "`initializer_range` changes nothing"),
+        ({"use_bidirectional_attention": True}, "`use_bidirectional_attention` changes nothing"),
     ],
 )
 def test_overrides_without_effect_are_refused(overrides: dict[str, Any], message: str) -> None:

@@ -347,6 +347,7 @@ _STEP = {
             ["short_factor", "1 "],
         ),
         ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, ["`use_bidirectional_attention`"]),
+        ("Gemma4ForCausalLM", {"use_bidirectional_attention": "all"}, ["`use_bidirectional_attention`", "vision"]),
         ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, ["`hidden_activation`", "relu", "gelu_pytorch_tanh"]),
         ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5, 1]}, ["1.0 is not a"]),
         ("Gemma3nForCausalLM", {"altup_active_idx": 1}, ["`altup_active_idx`: 1 is not supported"]),

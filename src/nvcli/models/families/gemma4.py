@@ -46,6 +46,7 @@ _WITH_EXPERTS = replace(
 def read(config: ModelFile) -> DecoderConfig:
     """Read a dense model (31B), one whose layers have inputs of their own and share keys and values (E2B, E4B), or one
     with experts (26B-A4B)."""
+    config.only(use_bidirectional_attention="vision")
     layers = tuple(_layers(config))
     if len(set(layers)) > _MOST_KINDS:
         raise config.error("per_layer_config", f"describes more than {_MOST_KINDS} kinds of layers")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.json_file import JsonFile
 from nvcli.models.vision.image_text import ImageText
@@ -100,15 +99,12 @@ def read_gemma4_unified_vision(config: JsonFile, vision: JsonFile, text: JsonFil
 
 def _common(config: JsonFile, text: JsonFile) -> dict[str, Any]:
     """Read what both have in common."""
-    both_ways = text.values.get(_BOTH_WAYS)
-    if both_ways not in (None, "vision"):
-        raise text.error(_BOTH_WAYS, f"{show(both_ways)} is not supported; supported: vision, null")
     return {
         "names": _NAMES,
         "processor": "gemma4",
         "activation": "gelu_tanh",
         "has_last_channels": True,
-        "attends_both_ways": "windows" if both_ways else "",
+        "attends_both_ways": "windows" if text.has(_BOTH_WAYS) else "",
         "image_token_id": config.get("image_token_id", int, 258_880),
         "text": _TEXT,
     }
