@@ -2,8 +2,8 @@
 is 1; and the prompts for texts.
 
 The files are those of sentence-transformers: `modules.json` lists what follows the model, and each module's folder has
-a `config.json` of its own. A checkpoint without them is assumed to pool the last token and normalise, as embedding
-models built on decoders do (Qwen3-Embedding, E5-Mistral). Torch-free.
+a `config.json` of its own. A checkpoint without them is assumed to normalise and to pool the last token, as embedding
+models built on decoders do (Qwen3-Embedding, E5-Mistral), or all where they attend both ways. Torch-free.
 """
 
 from __future__ import annotations

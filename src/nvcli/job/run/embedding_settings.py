@@ -47,7 +47,9 @@ def embedding_settings(run: RunConfig, model_path: Path, model: ModelConfig) -> 
             f"`embed.dimensions` is {embed.dimensions}, and {run.model} gives vectors of {size} numbers; lower it or "
             "leave it out"
         )
-    pooling = (files.pooling or "last") if embed.pooling == "auto" else embed.pooling
+    pooling = embed.pooling
+    if pooling == "auto":
+        pooling = files.pooling or ("mean" if model.both_ways else "last")
     normalize = files.normalizes is not False if embed.normalize == "auto" else embed.normalize
     prefix = _prefix(run, model_path)
     if prefix and pooling == "mean" and not files.pools_prompts:
