@@ -41,7 +41,8 @@ from nvcli.models.vision.image_size import (
     ShapeRule,
     SizeRule,
 )
-from nvcli.models.vision.tile_size import SplitRule, TileRule, WindowRule
+from nvcli.models.vision.tile_size import SplitRule, TileRule
+from nvcli.models.vision.window_size import WindowRule
 from vision_reference import image_processor
 
 SIDE = 28

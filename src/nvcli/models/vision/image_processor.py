@@ -9,56 +9,27 @@ Omni, Kimi K2.5, Llama 4, Step 3.7, Muse Glimmer), Pillow takes its steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from math import isqrt
 from pathlib import Path
 from typing import Literal
 
 from nvcli.core.validation import show
-from nvcli.kernels.whole_numbers import ceil_div
 from nvcli.models.json_file import JsonFile
-from nvcli.models.vision.image_size import (
-    AreaRule,
-    BudgetRule,
-    CountRule,
-    EdgeRule,
-    FilledRule,
-    MiddleRule,
-    PatchRule,
-    ShapeRule,
-    SizeRule,
-)
-from nvcli.models.vision.tile_size import (
-    CanvasRule,
-    FramedRule,
-    GridRule,
-    LargeRule,
-    QuarterRule,
-    SliceRule,
-    SplitRule,
-    TileRule,
-    WideRule,
-    WindowRule,
-)
+from nvcli.models.vision import size_rules as rules
+from nvcli.models.vision.image_size import SizeRule
+from nvcli.models.vision.size_rules import CLIP_MEAN, Channels, channels
 from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _NESTED = "image_processor"
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _NO_MEAN, _NO_STD = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 _HALF = (0.5, 0.5, 0.5)
 
-Channels = tuple[float, float, float]
 Resampling = Literal["lanczos", "bilinear", "bicubic"]
 _RESAMPLING: dict[int, Resampling] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's numbers of them."""
-_MOST_TILES = 64
-_MOST_SIDE = 4096
-"""The most pixels of a side from which tiles are cut."""
-_GRIDS_OF_FEW = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-_GRIDS_OF_MANY = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
-"""`image_grid_pinpoints` of processors that leave them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +83,8 @@ _OTHER_NAMES = {
     "merge_kernel_size": "merge_size",
 }
 """Keys of Nemotron 3 Omni and of Kimi K2.5."""
-_SECTION, _LONGEST, _FIXED = "media_proc_cfg", "patch_limit_on_one_side", "fixed_output_tokens"
-"""The section that has those of Kimi K2.5, and other keys of it."""
+_SECTION = "media_proc_cfg"
+"""The section that has those of Kimi K2.5."""
 
 
 def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
@@ -135,357 +106,48 @@ def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
         rule=kind.read_rule(file, vision),
         resampling=_RESAMPLING[number],
         factor=file.get("rescale_factor", float, 1 / 255),
-        mean=_channels(file, "image_mean", kind.mean) if normalises else _NO_MEAN,
-        std=_channels(file, "image_std", kind.std) if normalises else _NO_STD,
+        mean=channels(file, "image_mean", kind.mean) if normalises else _NO_MEAN,
+        std=channels(file, "image_std", kind.std) if normalises else _NO_STD,
     )
-
-
-def _area_rule(
-    least: int, most: int, frames: int = 1, enlarges: Literal["", "floor", "round"] = "", merge: int = 2
-) -> Callable[[JsonFile, VisionConfig], SizeRule]:
-    """Return what reads the limits of an area, with these defaults, and that of `merge_size`. `frames`: how often an
-    image's pixels count."""
-
-    def read(file: JsonFile, vision: VisionConfig) -> SizeRule:
-        for key, wanted, default in (("patch_size", vision.patch_size, 14), ("merge_size", vision.merge_size, merge)):
-            if (found := file.get(key, int, default)) != wanted:
-                raise file.error(key, f"is {found}, and the model's is {wanted}")
-        file.only(patch_expand_factor=1)
-        edges = _object(file, "size")
-        limited = file.replacing(
-            min_pixels=file.values.get("min_pixels") or edges.values.get("shortest_edge") or least,
-            max_pixels=file.values.get("max_pixels") or edges.values.get("longest_edge") or most,
-        )
-        return AreaRule(
-            side=vision.token_pixels,
-            min_pixels=ceil_div(limited.positive("min_pixels"), frames),
-            max_pixels=limited.positive("max_pixels") // frames,
-            has_row_ends=vision.has_row_ends,
-            border=vision.border,
-            enlarges=enlarges,
-        )
-
-    return read
-
-
-def _edge_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    if file.values.get("do_center_crop"):
-        raise file.error("do_center_crop", "true is not supported: leave it out")
-    size = _object(file, "size")
-    longest = size.positive("longest_edge") if size.values else 1024
-    return EdgeRule(side=vision.token_pixels, longest=longest)
-
-
-def _count_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    patch, kernel = file.positive("patch_size", 16), file.positive("pooling_kernel_size", 3)
-    if patch * kernel != vision.token_pixels:
-        raise file.error("patch_size", f"{patch} × {kernel} is not {vision.token_pixels}, the pixels of a token")
-    count = file.positive("max_soft_tokens", 280)
-    if count not in _TOKEN_COUNTS or count > vision.longest_side:
-        raise file.error(
-            "max_soft_tokens",
-            f"{count} is not supported; supported: {', '.join(map(str, _TOKEN_COUNTS))}, "
-            f"if the tower has positions for as many in a row ({vision.longest_side})",
-        )
-    return CountRule(side=vision.token_pixels, most=count)
-
-
-_TOKEN_COUNTS = (70, 140, 280, 560, 1120)
-
-
-def _square_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    if file.values.get("do_pan_and_scan"):
-        raise file.error("do_pan_and_scan", "true is not supported: crops of images are not read; supported: false")
-    return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 224))
-
-
-def _tile_rule(file: JsonFile, vision: VisionConfig, *, cuts_always: bool = True) -> SizeRule:
-    """`cuts_always`: images are cut whatever the file says, as InternVL's (`images_kwargs` in transformers)."""
-    if not cuts_always and not file.get("crop_to_patches", bool, False):
-        return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 384))
-    least, most = file.positive("min_patches", 1), file.positive("max_patches", 12)
-    if not least <= most <= _MOST_TILES:
-        raise file.error("max_patches", f"{most:,} is not supported; supported: from {least} to {_MOST_TILES}")
-    return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 384), least=least, most=most)
-
-
-def _marked_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    rule = _tile_rule(file, vision, cuts_always=False)
-    assert isinstance(rule, TileRule)
-    if file.get("use_covering_area_grid", bool, True):
-        rule = replace(rule, least=1, fits="area")
-    return replace(rule, is_marked=True)
-
-
-def _quarter_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    assert vision.merger.latents is not None
-    size, most = _object(file, "size"), isqrt(vision.num_positions) * vision.patch_size
-    shortest, longest = size.positive("shortest_edge", 378), size.positive("longest_edge", 980)
-    if not vision.patch_size <= shortest <= longest <= most:
-        raise file.error("size", f"is {shortest} to {longest}; supported: from {vision.patch_size} to {most}")
-    return QuarterRule(
-        side=vision.token_pixels,
-        tokens=vision.merger.latents.count,
-        shortest=shortest,
-        longest=longest,
-        is_cut=file.get("do_image_splitting", bool, False),
-    )
-
-
-def _page_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    file.only(fine_route=False, crop_to_patches=True)
-    least, most, more = file.positive("min_patches", 1), file.positive("max_patches", 32), file.get(_MORE, int, 0)
-    for key, count in (("max_patches", most), *([(_MORE, more)] if more else [])):
-        if not least <= count <= _MOST_TILES:
-            raise file.error(key, f"{count:,} is not supported; supported: from {least} to {_MOST_TILES}")
-    scale, ratio, most_ratio = (
-        file.get(key, float, 0.0) for key in ("dense_max_scale", "dense_min_aspect", "dense_max_aspect")
-    )
-    wide = WideRule(most=more, scale=scale, least_ratio=ratio, most_ratio=most_ratio) if more else None
-    return TileRule(
-        side=vision.token_pixels, tile=_tile(file, vision, 512), least=least, most=most, longest=_MARKED, wide=wide
-    )
-
-
-_MORE, _MARKED = "dense_max_patches", 16
-"""A key, and the most rows and columns of tiles for which Granite Docling has marks."""
-
-
-def _scaled_tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    most = file.positive("max_patches", 12) if file.get("crop_to_patches", bool, True) else 1
-    if most > _MOST_TILES:
-        raise file.error("max_patches", f"{most:,} is not supported; supported: up to {_MOST_TILES}")
-    return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 512), most=most, fits="scale")
-
-
-def _canvas_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    file.only(resize_to_max_canvas=False)
-    most = file.positive("max_patches", 16)
-    if most > _MOST_TILES:
-        raise file.error("max_patches", f"{most:,} is not supported; supported: up to {_MOST_TILES}")
-    return CanvasRule(side=vision.token_pixels, tile=_tile(file, vision, 336), most=most)
-
-
-def _window_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    file.only(vision_patch_size=vision.patch_size, downsampler_stride=vision.merge_size)
-    size = _object(file, "size")
-    whole, side = size.positive("height", 728, most=_MOST_SIDE), vision.token_pixels
-    size.only(width=whole)
-    tile = file.positive("patch_size", 504, most=_MOST_SIDE)
-    for key, length in (("size", whole), ("patch_size", tile)):
-        if length % side:
-            raise file.error(key, f"{length} is not a multiple of {side}, the pixels of a token")
-    return WindowRule(side=side, whole=whole, tile=tile, longest=file.positive("max_image_size", 3024, most=_MOST_SIDE))
-
-
-def _framed_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    # the processor cuts into so many tiles whatever the file says (`images_kwargs` in transformers)
-    assert vision.encoder is not None
-    tile, edge = (count * vision.token_pixels for count in vision.encoder.sides)
-    file.with_defaults({"tile_size": 768}).only(tile_size=tile)
-    size = _object(file, "size").with_defaults({"height": 1024, "width": 1024})
-    size.only(height=edge, width=edge)
-    colour = _channels(file, key := "background_color", (127.0, 127.0, 127.0))
-    if not all(0 <= value <= 255 for value in colour):
-        raise file.error(key, f"{show(file.values[key])} is no colour: numbers are from 0 to 255")
-    red, green, blue = map(int, colour)
-    return FramedRule(
-        side=vision.token_pixels,
-        edge=edge,
-        tiles=TileRule(side=vision.token_pixels, tile=tile, least=2, most=6),
-        frame=(red, green, blue),
-        behind=vision.num_behind(edge // vision.token_pixels),
-    )
-
-
-def _split_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    tile, longest = (
-        _object(file, key).positive("longest_edge", default)
-        for key, default in (("max_image_size", 364), ("size", 4 * 364))
-    )
-    if tile // vision.patch_size != vision.tile_tokens * vision.merge_size:
-        wanted = vision.tile_pixels
-        raise file.error("max_image_size", f"is {tile}, and the tower's images are {wanted} × {wanted}")
-    if longest > _MOST_SIDE:
-        raise file.error("size", f"is {longest:,}; supported: up to {_MOST_SIDE:,}")
-    return SplitRule(
-        side=vision.token_pixels, tile=tile, longest=longest, is_cut=file.get("do_image_splitting", bool, True)
-    )
-
-
-def _middle_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    size, crops = _object(file, "size"), file.values.get("do_center_crop")
-    wanted = vision.tile_pixels
-    edge = size.positive("shortest_edge", 224) if size.has("shortest_edge") or not size.values else None
-    if edge is None and not crops:
-        return TileRule(side=vision.token_pixels, tile=wanted, margin=_margin(file, vision))
-    crop = _object(file, "crop_size")
-    sides = [edge, *(crop.positive(key, 224) for key in ("height", "width"))]
-    if crops is False or sides != [wanted] * 3:
-        raise file.error("crop_size", f"is not the size of the tower's images, {wanted} × {wanted}")
-    return MiddleRule(side=vision.token_pixels, edge=wanted)
-
-
-def _grid_rule(file: JsonFile, vision: VisionConfig, *, squares: bool = False) -> SizeRule:
-    wanted, side = vision.tile_pixels, vision.token_pixels
-    size = _object(file, "size")
-    key = "shortest_edge" if size.has("shortest_edge") else "height"
-    tile = size.positive(key, 384 if squares else 336)
-    if size.positive("width", tile) != tile or tile // side != vision.tile_tokens:
-        raise file.error("size", f"is {tile}, and the tower's images are {wanted} × {wanted}")
-    key = "image_grid_pinpoints"
-    sizes = file.values[key] if file.has(key) else _GRIDS_OF_MANY if squares else _GRIDS_OF_FEW
-    counts = range(1, _MOST_TILES + 1)
-    known = {str([rows * tile, columns * tile]): (rows, columns) for rows in counts for columns in counts}
-    grids = tuple(known.get(str(each), (0, 0)) for each in sizes) if isinstance(sizes, list) else ()
-    if not grids or not all(0 < rows * columns <= _MOST_TILES for rows, columns in grids):
-        raise file.error(key, f"is no list of sizes of up to {_MOST_TILES} tiles of {tile} × {tile}")
-    red, green, blue = (int(255 * mean) for mean in _channels(file, "image_mean", _CLIP_MEAN))
-    return GridRule(
-        side=side,
-        tile=wanted,
-        margin=tile - wanted,
-        grids=grids,
-        most_tiles=vision.most_tiles,
-        square=(red, green, blue) if squares else None,
-    )
-
-
-def _margin(file: JsonFile, vision: VisionConfig) -> int:
-    """Return the pixels of a side of the file's square images that fill no token of the tower's."""
-    size = _object(file, "size")
-    sides, wanted = [size.positive(key) for key in ("height", "width")], vision.tile_pixels
-    if sides[0] != sides[1] or not 0 <= sides[0] - wanted < vision.token_pixels:
-        raise file.error("size", f"is {sides[0]} × {sides[1]}, and the tower's images are {wanted} × {wanted}")
-    return sides[0] - wanted
-
-
-def _large_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    side, patch = vision.token_pixels, vision.patch_size
-    for key, wanted, default in (("encoder_patch_size", patch, 16), ("downsample_factor", vision.merge_size, 2)):
-        if (found := file.get(key, int, default)) != wanted:
-            raise file.error(key, f"is {found}, and {wanted} in config.json")
-    least, most = file.positive("min_image_tokens", 64), file.positive("max_image_tokens", 256)
-    whole = AreaRule(side=side, min_pixels=least * side**2, max_pixels=most * side**2, enlarges="side")
-    fewest, largest = file.positive("min_tiles", 2), file.positive("max_tiles", 10)
-    if not file.get("do_image_splitting", bool, True) or largest == 1:
-        return whole
-    if not fewest <= largest <= _MOST_TILES:
-        raise file.error("max_tiles", f"{largest:,} is not supported; supported: from {fewest} to {_MOST_TILES}")
-    tile = file.positive("tile_size", 512)
-    if tile % side:
-        raise file.error("tile_size", f"{tile} is not a multiple of {side}, the pixels of a token")
-    return LargeRule(
-        side=side,
-        whole=whole,
-        tiles=TileRule(side=side, tile=tile, least=fewest, most=largest),
-        patch=patch,
-        most_uncut=whole.max_pixels * file.positive_number("max_pixels_tolerance", 2.0),
-        has_whole=file.get("use_thumbnail", bool, True),
-    )
-
-
-def _slice_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    file.only(
-        patch_size=vision.patch_size,
-        downsample_mode=f"{vision.merge_size**2}x",
-        use_image_id=True,
-        small_image_upsize="always",
-    )
-    most = file.positive("max_slice_nums", 9) if file.get("slice_mode", bool, True) else 1
-    if most > _MOST_TILES:
-        raise file.error("max_slice_nums", f"{most:,} is not supported; supported: up to {_MOST_TILES}")
-    edge = file.positive("scale_resolution", 448, most=_MOST_SIDE)
-    return SliceRule(side=vision.token_pixels, edge=edge, most=most)
-
-
-def _patch_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    file.only(patch_size=vision.patch_size, downsample_ratio=1 / vision.merge_size)
-    least, most = file.positive("min_num_patches", 1024), file.positive("max_num_patches", 13_312)
-    room = (file.positive("max_model_len", 16_384) - 4) * vision.merge_size**2
-    if not least <= most <= room:
-        raise file.error("max_num_patches", f"{most:,} is not supported; supported: from {least:,} to {room:,}")
-    return PatchRule(side=vision.token_pixels, merge=vision.merge_size, least=least, most=most)
-
-
-def _filled_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    file.only(patch_size=vision.patch_size, merge_size=vision.merge_size)
-    if file.has(_FIXED):
-        raise file.error(_FIXED, "is not supported: leave it out")
-    size = _object(file, "size")
-    longest = size.positive("max_height", 512)
-    size.only(max_width=longest)
-    if file.has(_LONGEST):
-        longest = file.positive(_LONGEST)
-    most = file.positive("max_patches", 16_384)
-    return FilledRule(side=vision.token_pixels, merge=vision.merge_size, most=most, longest=longest)
-
-
-def _budget_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    file.only(patch_size=vision.patch_size, merge_size=vision.merge_size, patch_expand_factor=1)
-    least, most = file.positive("min_image_tokens", 16), file.positive("max_image_tokens", 8000)
-    if least > most:
-        raise file.error("max_image_tokens", f"{most:,} is less than `min_image_tokens`, {least:,}")
-    return BudgetRule(side=vision.token_pixels, least=least, most=most)
-
-
-def _shape_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
-    file.only(
-        patch_size=vision.patch_size, merge_size=vision.merge_size, temporal_patch_size=vision.temporal_patch_size
-    )
-    return ShapeRule(side=vision.token_pixels, most=file.positive("max_image_tokens", 4096))
-
-
-def _tile(file: JsonFile, vision: VisionConfig, default: int) -> int:
-    """Read the side of a square to which images are brought; it is the tower's."""
-    size, wanted = _object(file, "size"), vision.tile_pixels
-    found = [size.positive(key) if size.values else default for key in ("height", "width")]
-    if found != [wanted, wanted]:
-        raise file.error("size", f"is {found[0]} × {found[1]}, and the tower's images are {wanted} × {wanted}")
-    return wanted
-
-
-def _object(file: JsonFile, key: str) -> JsonFile:
-    """Return a section of the file, which may be absent."""
-    value = file.values.get(key)
-    return file.with_values(value if isinstance(value, dict) else {}, f"{file.section}{key}.")
 
 
 _KINDS: dict[ProcessorKind, _Kind] = {
-    "qwen2_vl": _Kind(("Qwen2VL", "CohereCompass"), _area_rule(56 * 56, 28 * 28 * 1280), 3, _CLIP_MEAN, _CLIP_STD),
-    "minimax_m3": _Kind(("MiniMaxM3VL",), _area_rule(56 * 56, 451_584), 3, _CLIP_MEAN, _CLIP_STD),
-    "gemma3": _Kind(("Gemma3",), _square_rule, 2, _HALF, _HALF),
-    "gemma4": _Kind(("Gemma4", "Gemma4Unified"), _count_rule, 3, _NO_MEAN, _NO_STD, normalises=False),
-    "pixtral": _Kind(("Pixtral",), _edge_rule, 3, _CLIP_MEAN, _CLIP_STD),
+    "qwen2_vl": _Kind(("Qwen2VL", "CohereCompass"), rules.area_rule(56 * 56, 28 * 28 * 1280), 3, CLIP_MEAN, _CLIP_STD),
+    "minimax_m3": _Kind(("MiniMaxM3VL",), rules.area_rule(56 * 56, 451_584), 3, CLIP_MEAN, _CLIP_STD),
+    "gemma3": _Kind(("Gemma3",), rules.square_rule, 2, _HALF, _HALF),
+    "gemma4": _Kind(("Gemma4", "Gemma4Unified"), rules.count_rule, 3, _NO_MEAN, _NO_STD, normalises=False),
+    "pixtral": _Kind(("Pixtral",), rules.edge_rule, 3, CLIP_MEAN, _CLIP_STD),
     "glm46v": _Kind(
-        ("Glm46V", "Glm4v", "Glmga"), _area_rule(112 * 112, 28 * 28 * 15000, 2, "floor"), 3, _CLIP_MEAN, _CLIP_STD
+        ("Glm46V", "Glm4v", "Glmga"), rules.area_rule(112 * 112, 28 * 28 * 15000, 2, "floor"), 3, CLIP_MEAN, _CLIP_STD
     ),
     "hunyuan_vl": _Kind(
-        ("HunYuanVL", "HYV4VL"), _area_rule(512**2, 2048**2), 3, _CLIP_MEAN, _CLIP_STD, resamples_alike=True
+        ("HunYuanVL", "HYV4VL"), rules.area_rule(512**2, 2048**2), 3, CLIP_MEAN, _CLIP_STD, resamples_alike=True
     ),
-    "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),
-    "deepseek_ocr2": _Kind(("DeepseekOcr2",), _framed_rule, 3, _HALF, _HALF),
-    "got_ocr": _Kind(("GotOcr2",), partial(_tile_rule, cuts_always=False), 3, _CLIP_MEAN, _CLIP_STD),
-    "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
-    "granite_docling": _Kind(("GraniteDocling",), _page_rule, 3, _CLIP_MEAN, _CLIP_STD),
-    "cohere2_vision": _Kind(("Cohere2Vision",), _scaled_tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
-    "idefics3": _Kind(("Idefics3", "SmolVLM"), _split_rule, 1, _HALF, _HALF),
-    "clip": _Kind(("CLIP", "Siglip"), _middle_rule, 3, _CLIP_MEAN, _CLIP_STD),
-    "llava_next": _Kind(("LlavaNext",), _grid_rule, 3, _CLIP_MEAN, _CLIP_STD),
-    "llava_onevision": _Kind(("LlavaOnevision",), partial(_grid_rule, squares=True), 3, _CLIP_MEAN, _CLIP_STD),
-    "minicpmv4_6": _Kind(("MiniCPMV4_6", "MiniCPMOcr"), _slice_rule, 3, _HALF, _HALF),
+    "paddleocr_vl": _Kind(
+        ("PaddleOCRVL",), rules.area_rule(384**2, 1536**2, enlarges="round"), 3, CLIP_MEAN, _CLIP_STD
+    ),
+    "deepseek_ocr2": _Kind(("DeepseekOcr2",), rules.framed_rule, 3, _HALF, _HALF),
+    "got_ocr": _Kind(("GotOcr2",), partial(rules.tile_rule, cuts_always=False), 3, CLIP_MEAN, _CLIP_STD),
+    "got_ocr2": _Kind(("GotOcr2",), rules.tile_rule, 3, CLIP_MEAN, _CLIP_STD),
+    "granite_docling": _Kind(("GraniteDocling",), rules.page_rule, 3, CLIP_MEAN, _CLIP_STD),
+    "cohere2_vision": _Kind(("Cohere2Vision",), rules.scaled_tile_rule, 3, CLIP_MEAN, _CLIP_STD),
+    "idefics3": _Kind(("Idefics3", "SmolVLM"), rules.split_rule, 1, _HALF, _HALF),
+    "clip": _Kind(("CLIP", "Siglip"), rules.middle_rule, 3, CLIP_MEAN, _CLIP_STD),
+    "llava_next": _Kind(("LlavaNext",), rules.grid_rule, 3, CLIP_MEAN, _CLIP_STD),
+    "llava_onevision": _Kind(("LlavaOnevision",), partial(rules.grid_rule, squares=True), 3, CLIP_MEAN, _CLIP_STD),
+    "minicpmv4_6": _Kind(("MiniCPMV4_6", "MiniCPMOcr"), rules.slice_rule, 3, _HALF, _HALF),
     "nemotron_h_omni": _Kind(
-        ("NemotronH_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3"), _patch_rule, 3, _CLIP_MEAN, _CLIP_STD
+        ("NemotronH_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3"), rules.patch_rule, 3, CLIP_MEAN, _CLIP_STD
     ),
-    "kimi_k25": _Kind(("Kimi_K25",), _filled_rule, 3, _HALF, _HALF),
-    "glm5_next": _Kind(("Glm5Next",), _budget_rule, 3, _CLIP_MEAN, _CLIP_STD),
-    "llama4": _Kind(("Llama4",), _canvas_rule, 2, _HALF, _HALF),
-    "step3p7": _Kind(("Step3p7",), _window_rule, 2, _CLIP_MEAN, _CLIP_STD, needs_file=False),
-    "video_llama_3": _Kind(("VideoLlama3",), _area_rule(56 * 56, 28 * 28 * 1280, merge=1), 3, _HALF, _HALF),
-    "idefics2": _Kind(("Idefics2",), _quarter_rule, 2, _HALF, _HALF),
-    "ovis2": _Kind(("Ovis2",), _marked_rule, 3, _CLIP_MEAN, _CLIP_STD),
-    "muse_glimmer": _Kind(("MuseGlimmer",), _shape_rule, 1, _HALF, _HALF),
-    "lfm2_vl": _Kind(("Lfm2Vl",), _large_rule, 2, _HALF, _HALF, resizes_always=True),
+    "kimi_k25": _Kind(("Kimi_K25",), rules.filled_rule, 3, _HALF, _HALF),
+    "glm5_next": _Kind(("Glm5Next",), rules.budget_rule, 3, CLIP_MEAN, _CLIP_STD),
+    "llama4": _Kind(("Llama4",), rules.canvas_rule, 2, _HALF, _HALF),
+    "step3p7": _Kind(("Step3p7",), rules.window_rule, 2, CLIP_MEAN, _CLIP_STD, needs_file=False),
+    "video_llama_3": _Kind(("VideoLlama3",), rules.area_rule(56 * 56, 28 * 28 * 1280, merge=1), 3, _HALF, _HALF),
+    "idefics2": _Kind(("Idefics2",), rules.quarter_rule, 2, _HALF, _HALF),
+    "ovis2": _Kind(("Ovis2",), rules.marked_rule, 3, CLIP_MEAN, _CLIP_STD),
+    "muse_glimmer": _Kind(("MuseGlimmer",), rules.shape_rule, 1, _HALF, _HALF),
+    "lfm2_vl": _Kind(("Lfm2Vl",), rules.large_rule, 2, _HALF, _HALF, resizes_always=True),
 }
 
 
@@ -496,11 +158,3 @@ def _read(path: Path, *, is_there: bool) -> JsonFile:
         return newer.with_values(nested, f"{_NESTED}.")
     older = (JsonFile.read if is_there else JsonFile.read_if_present)(path / PROCESSOR_FILES[1])
     return older.object(_SECTION) if older.has(_SECTION) else older
-
-
-def _channels(file: JsonFile, key: str, default: Channels) -> Channels:
-    value = file.values.get(key, list(default))
-    if not isinstance(value, list) or len(value) != len(default) or not all(isinstance(v, int | float) for v in value):
-        raise file.error(key, f"{show(value)} is not a list of {len(default)} numbers")
-    red, green, blue = map(float, value)
-    return red, green, blue
