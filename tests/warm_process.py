@@ -78,11 +78,15 @@ class WarmPopen(subprocess.Popen[Any]):
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
-    def _internal_poll(self, *options: Any, **named: Any) -> int | None:
+    def _internal_poll(self, _deadstate: int | None = None) -> int | None:
         if self._process is None:
-            return super()._internal_poll(*options, **named)  # type: ignore[misc, no-any-return]
-        with _ONE_AT_A_TIME:
-            self.returncode = self._process.exitcode
+            return super()._internal_poll(_deadstate)  # type: ignore[misc, no-any-return]
+        # With a `_deadstate` the collector asks, maybe in the thread that holds the lock, and asks again later.
+        if _ONE_AT_A_TIME.acquire(blocking=_deadstate is None):
+            try:
+                self.returncode = self._process.exitcode
+            finally:
+                _ONE_AT_A_TIME.release()
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int | None:
