@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nvcli.kernels.patch_types import Runs
 from nvcli.models.parallel import BuildContext
-from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate_and_multiply
+from nvcli.models.vision.tower_parts import GatedMLP, Linear, Norm, Weights
 from nvcli.models.vision.vision_config import QKV, LatentsConfig, VisionConfig
 
 
@@ -36,19 +36,6 @@ class LatentMerger(nn.Module):
                 state = layer(state, own)
             parts.append(self.norm(state.flatten(0, 1)))
         return torch.cat(parts)
-
-
-class GatedMLP(nn.Module):
-    """A gated MLP: [P, H] → [P, O]."""
-
-    def __init__(self, build: BuildContext, path: str) -> None:
-        super().__init__()
-        self.up = Linear(build, f"{path}.gate_proj", f"{path}.up_proj")
-        self.down = Linear(build, f"{path}.down_proj")
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(activate_and_multiply(self.up(x), "silu"))
-        return out
 
 
 class _Layer(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.latent_merger import LatentMerger
-from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate_and_multiply, side_by_side
+from nvcli.models.vision.tower_parts import GatedMLP, Linear, Norm, Weights, side_by_side
 from nvcli.models.vision.vision_config import NUM_MARKS, QKV, DeepOutput, VisionConfig
 from nvcli.models.weights import DerivedModule
 
@@ -118,16 +118,14 @@ class GatedMerger(nn.Module):
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
-        self.count, self.activation, self.limit = config.late_merge**2, config.activation, config.limit
+        self.count = config.late_merge**2
         self.downsample, self.proj = Linear(build, f"{path}.downsample"), Linear(build, f"{path}.proj")
         self.norm = Norm(build, f"{path}.norm", config.merger.eps)
-        self.up = Linear(build, f"{path}.gate_proj", f"{path}.up_proj")
-        self.down = Linear(build, f"{path}.down_proj")
+        self.mlp = GatedMLP(build, path, config.activation, config.limit)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.downsample(side_by_side(x, self.count, by_channel=True))
-        x = self.up(F.gelu(self.norm(self.proj(x))))
-        out: Tensor = self.down(activate_and_multiply(x, self.activation, self.limit))
+        out: Tensor = self.mlp(F.gelu(self.norm(self.proj(x))))
         return out
 
 

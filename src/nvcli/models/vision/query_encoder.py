@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nvcli.kernels.patch_attention import rotate_patches
 from nvcli.kernels.patch_types import Runs
 from nvcli.models.parallel import BuildContext
-from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate_and_multiply
+from nvcli.models.vision.tower_parts import GatedMLP, Linear, Norm, Weights
 from nvcli.models.vision.vision_config import QKV, QueryEncoderConfig
 
 
@@ -72,8 +72,7 @@ class _Layer(nn.Module):
             Linear(build, *(f"{path}.attn.{name}" for name in QKV)),
             Linear(build, f"{path}.attn.proj"),
         )
-        self.up = Linear(build, f"{path}.mlp.gate_proj", f"{path}.mlp.up_proj")
-        self.down = Linear(build, f"{path}.mlp.down_proj")
+        self.mlp = GatedMLP(build, f"{path}.mlp")
 
     def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         """Compute the layer: [tokens and queries of all images, H] → the same shape."""
@@ -84,5 +83,5 @@ class _Layer(nn.Module):
         q, k, v = qkv.view(-1, len(mask), *qkv.shape[1:]).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(x.shape)
         x = x + self.proj(mixed)
-        out: Tensor = x + self.down(activate_and_multiply(self.up(self.norm2(x)), "silu"))
+        out: Tensor = x + self.mlp(self.norm2(x))
         return out

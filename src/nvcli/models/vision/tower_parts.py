@@ -144,3 +144,20 @@ def side_by_side(x: Tensor, count: int, *, by_channel: bool = False) -> Tensor:
     of one channel lie beside each other, as in a convolution."""
     squares = x.view(-1, count, x.shape[-1])
     return (squares.transpose(1, 2) if by_channel else squares).flatten(1)
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) × up(x)): [P, H] → [P, O]."""
+
+    def __init__(
+        self, build: BuildContext, path: str, activation: TowerActivation = "silu", limit: float = 0.0
+    ) -> None:
+        """`limit`: `VisionConfig.limit`."""
+        super().__init__()
+        self.activation, self.limit = activation, limit
+        self.up = Linear(build, f"{path}.gate_proj", f"{path}.up_proj")
+        self.down = Linear(build, f"{path}.down_proj")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(activate_and_multiply(self.up(x), self.activation, self.limit))
+        return out

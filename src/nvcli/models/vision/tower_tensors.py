@@ -148,9 +148,7 @@ def _merger(vision: VisionConfig, dtype: StoredDtype, path: str, *, norms_square
         yield _tensor(dtype, f"{path}.downsample.bias", out)
         yield from _linear(dtype, f"{path}.proj", out, out, has_bias=bias)
         yield from _norm(dtype, f"{path}.norm", out, "layer")
-        for name in ("gate_proj", "up_proj"):
-            yield from _linear(dtype, f"{path}.{name}", merger.size, out, has_bias=bias)
-        yield from _linear(dtype, f"{path}.down_proj", out, merger.size, has_bias=bias)
+        yield from _gated(dtype, path, merger.size, out, out, has_bias=bias)
         return
     if merger.has_norm:
         yield from _norm(dtype, f"{path}.norm", merged if norms_squares else hidden, merger.norm)
@@ -216,9 +214,7 @@ def _encoder(vision: VisionConfig, encoder: QueryEncoderConfig, dtype: StoredDty
         for name, heads in zip(QKV, (encoder.num_heads, *[encoder.num_kv_heads] * 2), strict=True):
             yield from _linear(dtype, f"{path}.attn.{name}", heads * head, size, has_bias=True)
         yield from _linear(dtype, f"{path}.attn.proj", size, size, has_bias=False)
-        for name in ("gate_proj", "up_proj"):
-            yield from _linear(dtype, f"{path}.mlp.{name}", encoder.intermediate_size, size, has_bias=False)
-        yield from _linear(dtype, f"{path}.mlp.down_proj", size, encoder.intermediate_size, has_bias=False)
+        yield from _gated(dtype, f"{path}.mlp", encoder.intermediate_size, size, size)
     yield from _norm(dtype, "encoder.norm", size, "rms")
     yield from _linear(dtype, "encoder.projection", vision.out_size, size, has_bias=True)
 
@@ -239,11 +235,13 @@ def _latents(vision: VisionConfig, latents: LatentsConfig, dtype: StoredDtype, p
     yield from _norm(dtype, f"{path}.norm", out, "rms")
 
 
-def _gated(dtype: StoredDtype, path: str, inner: int, columns: int, out: int) -> Iterator[TensorSpec]:
-    """Yield the tensors of a gated MLP without biases."""
+def _gated(
+    dtype: StoredDtype, path: str, inner: int, columns: int, out: int, *, has_bias: bool = False
+) -> Iterator[TensorSpec]:
+    """Yield the tensors of a gated MLP."""
     for name in ("gate_proj", "up_proj"):
-        yield from _linear(dtype, f"{path}.{name}", inner, columns, has_bias=False)
-    yield from _linear(dtype, f"{path}.down_proj", out, inner, has_bias=False)
+        yield from _linear(dtype, f"{path}.{name}", inner, columns, has_bias=has_bias)
+    yield from _linear(dtype, f"{path}.down_proj", out, inner, has_bias=has_bias)
 
 
 def _queries(vision: VisionConfig, dtype: StoredDtype, path: str) -> Iterator[TensorSpec]:
